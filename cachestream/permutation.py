@@ -1,0 +1,166 @@
+"""A keyed pseudo-random permutation of range(n), computed where it is asked, in O(1) memory for any n.
+
+A position in the permuted order is all that a resume needs, and any block of it is computed alone.
+
+The algorithm is the generalised Feistel cipher with cycle walking of Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains" (CT-RSA 2002): a value is split into two digits of bases a and b with a*b just above n,
+the digits are altered in turns by adding a keyed hash of the other one, and the few results of n and more
+are sent through again. Up to 1024 values the permutation is the argsort of keyed hashes instead, because
+Feistel networks over tiny domains reach few of the n! permutations.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Permutation", "mix_key"]
+
+IntArray = npt.NDArray[np.int64]
+_U64 = npt.NDArray[np.uint64]
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MULTIPLY_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2: Final = np.uint64(0x94D049BB133111EB)
+_HALF: Final = np.uint64(32)
+_ROUNDS: Final = 6
+_BLOCK: Final = 16_384  # numbers at a time: the intermediate arrays stay in the processor's cache
+_TABLE_UP_TO: Final = 1024
+
+
+def mix_key(*parts: int) -> int:
+    """A 64-bit key from integers such as (seed, epoch, purpose): other parts or another order, another key.
+
+    Starting from 0, `state = f(state ^ f(part mod 2**64))` for each part, f being splitmix64 (Steele, Lea and
+    Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014): the same on every machine.
+    """
+    state = 0
+    for part in parts:
+        state = _splitmix(state ^ _splitmix(part & _MASK))
+    return state
+
+
+class Permutation:
+    """A bijection of range(n), chosen by `key` (any integer; see `mix_key`); immutable and thread-safe."""
+
+    __slots__ = ("_a", "_b", "_inverse_table", "_round_keys", "_table", "key", "n")
+
+    def __init__(self, n: int, key: int) -> None:
+        if not 1 <= n < 1 << 62:
+            raise ValueError(f"a permutation needs 1 <= n < 2**62, not n={n}")
+        self.n = n
+        self.key = key
+        self._a = math.isqrt(n - 1) + 1
+        self._b = -(-n // self._a)
+        state = mix_key(key, n)
+        self._round_keys = tuple(_splitmix(state + i) for i in range(_ROUNDS))
+        self._table: IntArray | None = None
+        self._inverse_table: IntArray | None = None
+        if n <= _TABLE_UP_TO:
+            hashes = _hash(np.arange(n, dtype=np.uint64), self._round_keys[0])
+            self._table = np.argsort(hashes, kind="stable").astype(np.int64)
+            self._inverse_table = np.argsort(self._table, kind="stable").astype(np.int64)
+
+    def at(self, positions: npt.ArrayLike) -> IntArray:
+        """The values at `positions` (int64 array of any shape, each in range(n)), int64 of the same shape."""
+        return self._walk(positions, forward=True)
+
+    def inverse(self, values: npt.ArrayLike) -> IntArray:
+        """The positions at which `values` stand: `inverse(at(p)) == p`."""
+        return self._walk(values, forward=False)
+
+    def __repr__(self) -> str:
+        return f"Permutation(n={self.n}, key={self.key})"
+
+    def _walk(self, numbers: npt.ArrayLike, *, forward: bool) -> IntArray:
+        given = np.asarray(numbers, dtype=np.int64)
+        if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
+            raise IndexError(f"a position outside range({self.n})")
+        table = self._table if forward else self._inverse_table
+        if table is not None:
+            return table[given]
+        flat = given.reshape(-1).astype(np.uint64)
+        result = np.empty(given.shape, np.int64)
+        out = result.reshape(-1)
+        for start in range(0, len(flat), _BLOCK):
+            out[start : start + _BLOCK] = self._walk_block(flat[start : start + _BLOCK], forward)
+        return result
+
+    def _walk_block(self, numbers: _U64, forward: bool) -> _U64:
+        step = self._encrypt if forward else self._decrypt
+        result = step(numbers)
+        limit = np.uint64(self.n)
+        outside = np.flatnonzero(result >= limit)
+        while outside.size:
+            walked = step(result[outside])
+            result[outside] = walked
+            outside = outside[walked >= limit]
+        return result
+
+    def _encrypt(self, numbers: _U64) -> _U64:
+        left, right = self._digits(numbers)
+        for i, key in enumerate(self._round_keys):
+            if i % 2 == 0:
+                left = _add(left, _scaled_hash(right, key, self._a), self._a)
+            else:
+                right = _add(right, _scaled_hash(left, key, self._b), self._b)
+        left *= np.uint64(self._b)
+        left += right
+        return left
+
+    def _decrypt(self, numbers: _U64) -> _U64:
+        left, right = self._digits(numbers)
+        for i, key in reversed(tuple(enumerate(self._round_keys))):
+            if i % 2 == 0:
+                left = _subtract(left, _scaled_hash(right, key, self._a), self._a)
+            else:
+                right = _subtract(right, _scaled_hash(left, key, self._b), self._b)
+        left *= np.uint64(self._b)
+        left += right
+        return left
+
+    def _digits(self, numbers: _U64) -> tuple[_U64, _U64]:
+        base = np.uint64(self._b)
+        left = numbers // base
+        return left, numbers - left * base
+
+
+def _splitmix(state: int) -> int:
+    z = (state + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * int(_MULTIPLY_1)) & _MASK
+    z = ((z ^ (z >> 27)) * int(_MULTIPLY_2)) & _MASK
+    return z ^ (z >> 31)
+
+
+def _hash(numbers: _U64, key: int) -> _U64:
+    """Keyed 64-bit hashes of `numbers`, element by element, good in their upper halves."""
+    z = numbers + np.uint64(key)
+    z *= _MULTIPLY_1
+    z ^= z >> np.uint64(29)
+    z *= _MULTIPLY_2
+    return z
+
+
+def _scaled_hash(numbers: _U64, key: int, base: int) -> _U64:
+    """Keyed hashes of `numbers` below `base` (< 2**32): by multiplication, without division (Lemire 2019)."""
+    z = _hash(numbers, key)
+    z >>= _HALF
+    z *= np.uint64(base)
+    z >>= _HALF
+    return z
+
+
+def _add(digit: _U64, hashes: _U64, base: int) -> _U64:
+    hashes += digit
+    wrapped = hashes - np.uint64(base)  # a huge number where the sum is below base
+    return np.minimum(hashes, wrapped, out=wrapped)
+
+
+def _subtract(digit: _U64, hashes: _U64, base: int) -> _U64:
+    difference = digit - hashes
+    wrapped = difference + np.uint64(base)
+    return np.minimum(difference, wrapped, out=wrapped)
