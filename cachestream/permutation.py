@@ -157,10 +157,12 @@ def _scaled_hash(numbers: _U64, key: int, base: int) -> _U64:
 def _add(digit: _U64, hashes: _U64, base: int) -> _U64:
     hashes += digit
     wrapped = hashes - np.uint64(base)  # a huge number where the sum is below base
-    return np.minimum(hashes, wrapped, out=wrapped)
+    smaller: _U64 = np.minimum(hashes, wrapped, out=wrapped)
+    return smaller
 
 
 def _subtract(digit: _U64, hashes: _U64, base: int) -> _U64:
     difference = digit - hashes
     wrapped = difference + np.uint64(base)
-    return np.minimum(difference, wrapped, out=wrapped)
+    smaller: _U64 = np.minimum(difference, wrapped, out=wrapped)
+    return smaller
