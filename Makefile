@@ -1,0 +1,48 @@
+# Every target does its own set-up: a virtual environment in this folder, with the pinned versions.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check pytest soak bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, real images, no network
+	$(BIN)/cachestream demo $(DEMO_ARGS)
+
+test: check pytest  ## set up, then check and test everything
+
+check: $(VENV)/.ready-dev  ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.ready-dev  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+bench: $(VENV)/.ready-dev  ## measure this machine (see benchmarks/RESULTS.md)
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove what was made here, the virtual environment too
+	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up with the extras named after the dash; made anew only when what it depends on has changed.
+$(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "cachestream needs Python 3.10 or newer: make PYTHON=/path/to/python3.x $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

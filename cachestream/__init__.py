@@ -1,0 +1,99 @@
+"""A growing local sample cache for PyTorch training.
+
+Importing this does nothing and loads nothing else: each public name is loaded from its module when
+it is first used (PEP 562), so a process that only fills or inspects a cache never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from cachestream.errors import (
+        CacheError,
+        CacheFullError,
+        CacheLockedError,
+        CacheStreamError,
+        CacheVersionError,
+        ConfigError,
+        CorruptShardError,
+        EpochError,
+        NotEnoughSamplesError,
+        RankMismatchError,
+        SampleError,
+        SchemaMismatchError,
+        SourceError,
+        SourceUnavailableError,
+        WorkerError,
+    )
+    from cachestream.remote.datasets import DatasetSource
+    from cachestream.remote.files import FileSource
+    from cachestream.remote.functions import CallableSource
+    from cachestream.remote.open import open_source
+    from cachestream.remote.source import Source
+    from cachestream.sampling.worker import Worker, start_worker
+    from cachestream.storage.cache import Cache
+    from cachestream.streaming import stream
+    from cachestream.training.batches import collate
+    from cachestream.training.dataset import EpochDataset
+    from cachestream.training.loader import EpochLoader
+
+__all__ = [
+    "Cache",
+    "CacheError",
+    "CacheFullError",
+    "CacheLockedError",
+    "CacheStreamError",
+    "CacheVersionError",
+    "CallableSource",
+    "ConfigError",
+    "CorruptShardError",
+    "DatasetSource",
+    "EpochDataset",
+    "EpochError",
+    "EpochLoader",
+    "FileSource",
+    "NotEnoughSamplesError",
+    "RankMismatchError",
+    "SampleError",
+    "SchemaMismatchError",
+    "Source",
+    "SourceError",
+    "SourceUnavailableError",
+    "Worker",
+    "WorkerError",
+    "collate",
+    "open_source",
+    "start_worker",
+    "stream",
+]
+__version__ = "0.1.0"
+
+# Where a name lives; whatever is public and not named here is an error class.
+_HOMES: Final[dict[str, str]] = {
+    "Cache": "storage.cache",
+    "CallableSource": "remote.functions",
+    "DatasetSource": "remote.datasets",
+    "EpochDataset": "training.dataset",
+    "EpochLoader": "training.loader",
+    "FileSource": "remote.files",
+    "Source": "remote.source",
+    "Worker": "sampling.worker",
+    "collate": "training.batches",
+    "open_source": "remote.open",
+    "start_worker": "sampling.worker",
+    "stream": "streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'cachestream' has no attribute '{name}'")
+    value = getattr(import_module(f"cachestream.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
