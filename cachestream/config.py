@@ -1,0 +1,96 @@
+"""Sizes, limits and the few numbers that the whole package shares; the only place that parses them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from cachestream.errors import ConfigError
+
+__all__ = ["PEER_KEYWORDS", "format_size", "parse_size", "reject_unknown"]
+
+_UNITS: Final[dict[str, int]] = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "kib": 2**10,
+    "m": 10**6,
+    "mb": 10**6,
+    "mib": 2**20,
+    "g": 10**9,
+    "gb": 10**9,
+    "gib": 2**30,
+    "t": 10**12,
+    "tb": 10**12,
+    "tib": 2**40,
+    "p": 10**15,
+    "pb": 10**15,
+    "pib": 2**50,
+}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+# What users of the peers type, and what it is called here.
+PEER_KEYWORDS: Final[dict[str, str]] = {
+    "cache_dir": "cache",
+    "cache_limit": "size_limit",
+    "cache_path": "cache",
+    "cache_size": "size_limit",
+    "input_dir": "source",
+    "local": "cache",
+    "max_cache_size": "size_limit",
+    "num_canonical_nodes": "partition",
+    "num_samples": "epoch_size",
+    "num_threads": "num_workers",
+    "persistent_workers": "detach",
+    "pin_memory": "device",
+    "predownload": "prefetch",
+    "prefetch_factor": "prefetch",
+    "remote": "source",
+    "resampled": "epoch_size",
+    "shardshuffle": "shuffle",
+    "shuffle_seed": "seed",
+    "sync_period": "turnover",
+    "urls": "source",
+    "workers": "num_workers",
+}
+
+
+def parse_size(value: int | float | str, what: str = "size") -> int:
+    """Bytes of `value`: a number of bytes, or text such as "200GB" (10⁹) or "64MiB" (2²⁰).
+
+    A rate such as "40MB/s" is read as bytes a second. Raises ConfigError naming `what`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
+    if isinstance(value, int | float):
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{what}={value!r}: must be a finite number of bytes, 0 or more")
+        return int(value)
+    match = _SIZE.fullmatch(value.strip().removesuffix("/s"))
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_size(size_bytes: float) -> str:
+    """`size_bytes` for a person: "0 B", "812 kB", "1.5 GB"."""
+    for factor, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(size_bytes) >= factor:
+            return f"{size_bytes / factor:.3g} {unit}"
+    return f"{int(size_bytes)} B"
+
+
+def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raise ConfigError for keywords that `function` does not take, naming ours for a peer's."""
+    for name in unknown:
+        options = sorted(known)
+        ours = PEER_KEYWORDS.get(name)
+        if ours not in options:
+            ours = next(iter(difflib.get_close_matches(name, options, n=1)), None)
+        hint = f"; here it is called '{ours}'" if ours else f"; it takes {', '.join(options)}"
+        raise ConfigError(f"{function}() has no argument '{name}'{hint}")

@@ -1,0 +1,95 @@
+"""Every error cachestream raises: one class for each way a caller can react.
+
+A message says what happened, where, and what to do next. All of them pickle, because they cross
+process boundaries on their way from the sampling processes to the user.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "CacheFullError",
+    "CacheLockedError",
+    "CacheStreamError",
+    "CacheVersionError",
+    "ConfigError",
+    "CorruptShardError",
+    "EpochError",
+    "NotEnoughSamplesError",
+    "RankMismatchError",
+    "SampleError",
+    "SchemaMismatchError",
+    "SourceError",
+    "SourceUnavailableError",
+    "WorkerError",
+]
+
+
+class CacheStreamError(Exception):
+    """The base of all cachestream errors."""
+
+
+class ConfigError(CacheStreamError, ValueError):
+    """An argument cannot work: change it."""
+
+
+class SourceError(CacheStreamError):
+    """The remote data cannot be read as asked (missing, forbidden, malformed)."""
+
+
+class SampleError(SourceError):
+    """One sample cannot be used: it is skipped and counted."""
+
+
+class SourceUnavailableError(SourceError):
+    """The remote does not answer at present: it is retried with back-off."""
+
+
+class CacheError(CacheStreamError):
+    """The local cache cannot do what was asked."""
+
+
+class CorruptShardError(CacheError):
+    """A shard file is damaged or missing: it is put aside, training goes on without it."""
+
+
+class CacheFullError(CacheError):
+    """No space can be freed now: raise the limit, or close epochs that lease shards."""
+
+
+class CacheLockedError(CacheError):
+    """Another process held the catalogue's write lock past the deadline."""
+
+
+class CacheVersionError(CacheError):
+    """The cache was written by another version of cachestream that this one cannot read."""
+
+
+class SchemaMismatchError(CacheError):
+    """Samples of another shape of record than the cache holds (other fields or dtypes)."""
+
+
+class WorkerError(CacheStreamError):
+    """The background worker failed; `remote_traceback` is the text of the child's traceback."""
+
+    def __init__(self, message: str, remote_traceback: str = "") -> None:
+        super().__init__(message, remote_traceback)
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        message = str(self.args[0])
+        if not self.remote_traceback:
+            return message
+        return f"{message}\n\nThe worker's traceback:\n{self.remote_traceback.rstrip()}"
+
+
+class EpochError(CacheStreamError):
+    """An epoch cannot be prepared or continued."""
+
+
+class NotEnoughSamplesError(EpochError, TimeoutError):
+    """The cache does not hold enough samples, and will not, or did not within the deadline."""
+
+
+class RankMismatchError(EpochError):
+    """The ranks of a distributed job could not agree on an epoch; the message names the rank."""

@@ -1,0 +1,165 @@
+"""The frozen values that pass between the layers: fields, schemas, shards, snapshots."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import SchemaMismatchError
+
+__all__ = ["Container", "Field", "FieldKind", "Schema", "ShardRow", "Snapshot", "Span"]
+
+FieldKind = Literal["tensor", "str", "bytes"]
+Container = Literal["dict", "tuple", "bare"]
+IntArray = npt.NDArray[np.int64]
+
+KEY_FIELD: Final = "__key__"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a sample.
+
+    `dtype` is the name of a torch dtype ("float32", "bfloat16", "complex64", "bool", …; "uint8"
+    for str and bytes). `shape` is the shape of one sample's tensor, or None where it varies
+    between samples (then all have `ndim` dimensions), and for str and bytes.
+    """
+
+    name: str
+    kind: FieldKind
+    dtype: str
+    ndim: int
+    shape: tuple[int, ...] | None
+
+    def merge(self, other: Field) -> Field:
+        """The field that covers both; raises SchemaMismatchError where none does."""
+        if (self.kind, self.dtype, self.ndim) != (other.kind, other.dtype, other.ndim):
+            raise SchemaMismatchError(f"field '{self.name}': {self} in the cache, {other} in the sample")
+        return self if self.shape == other.shape else Field(self.name, self.kind, self.dtype, self.ndim, None)
+
+    def __str__(self) -> str:
+        if self.kind != "tensor":
+            return self.kind
+        shape = ", ".join(map(str, self.shape)) if self.shape is not None else ", ".join("?" * self.ndim)
+        return f"{self.dtype}[{shape}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The fields of a sample, sorted by name ("0", "1", … by number), and what held them.
+
+    `container` says what a sample is when it comes out again: a dict, a tuple of the fields
+    "0", "1", …, or the bare value of the only field "0".
+    """
+
+    fields: tuple[Field, ...]
+    container: Container = "dict"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in self.fields)
+
+    def merge(self, other: Schema) -> Schema:
+        """The schema that covers both: a shape that differs becomes ragged.
+
+        Raises SchemaMismatchError for other fields, dtypes, numbers of dimensions or containers.
+        """
+        if self == other:
+            return self
+        if (self.names, self.container) != (other.names, other.container):
+            raise SchemaMismatchError(
+                f"fields differ: the cache holds {self.container} {list(self.names)}, "
+                f"the sample has {other.container} {list(other.names)}"
+            )
+        return Schema(
+            tuple(mine.merge(theirs) for mine, theirs in zip(self.fields, other.fields, strict=True)),
+            self.container,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "container": self.container,
+                "fields": [
+                    {"name": f.name, "kind": f.kind, "dtype": f.dtype, "ndim": f.ndim, "shape": f.shape}
+                    for f in self.fields
+                ],
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        raw: dict[str, Any] = json.loads(text)
+        return cls(
+            tuple(
+                Field(
+                    f["name"],
+                    f["kind"],
+                    f["dtype"],
+                    f["ndim"],
+                    None if f["shape"] is None else tuple(f["shape"]),
+                )
+                for f in raw["fields"]
+            ),
+            raw["container"],
+        )
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{f.name}: {f}" for f in self.fields) + "}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A run of samples of one pass over the remote, from (position, offset) up to, not with, another.
+
+    A position is a unit's place in the pass's order; an offset counts samples within the unit.
+    """
+
+    start: tuple[int, int]
+    stop: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """A published shard as eviction policies see it.
+
+    `size_bytes` is what the file occupies on disk; `uses` counts the epochs that drew from it;
+    `last_used` is the logical time (a counter of snapshots, not a clock) of its last use, or of
+    its arrival.
+    """
+
+    id: int
+    size_bytes: int
+    num_samples: int
+    uses: int
+    last_used: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
+
+    `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival.
+    `epoch_size` is how many of `num_samples` the epoch takes, or None for all.
+    """
+
+    cache_id: str
+    root: str
+    lease: str
+    schema: Schema
+    shard_ids: IntArray
+    counts: IntArray
+    epoch_size: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shard_ids)

@@ -1,0 +1,1 @@
+"""Remote data, sampled as it lies: sources, decoding, retries."""

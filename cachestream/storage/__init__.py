@@ -1,0 +1,1 @@
+"""The local cache: shard files, their catalogue, limits, leases, eviction."""

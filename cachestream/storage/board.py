@@ -1,0 +1,141 @@
+"""The board: live counters of the running worker, in a small shared file.
+
+Each sampling process writes its own slot, without locks and without SQL; the supervisor watches them
+and anyone may look. Nothing here needs to survive: what must is in the catalogue.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals"]
+
+FLIGHTS: Final = 64
+PROCESSES_AT_MOST: Final = 128
+_MAGIC: Final = 0x4353_424F_4152_4431
+
+# State of a sampling process.
+STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, RESTING, ENDED = range(7)
+STATE_NAMES: Final = (
+    "starting",
+    "fetching",
+    "writing",
+    "waiting for space",
+    "waiting for the remote",
+    "resting",
+    "ended",
+)
+
+_SLOT: Final = np.dtype(
+    [
+        ("pid", "<i8"),
+        ("state", "<i8"),
+        ("beat_s", "<f8"),  # monotonic time of the last progress of the main thread
+        ("samples", "<i8"),
+        ("units", "<i8"),
+        ("fetched_bytes", "<i8"),
+        ("written_bytes", "<i8"),
+        ("failures", "<i8"),
+        ("dropped", "<i8"),
+        ("retries", "<i8"),
+        ("fetch_wait_s", "<f8"),
+        ("transform_s", "<f8"),
+        ("pack_s", "<f8"),
+        ("publish_s", "<f8"),
+        ("space_wait_s", "<f8"),
+        ("pass_id", "<i8"),
+        ("alone", "<i8"),  # position + 1 that the main thread transforms, 0: none
+        ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
+        ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
+    ]
+)
+_HEAD: Final = np.dtype(
+    [("magic", "<i8"), ("pid", "<i8"), ("started_s", "<f8"), ("processes", "<i8"), ("restarts", "<i8")]
+)
+_SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
+
+Slot = Any  # a numpy record of _SLOT, living in the map
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The counters of all sampling processes together, since the worker started."""
+
+    samples: int
+    units: int
+    fetched_bytes: int
+    written_bytes: int
+    failures: int
+    dropped: int
+    retries: int
+    fetch_wait_s: float
+    transform_s: float
+    pack_s: float
+    publish_s: float
+    space_wait_s: float
+
+
+class Board:
+    """The board in the file `path`, created on first use."""
+
+    def __init__(self, path: str) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size < _SIZE:
+                os.posix_fallocate(fd, 0, _SIZE)
+            self._map = mmap.mmap(fd, _SIZE)
+        finally:
+            os.close(fd)
+        self._head = np.frombuffer(self._map, _HEAD, 1)
+        self._slots = np.frombuffer(self._map, _SLOT, PROCESSES_AT_MOST, _HEAD.itemsize)
+
+    def reset(self, pid: int, processes: int, now_s: float) -> None:
+        """Start over for a new supervisor."""
+        self._slots[:] = np.zeros(1, _SLOT)
+        self._head[0] = (_MAGIC, pid, now_s, processes, 0)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id."""
+        return int(self._head["pid"][0])
+
+    @property
+    def processes(self) -> int:
+        return int(self._head["processes"][0])
+
+    @property
+    def started_s(self) -> float:
+        return float(self._head["started_s"][0])
+
+    @property
+    def restarts(self) -> int:
+        return int(self._head["restarts"][0])
+
+    def count_restart(self) -> None:
+        self._head["restarts"] += 1
+
+    def slot(self, index: int) -> Slot:
+        """The slot of sampling process `index`: reading and writing its fields is live."""
+        return self._slots[index]
+
+    def clear_flights(self, index: int) -> None:
+        """Forget what a process was reading: it is gone, and its successor starts clean."""
+        slot = self._slots[index]
+        slot["flights"] = 0
+        slot["alone"] = 0
+
+    def states(self) -> list[str]:
+        return [STATE_NAMES[int(s)] for s in self._slots["state"][: self.processes]]
+
+    def totals(self) -> Totals:
+        slots = self._slots[: self.processes]
+        integers = ("samples", "units", "fetched_bytes", "written_bytes", "failures", "dropped", "retries")
+        seconds = ("fetch_wait_s", "transform_s", "pack_s", "publish_s", "space_wait_s")
+        return Totals(
+            *(int(slots[name].sum()) for name in integers), *(float(slots[name].sum()) for name in seconds)
+        )

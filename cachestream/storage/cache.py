@@ -1,0 +1,346 @@
+"""The cache as its users see it: open it, watch it, limit it, take snapshots, keep it sound."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+import cachestream
+from cachestream.config import format_size, parse_size
+from cachestream.errors import CacheError, NotEnoughSamplesError
+from cachestream.model import Schema, Snapshot
+from cachestream.storage import snapshots, verify
+from cachestream.storage.admission import Admission, Owner
+from cachestream.storage.board import Board
+from cachestream.storage.directory import Directory, allocated_bytes, open_directory, overhead_bytes
+from cachestream.storage.eviction import EvictionPolicy, check_policy
+from cachestream.storage.leases import Lease
+from cachestream.storage.locks import is_held
+from cachestream.storage.opening import open_catalogue, parse_limit, policy_name, save_settings
+from cachestream.storage.status import CacheStatus, VerifyReport, WorkerStatus
+from cachestream.storage.tables import Tables
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cachestream.training.dataset import EpochDataset
+
+__all__ = ["Cache"]
+
+_WATCH_S: Final = 0.02
+
+
+class Cache:
+    """A directory of shards on a local disk, bounded by a hard limit; many processes may open one.
+
+    Args:
+        path: the directory, created if need be. One cache, one directory of its own.
+        size_limit: bytes, or text such as "200GB", that the whole directory never exceeds. It is stored
+            in the cache; None leaves the stored one (80 % of the free disk for a new cache).
+        min_free: bytes of the disk that stay free whatever the limit says ("1GB" for a new cache;
+            None leaves the stored value).
+        eviction: which shards go when space is needed: "lru" (for a new cache; None leaves the stored
+            one), "fifo", "least-fresh" (the most often trained on go first), "none" (filling stops
+            when full), or a function that gets the evictable shard rows and returns those to evict,
+            first to go first.
+
+    Raises ConfigError for a place or a limit that cannot work, CacheVersionError for a cache of a newer
+    cachestream. Thread-safe, picklable (a copy opens the cache again), usable after a fork.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size_limit: int | str | None = None,
+        *,
+        min_free: int | str | None = None,
+        eviction: EvictionPolicy | None = None,
+        **unknown: object,
+    ) -> None:
+        cachestream.config.reject_unknown("Cache", unknown, ("size_limit", "min_free", "eviction"))
+        self._policy = None if eviction is None else check_policy(eviction)
+        given = {
+            "size_limit": None if size_limit is None else parse_limit(size_limit),
+            "min_free": None if min_free is None else parse_size(min_free, "min_free"),
+            "eviction": policy_name(self._policy),
+        }
+        self._directory: Directory = open_directory(path)
+        self._catalogue = open_catalogue(self._directory, given)
+        self._admission = Admission(self._directory, self._catalogue, self._policy_now)
+        with self._catalogue.reading() as tables:
+            self.cache_id: str = tables.meta("cache_id")
+        if size_limit is not None and self.size_bytes > self.size_limit:
+            self.evict()
+
+    def _policy_now(self, tables: Tables) -> EvictionPolicy:
+        return self._policy if callable(self._policy) else str(tables.meta("eviction"))
+
+    # --- what is there
+
+    @property
+    def path(self) -> str:
+        """The absolute path of the directory."""
+        return self._directory.root
+
+    @property
+    def size_bytes(self) -> int:
+        """What the directory occupies on disk now, catalogue and temporary files included."""
+        with self._catalogue.reading() as tables:
+            shards = tables.totals()[2]
+        written = sum(allocated_bytes(entry.stat()) for entry in _scan(self._directory.temporary))
+        return shards + written + overhead_bytes(self._directory)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in published shards."""
+        with self._catalogue.reading() as tables:
+            return tables.totals()[1]
+
+    @property
+    def num_shards(self) -> int:
+        """Published shards."""
+        with self._catalogue.reading() as tables:
+            return tables.totals()[0]
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields of a sample; None while the cache is empty."""
+        with self._catalogue.reading() as tables:
+            text = tables.meta("schema")
+        return None if text is None else Schema.from_json(text)
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """The eviction policy in force."""
+        with self._catalogue.reading() as tables:
+            return self._policy_now(tables)
+
+    @property
+    def size_limit(self) -> int:
+        """The limit in bytes. Setting it (bytes or "200GB") takes effect at once, also for running
+        workers; lowering it evicts down to it, as far as epochs in use allow, and the rest as they end.
+        """
+        with self._catalogue.reading() as tables:
+            return int(tables.meta("size_limit"))
+
+    @size_limit.setter
+    def size_limit(self, size_limit: int | str) -> None:
+        limit_bytes = parse_limit(size_limit)
+        with self._catalogue.transaction() as tables:
+            tables.set_meta("size_limit", limit_bytes)
+        save_settings(self._directory, self._catalogue)
+        self.enforce_limit()
+
+    def fill_state(self) -> str:
+        """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
+        with self._catalogue.reading() as tables:
+            state = str(tables.meta("fill_state", "none"))
+        if state == "filling" and not self.has_worker():
+            return "stopped"
+        return state
+
+    def has_worker(self) -> bool:
+        """Whether a worker is running for this cache, in any process."""
+        return is_held(self._directory.worker_file("supervisor.lock"))
+
+    def status(self) -> CacheStatus:
+        """Everything at a glance; `str()` of it is one line, `.to_dict()` is JSON."""
+        with self._catalogue.transaction() as tables:
+            shards, samples, _ = tables.totals()
+            meta = tables.all_meta()
+            passes = tables.passes()
+            failures = tuple(tables.failures())
+            leased_bytes = self._admission.leased_bytes(tables)
+            reserved = tables.reserved_bytes()
+            open_units = sum(c.stop - c.position for c, _ in tables.claims(passes[-1].id)) if passes else 0
+        current = passes[-1] if passes else None
+        done = None
+        if current is not None and current.num_units is not None:
+            done = 1.0 if not current.num_units else (current.next_position - open_units) / current.num_units
+        schema = meta.get("schema")
+        return CacheStatus(
+            path=self.path,
+            cache_id=self.cache_id,
+            size_bytes=self.size_bytes,
+            size_limit=meta["size_limit"],
+            min_free=meta["min_free"],
+            eviction=getattr(self._policy, "__name__", "function")
+            if callable(self._policy)
+            else meta["eviction"],
+            num_shards=shards,
+            num_samples=samples,
+            leases=self._admission.leases.count(),
+            leased_bytes=leased_bytes,
+            reserved_bytes=reserved,
+            evicted_shards=meta.get("evicted_shards", 0),
+            evicted_samples=meta.get("evicted_samples", 0),
+            snapshots=meta.get("clock", 0),
+            schema=None if schema is None else str(Schema.from_json(schema)),
+            source=meta.get("source"),
+            num_units=None if current is None else current.num_units,
+            fill_state=self.fill_state(),
+            fill_message=meta.get("fill_message", ""),
+            pass_number=len(passes),
+            pass_done=done,
+            skipped=sum(failure.count for failure in failures),
+            failures=failures,
+            quarantined=meta.get("quarantined", 0),
+            worker=self._worker_status(),
+        )
+
+    def _worker_status(self) -> WorkerStatus | None:
+        if not self.has_worker():
+            return None
+        board = Board(self._directory.worker_file("board"))
+        uptime_s = max(0.0, time.monotonic() - board.started_s)
+        return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
+
+    def wait(self, min_samples: int = 1, timeout_s: float | None = None) -> int:
+        """Wait until `min_samples` are cached; returns how many there are.
+
+        Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling
+        has ended with fewer.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (have := self.num_samples) < min_samples:
+            state = self.fill_state()
+            if state in ("complete", "full", "failed") and self.num_samples < min_samples:
+                raise NotEnoughSamplesError(self._too_few(have, min_samples, f"the filling is {state}"))
+            if deadline is not None and time.monotonic() >= deadline:
+                raise NotEnoughSamplesError(
+                    self._too_few(have, min_samples, f"after {timeout_s:.0f} s the filling is '{state}'")
+                )
+            time.sleep(_WATCH_S)  # SQLite cannot notify; only a cold start waits here
+        return have
+
+    def _too_few(self, have: int, want: int, why: str) -> str:
+        with self._catalogue.reading() as tables:
+            message = str(tables.meta("fill_message", ""))
+        hint = message or "see 'cachestream status CACHE', or ask for fewer samples"
+        return f"{self.path} holds {have} samples, {want} were asked for, and {why}: {hint}"
+
+    # --- epochs
+
+    def snapshot(self, epoch_size: int | None = None, *, turnover: float = 0.25) -> EpochDataset:
+        """A frozen, leased, map-style dataset of what is cached now: `len()`, `[i]`, any torch sampler.
+
+        With an `epoch_size` below that, of the least used shards that cover it. When the cache is full
+        and the filling goes on, the `turnover` share of it that eviction would take first is left out.
+        Raises NotEnoughSamplesError when the cache is empty.
+        """
+        return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover))
+
+    def take_snapshot(self, epoch_size: int | None = None, turnover: float = 0.0) -> tuple[Snapshot, Lease]:
+        """The values behind `snapshot`: the shards, and the lease that keeps them."""
+        with self._catalogue.transaction() as tables:
+            excluded = self._left_out(tables, turnover)
+            return snapshots.take_snapshot(tables, self._admission.leases, self.path, epoch_size, excluded)
+
+    def _left_out(self, tables: Tables, turnover: float) -> npt.NDArray[np.int64]:
+        nothing = np.empty(0, np.int64)
+        policy = self._policy_now(tables)
+        if not turnover or policy == "none" or self.fill_state() != "filling":
+            return nothing
+        room, shard_bytes = self._admission.room(tables), tables.totals()[2]
+        leave_bytes = snapshots.bytes_to_leave(room, shard_bytes, turnover, tables.passes())
+        if not leave_bytes:
+            return nothing
+        rows = self._admission.in_policy_order(tables)
+        return snapshots.leave_out([(row.id, row.size_bytes, row.uses) for row in rows], leave_bytes)
+
+    def retake_snapshot(
+        self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, epoch_size: int | None = None
+    ) -> tuple[Snapshot, Lease, list[int]]:
+        """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
+        wanted, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)
+        with self._catalogue.transaction() as tables:
+            leases = self._admission.leases
+            return snapshots.retake_snapshot(tables, leases, self.path, (wanted, expected), epoch_size)
+
+    # --- space and soundness
+
+    def evict(self, to: int | str | None = None) -> int:
+        """Evict shards until the cache takes at most `to` bytes (None: its limit); returns the bytes freed.
+
+        Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
+        """
+        to_bytes = self.size_limit if to is None else parse_size(to, "to")
+        policy = "lru" if self.eviction == "none" else None
+        owner = Owner(self._directory, f"evict-{secrets.token_hex(6)}")
+        try:
+            return self._admission.evict(to_bytes, owner.name, policy)
+        finally:
+            owner.release()
+
+    def enforce_limit(self) -> int:
+        """Evict what is over the limit, as leases allow; returns the bytes freed."""
+        with self._catalogue.reading() as tables:
+            over = self._admission.room(tables).free_bytes < 0
+        return self.evict() if over else 0
+
+    def quarantine(self, shard_id: int, reason: str = "") -> None:
+        """Put a damaged shard aside: its row goes, and the worker will fetch its samples again."""
+        with self._catalogue.transaction() as tables:
+            if verify.put_aside(self._directory, tables, shard_id):
+                tables.add_failure("quarantined", reason.partition(":")[2].strip() or "damaged", 1, reason)
+
+    def verify(
+        self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
+        """Check every shard against its checksums, and the catalogue against the directory.
+
+        With `repair`, damaged shards are put aside, lost ones forgotten and unknown files removed.
+        `on_progress(done, total)` is called for each shard.
+        """
+        return verify.verify(self._directory, self._catalogue, self._admission, repair, on_progress)
+
+    def clear(self) -> None:
+        """Remove all samples and the progress of the filling; settings stay.
+
+        Raises CacheError while a worker runs, or while epochs hold shards.
+        """
+        if self.has_worker():
+            raise CacheError(f"a worker is filling {self.path}; stop it first ('cachestream stop CACHE')")
+        self.evict(0)
+        with self._catalogue.transaction() as tables:
+            left, _, left_bytes = tables.totals()
+            if left:
+                raise CacheError(
+                    f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in use; close them"
+                )
+            tables.forget_filling()
+
+    def close(self) -> None:
+        """Close the catalogue; the next use opens it again."""
+        self._catalogue.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self._policy)
+
+    def __repr__(self) -> str:
+        with self._catalogue.reading() as tables:
+            shards, samples, used = tables.totals()
+        leases = self._admission.leases.count()
+        limit = format_size(self.size_limit)
+        return f"<Cache {self.path}: {samples} samples in {shards} shards, {format_size(used)} of {limit}, {leases} leases>"
+
+
+def _reopen(path: str, policy: EvictionPolicy | None) -> Cache:
+    return Cache(path, eviction=policy if callable(policy) else None)
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)

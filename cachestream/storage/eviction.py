@@ -1,0 +1,77 @@
+"""Which shards go first: pure functions of frozen rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from cachestream.config import format_size
+from cachestream.errors import ConfigError
+from cachestream.model import ShardRow
+
+__all__ = ["ORDERS", "EvictionPolicy", "check_policy", "choose_victims", "in_order"]
+
+# A callable gets the evictable rows, oldest first, and returns them (or their ids), first to go first.
+EvictionPolicy = str | Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]
+
+# The order in which shards go, as sort keys over columns; the id breaks ties, so older shards go first.
+ORDERS: Final[dict[str, tuple[str, ...]]] = {
+    "lru": ("last_used", "id"),
+    "fifo": ("id",),
+    "least-fresh": ("-uses", "last_used", "id"),
+    "none": (),
+}
+
+
+def check_policy(policy: EvictionPolicy) -> EvictionPolicy:
+    """`policy`, if it is one; raises ConfigError naming the choices."""
+    if callable(policy) or policy in ORDERS:
+        return policy
+    raise ConfigError(
+        f"eviction={policy!r}: choose one of {', '.join(ORDERS)}, or give a function of shard rows"
+    )
+
+
+def in_order(policy: EvictionPolicy, rows: Sequence[ShardRow]) -> list[ShardRow]:
+    """`rows`, first to go first; empty for the policy "none"."""
+    if callable(policy):
+        by_id = {row.id: row for row in rows}
+        chosen = [row.id if isinstance(row, ShardRow) else int(row) for row in policy(tuple(rows))]
+        unknown = [shard_id for shard_id in chosen if shard_id not in by_id]
+        if unknown or len(set(chosen)) != len(chosen):
+            raise ConfigError(
+                f"the eviction function returned unknown or repeated shards: {unknown or chosen}"
+            )
+        return [by_id[shard_id] for shard_id in chosen]
+    keys = ORDERS[policy]
+    if not keys:
+        return []
+    return sorted(rows, key=lambda row: tuple(_value(row, key) for key in keys))
+
+
+def _value(row: ShardRow, key: str) -> int:
+    value: int = getattr(row, key.removeprefix("-"))
+    return -value if key.startswith("-") else value
+
+
+def choose_victims(ordered: Iterable[ShardRow], need_bytes: int) -> list[ShardRow] | None:
+    """The first of `ordered` that together free `need_bytes`; None when all of them do not."""
+    victims: list[ShardRow] = []
+    freed = 0
+    if need_bytes <= 0:
+        return victims
+    for row in ordered:
+        victims.append(row)
+        freed += row.size_bytes
+        if freed >= need_bytes:
+            return victims
+    return None
+
+
+def describe_shortage(need_bytes: int, limit_bytes: int, used_bytes: int, leased_bytes: int) -> str:
+    """One sentence for CacheFullError and the status."""
+    return (
+        f"{format_size(need_bytes)} needed, {format_size(max(0, limit_bytes - used_bytes))} free of "
+        f"{format_size(limit_bytes)}, {format_size(leased_bytes)} leased by epochs in use; raise the limit "
+        "('cachestream limit CACHE SIZE') or close epochs"
+    )

@@ -1,0 +1,132 @@
+"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cachestream.config import format_size
+from cachestream.errors import CacheError, CacheFullError
+from cachestream.model import Schema, ShardRow, Span
+from cachestream.storage.admission import Admission, disk_footprint
+from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
+from cachestream.storage.shard import ShardContent, encode_header, shard_path
+from cachestream.storage.tables import FailureRow, Tables
+
+__all__ = ["Progress", "Publisher"]
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a commit says of the units: how far the claims are, and what was skipped on the way.
+
+    `claims` holds (claim id, position, offset): all before that is done. `settled` are positions of
+    suspects that turned out well, or that were given up.
+    """
+
+    pass_id: int
+    claims: tuple[tuple[int, int, int], ...] = ()
+    settled: tuple[int, ...] = ()
+    failures: tuple[FailureRow, ...] = ()
+
+
+class Publisher:
+    """Writes shards for one sampling process, known to the others as `owner`."""
+
+    def __init__(self, directory: Directory, catalogue: Catalogue, admission: Admission, owner: str) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+        self._admission = admission
+        self._owner = owner
+
+    def publish(
+        self, content: ShardContent, spans: Sequence[Span], progress: Progress, *, may_evict: bool = True
+    ) -> int | None:
+        """Write `content` as a new shard and commit `progress` with it.
+
+        Returns the shard's id, or None when there is no space now (nothing has changed then).
+        Raises CacheFullError when the disk refuses the bytes, CacheError when it fails, and
+        SchemaMismatchError when the cache holds other samples.
+        """
+        header = encode_header(content)
+        size_bytes = len(header) + content.data_bytes
+        shard_id = self._admission.reserve(disk_footprint(size_bytes), self._owner, may_evict=may_evict)
+        if shard_id is None:
+            return None
+        try:
+            occupied = self._write(shard_id, header, content)
+            with self._catalogue.transaction() as tables:
+                row = ShardRow(shard_id, occupied, content.num_samples, 0, int(tables.meta("clock", 0)))
+                tables.insert_shard(row, merge_schema(tables, content.schema), progress.pass_id, spans)
+                tables.delete_reservations([shard_id])
+                tables.add("written_samples", content.num_samples)
+                tables.add("written_bytes", size_bytes)
+                _commit(tables, progress)
+        except BaseException:
+            self._admission.cancel(shard_id)
+            raise
+        return shard_id
+
+    def commit(self, progress: Progress) -> None:
+        """Commit progress that brought no samples."""
+        with self._catalogue.transaction() as tables:
+            _commit(tables, progress)
+
+    def _write(self, shard_id: int, header: bytes, content: ShardContent) -> int:
+        temporary = self._directory.temporary_shard(shard_id)
+        final = shard_path(self._directory.root, shard_id)
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(fd, header)
+                for column in content.columns:
+                    _write_all(fd, memoryview(column.data))
+                # After a failed fsync the pages are marked clean: never again, the file goes.
+                os.fsync(fd)
+                occupied = allocated_bytes(os.fstat(fd))
+            finally:
+                os.close(fd)
+            os.rename(temporary, final)
+            sync_folder(self._directory.shards)
+        except OSError as error:
+            what = (
+                f"{temporary}: {error.strerror} while writing {format_size(len(header) + content.data_bytes)}"
+            )
+            if error.errno in _FULL:
+                raise CacheFullError(f"{what}; free some disk or lower the cache's limit") from error
+            raise CacheError(f"{what}; check the disk") from error
+        if occupied > disk_footprint(len(header) + content.data_bytes):
+            raise CacheError(
+                f"{final} occupies {occupied} bytes, more than was reserved; is this disk compressing?"
+            )
+        return occupied
+
+
+def merge_schema(tables: Tables, schema: Schema) -> int:
+    """Hold `schema` against the cache's, widen that if need be; returns the id of `schema`."""
+    known = tables.meta("schema")
+    merged = schema if known is None else Schema.from_json(known).merge(schema)
+    text = merged.to_json()
+    if text != known:
+        tables.set_meta("schema", text)
+    return tables.schema_id(schema)
+
+
+def _commit(tables: Tables, progress: Progress) -> None:
+    for claim_id, position, offset in progress.claims:
+        tables.move_claim(claim_id, position, offset)
+    tables.clear_suspects(progress.pass_id, progress.settled)
+    for failure in progress.failures:
+        tables.add_failure(failure.kind, failure.reason, failure.count, failure.example)
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(fd, view) :]

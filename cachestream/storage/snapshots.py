@@ -1,0 +1,113 @@
+"""Snapshots: which shards the next epoch is drawn from, chosen and leased in one transaction."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+
+from cachestream.errors import NotEnoughSamplesError
+from cachestream.model import IntArray, Schema, Snapshot
+from cachestream.storage.admission import Room
+from cachestream.storage.leases import Lease, Leases
+from cachestream.storage.tables import PassRow, Tables
+
+__all__ = ["bytes_to_leave", "retake_snapshot", "select_shards", "take_snapshot"]
+
+
+def bytes_to_leave(room: Room, shard_bytes: int, turnover: float, passes: list[PassRow]) -> int:
+    """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
+
+    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
+    until full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would
+    freeze the fill, or evict what was never seen). Nothing is left out while the rest of the remote
+    will fit anyway.
+    """
+    wanted = int(turnover * room.limit_bytes) - max(0, room.free_bytes)
+    if wanted <= 0 or not passes:
+        return 0
+    first = passes[0]
+    if len(passes) == 1 and first.num_units and first.next_position:
+        remaining = shard_bytes * (first.num_units - first.next_position) / first.next_position
+        if remaining < room.free_bytes:
+            return 0
+    return wanted
+
+
+def select_shards(
+    ids: IntArray, counts: IntArray, uses: IntArray, excluded: IntArray, epoch_size: int | None
+) -> IntArray:
+    """The indices of the shards for an epoch, ascending.
+
+    All but `excluded`, or with an `epoch_size` below that the least used first, older before newer,
+    until they cover it.
+    """
+    chosen = np.flatnonzero(~np.isin(ids, excluded))
+    if epoch_size is None or int(counts[chosen].sum()) <= epoch_size:
+        return chosen
+    by_use = chosen[np.argsort(uses[chosen], kind="stable")]
+    enough = int(np.searchsorted(np.cumsum(counts[by_use]), epoch_size)) + 1
+    return np.sort(by_use[:enough])
+
+
+def leave_out(rows: list[tuple[int, int, int]], leave_bytes: int) -> IntArray:
+    """The ids among `rows` (id, bytes, uses; first to go first) that make up `leave_bytes`.
+
+    Only shards that some epoch has used, and never all of them.
+    """
+    left: list[int] = []
+    for shard_id, size_bytes, uses in rows:
+        if leave_bytes <= 0 or len(left) >= len(rows) - 1:
+            break
+        if uses:
+            left.append(shard_id)
+            leave_bytes -= size_bytes
+    return np.array(left, np.int64)
+
+
+def take_snapshot(
+    tables: Tables, leases: Leases, root: str, epoch_size: int | None, excluded: IntArray
+) -> tuple[Snapshot, Lease]:
+    """Choose, lease and count as used the shards of an epoch."""
+    rows = list(tables.shards())
+    ids, counts, schema_ids = tables.shard_counts()
+    if not len(ids):
+        raise NotEnoughSamplesError(
+            f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
+            "and wait for samples with cache.wait(min_samples, timeout_s)"
+        )
+    uses = np.array([row.uses for row in rows], np.int64)
+    chosen = select_shards(ids, counts, uses, excluded, epoch_size)
+    return _hold(tables, leases, root, ids[chosen], counts[chosen], schema_ids[chosen], epoch_size)
+
+
+def retake_snapshot(
+    tables: Tables, leases: Leases, root: str, wanted: IntArray, epoch_size: int | None
+) -> tuple[Snapshot, Lease, list[int]]:
+    """Lease those of the shards `wanted` that are still there; also returns the ids that are gone."""
+    ids, counts, schema_ids = tables.shard_counts()
+    present = np.isin(ids, wanted)
+    gone = np.setdiff1d(wanted, ids).tolist()
+    if not present.any():
+        raise NotEnoughSamplesError(
+            f"none of the {len(wanted)} shards of this epoch is cached in {root} any more"
+        )
+    snapshot, lease = _hold(
+        tables, leases, root, ids[present], counts[present], schema_ids[present], epoch_size
+    )
+    return snapshot, lease, gone
+
+
+def _hold(
+    tables: Tables,
+    leases: Leases,
+    root: str,
+    ids: IntArray,
+    counts: IntArray,
+    schema_ids: IntArray,
+    epoch_size: int | None,
+) -> tuple[Snapshot, Lease]:
+    schema = reduce(Schema.merge, tables.schemas(np.unique(schema_ids).tolist()))
+    lease = leases.create(ids)
+    tables.mark_used(ids, tables.add("clock", 1))
+    return Snapshot(tables.meta("cache_id"), root, lease.path, schema, ids, counts, epoch_size), lease

@@ -1,0 +1,117 @@
+"""What a look at a cache tells, as frozen values and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cachestream.config import format_size
+from cachestream.storage.board import Totals
+from cachestream.storage.tables import FailureRow
+
+__all__ = ["CacheStatus", "VerifyReport", "WorkerStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """The running worker: its processes, and what they have done since it started `uptime_s` ago."""
+
+    pid: int
+    uptime_s: float
+    restarts: int
+    states: tuple[str, ...]
+    totals: Totals
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.totals.samples / max(self.uptime_s, 1e-9)
+
+    @property
+    def fetched_bytes_per_s(self) -> float:
+        return self.totals.fetched_bytes / max(self.uptime_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """A cache at one moment.
+
+    `size_bytes` is what the whole directory occupies on disk. `fill_state` is "filling", "complete",
+    "full", "stopped", "failed" or "none". `pass_number` counts passes over the remote from 1 (0: none
+    yet); `pass_done` is the share of its units that are done, or None for an endless source.
+    """
+
+    path: str
+    cache_id: str
+    size_bytes: int
+    size_limit: int
+    min_free: int
+    eviction: str
+    num_shards: int
+    num_samples: int
+    leases: int
+    leased_bytes: int
+    reserved_bytes: int
+    evicted_shards: int
+    evicted_samples: int
+    snapshots: int
+    schema: str | None
+    source: str | None
+    num_units: int | None
+    fill_state: str
+    fill_message: str
+    pass_number: int
+    pass_done: float | None
+    skipped: int
+    failures: tuple[FailureRow, ...]
+    quarantined: int
+    worker: WorkerStatus | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        done = "" if self.pass_done is None else f", pass {self.pass_number} {self.pass_done:.0%}"
+        return (
+            f"{self.num_samples} samples in {self.num_shards} shards, {format_size(self.size_bytes)} of "
+            f"{format_size(self.size_limit)}, {self.fill_state}{done}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found: damaged and missing shards, files nobody knows, and what was done.
+
+    `ok` is true when nothing is wrong any more: nothing was found, or all of it was repaired.
+    """
+
+    num_shards: int
+    num_samples: int
+    corrupt: tuple[str, ...]
+    missing: tuple[int, ...]
+    orphans: tuple[str, ...]
+    catalogue_problem: str | None
+    repaired: bool
+
+    @property
+    def problems(self) -> int:
+        found = len(self.corrupt) + len(self.missing) + len(self.orphans)
+        return found + (self.catalogue_problem is not None)
+
+    @property
+    def ok(self) -> bool:
+        return self.repaired or self.problems == 0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return f"{self.num_shards} shards, {self.num_samples} samples: all sound"
+        found = (
+            f"{len(self.corrupt)} corrupt, {len(self.missing)} missing, {len(self.orphans)} unknown files"
+            + (f", catalogue: {self.catalogue_problem}" if self.catalogue_problem else "")
+        )
+        action = "repaired" if self.repaired else "run 'cachestream verify CACHE --repair'"
+        return f"{self.num_shards} shards: {found}; {action}"
