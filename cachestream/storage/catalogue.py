@@ -73,7 +73,7 @@ class Catalogue:
 
     def create(self, meta: dict[str, Any]) -> None:
         """Create the tables and `meta`, unless another process just did."""
-        with self.transaction(checked=False) as tables:
+        with self.transaction() as tables:
             if tables.execute("PRAGMA user_version").fetchone()[0]:
                 return
             for statement in _TABLES.split(";"):
@@ -106,7 +106,7 @@ class Catalogue:
             return bool(self._open().execute("PRAGMA user_version").fetchone()[0])
 
     @contextmanager
-    def transaction(self, *, checked: bool = True) -> Iterator[Tables]:
+    def transaction(self) -> Iterator[Tables]:
         """A write transaction: commits at the end, rolls back on an exception.
 
         Raises CacheLockedError when other processes hold the lock past the deadline.

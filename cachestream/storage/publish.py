@@ -86,7 +86,7 @@ class Publisher:
             try:
                 _write_all(fd, header)
                 for column in content.columns:
-                    _write_all(fd, memoryview(column.data))
+                    _write_all(fd, column.data.data)
                 # After a failed fsync the pages are marked clean: never again, the file goes.
                 os.fsync(fd)
                 occupied = allocated_bytes(os.fstat(fd))

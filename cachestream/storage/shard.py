@@ -7,6 +7,7 @@ the exact size before the first byte is written.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -100,7 +101,7 @@ class Column:
 
 def encode_header(content: ShardContent) -> bytes:
     """The bytes before the data: length, JSON, padded so that the data starts at a multiple of 64."""
-    hashes = {c.name: xxhash.xxh3_64_hexdigest(c.data) for c in content.columns}
+    hashes = {c.name: xxhash.xxh3_64_hexdigest(c.data.data) for c in content.columns}
     metadata = {
         "format": "cachestream",
         "version": str(FORMAT_VERSION),
@@ -198,13 +199,13 @@ class MappedShard:
         """The samples' keys, in order."""
         text = self.array(KEY_FIELD).tobytes()
         offsets = self.array(f"{KEY_FIELD}#offsets").tolist()
-        return [text[start:stop].decode() for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+        return [text[start:stop].decode() for start, stop in itertools.pairwise(offsets)]
 
     def verify(self) -> None:
         """Check every column against its checksum; raises CorruptShardError naming the column."""
         for name, column in self.columns.items():
             data = self._bytes[column.offset : column.offset + column.nbytes]
-            if xxhash.xxh3_64_hexdigest(data) != self.checksums.get(name):
+            if xxhash.xxh3_64_hexdigest(data.data) != self.checksums.get(name):
                 raise self._corrupt(f"checksum mismatch in column '{name}'")
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -13,6 +14,15 @@ from cachestream.storage.leases import Lease, Leases
 from cachestream.storage.tables import PassRow, Tables
 
 __all__ = ["bytes_to_leave", "retake_snapshot", "select_shards", "take_snapshot"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chosen:
+    """Shards of a snapshot to be: int64 arrays `[num_shards]`."""
+
+    ids: IntArray
+    counts: IntArray
+    schema_ids: IntArray
 
 
 def bytes_to_leave(room: Room, shard_bytes: int, turnover: float, passes: list[PassRow]) -> int:
@@ -78,36 +88,32 @@ def take_snapshot(
         )
     uses = np.array([row.uses for row in rows], np.int64)
     chosen = select_shards(ids, counts, uses, excluded, epoch_size)
-    return _hold(tables, leases, root, ids[chosen], counts[chosen], schema_ids[chosen], epoch_size)
+    return _hold(tables, leases, root, _Chosen(ids[chosen], counts[chosen], schema_ids[chosen]), epoch_size)
 
 
 def retake_snapshot(
-    tables: Tables, leases: Leases, root: str, wanted: IntArray, epoch_size: int | None
+    tables: Tables, leases: Leases, root: str, wanted: tuple[IntArray, IntArray], epoch_size: int | None
 ) -> tuple[Snapshot, Lease, list[int]]:
-    """Lease those of the shards `wanted` that are still there; also returns the ids that are gone."""
+    """Lease those of the shards `wanted` (ids, counts) that are still there; also the ids that are gone."""
     ids, counts, schema_ids = tables.shard_counts()
-    present = np.isin(ids, wanted)
-    gone = np.setdiff1d(wanted, ids).tolist()
-    if not present.any():
+    expected = dict(zip(wanted[0].tolist(), wanted[1].tolist(), strict=True))
+    same = [expected.get(key) == count for key, count in zip(ids.tolist(), counts.tolist(), strict=True)]
+    present = np.flatnonzero(same)
+    gone = sorted(set(expected) - set(ids[present].tolist()))
+    if not len(present):
         raise NotEnoughSamplesError(
-            f"none of the {len(wanted)} shards of this epoch is cached in {root} any more"
+            f"none of the {len(expected)} shards of this epoch is cached in {root} any more"
         )
-    snapshot, lease = _hold(
-        tables, leases, root, ids[present], counts[present], schema_ids[present], epoch_size
-    )
+    chosen = _Chosen(ids[present], counts[present], schema_ids[present])
+    snapshot, lease = _hold(tables, leases, root, chosen, epoch_size)
     return snapshot, lease, gone
 
 
 def _hold(
-    tables: Tables,
-    leases: Leases,
-    root: str,
-    ids: IntArray,
-    counts: IntArray,
-    schema_ids: IntArray,
-    epoch_size: int | None,
+    tables: Tables, leases: Leases, root: str, chosen: _Chosen, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
-    schema = reduce(Schema.merge, tables.schemas(np.unique(schema_ids).tolist()))
-    lease = leases.create(ids)
-    tables.mark_used(ids, tables.add("clock", 1))
-    return Snapshot(tables.meta("cache_id"), root, lease.path, schema, ids, counts, epoch_size), lease
+    schema = reduce(Schema.merge, tables.schemas(np.unique(chosen.schema_ids).tolist()))
+    lease = leases.create(chosen.ids)
+    tables.mark_used(chosen.ids, tables.add("clock", 1))
+    cache_id = tables.meta("cache_id")
+    return Snapshot(cache_id, root, lease.path, schema, chosen.ids, chosen.counts, epoch_size), lease
