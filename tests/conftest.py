@@ -1,0 +1,101 @@
+"""What every test has: shared fixtures, a Hypothesis profile, and the search for what a test left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing.resource_tracker
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import hypothesis
+import pytest
+
+pytest_plugins = [name for name in ("tests.support.fixtures",) if importlib.util.find_spec(name)]
+
+# The machine is shared and slow at times: a deadline an example would fail for that alone.
+hypothesis.settings.register_profile("cachestream", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("cachestream")
+
+WIND_DOWN_S: Final = 5.0
+# Threads that live as long as the interpreter, whoever starts them first.
+LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_dummy")
+LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves threads, open files or child processes, after a time to wind down.
+
+    Fixtures of a wider scope exist before the first look, so what they hold is not the test's.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        yield
+        return
+    looks: dict[str, Callable[[], set[str]]] = {
+        "threads": _threads,
+        "open files": _open_files,
+        "child processes": _children,
+    }
+    before = {what: look() for what, look in looks.items()}
+    yield
+    deadline = time.monotonic() + WIND_DOWN_S
+    pause = threading.Event()
+    while True:
+        left = {what: look() - before[what] for what, look in looks.items()}
+        if not any(left.values()):
+            return
+        if time.monotonic() > deadline:
+            break
+        pause.wait(0.02)
+    kinds = "; ".join(f"{what}: {sorted(names)}" for what, names in left.items() if names)
+    pytest.fail(f"{request.node.name} left behind {kinds}", pytrace=False)
+
+
+def _threads() -> set[str]:
+    return {
+        f"{thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not thread.name.startswith(LASTING_THREADS)
+    }
+
+
+def _open_files() -> set[str]:
+    """Open regular files and pipes; sockets belong to connection pools that outlive a test."""
+    tracker = getattr(multiprocessing.resource_tracker, "_resource_tracker", None)
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        lasting = target.startswith(("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:"))
+        if not lasting and int(fd) != getattr(tracker, "_fd", None):
+            found.add(f"{fd} -> {target}")
+    return found
+
+
+def _children() -> set[str]:
+    """Running and unreaped child processes of this one."""
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            pids = Path(f"/proc/self/task/{task}/children").read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            command = _command(pid)
+            if not any(name in command for name in LASTING_PROCESSES):
+                found.add(f"{pid} ({command})")
+    return found
+
+
+def _command(pid: str) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "ended"
+    return line.replace(b"\0", b" ").decode(errors="replace").strip()[:200] or "not reaped"

@@ -1,0 +1,158 @@
+"""Holds the architecture: who may import whom, and the few things that only one module may do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[1]
+PACKAGE: Final = ROOT / "cachestream"
+
+# What each layer may import besides itself. Whatever is not named here stands on top and may import all.
+FOUNDATIONS: Final = frozenset({"config", "errors", "model", "permutation"})
+BELOW: Final[dict[str, frozenset[str]]] = {
+    **dict.fromkeys(FOUNDATIONS, FOUNDATIONS),
+    "remote": FOUNDATIONS,
+    "storage": FOUNDATIONS,
+    "sampling": FOUNDATIONS | {"remote", "storage"},
+    "training": FOUNDATIONS | {"storage"},
+}
+# Who may do what others may not, as prefixes of module names.
+ONLY: Final[dict[str, tuple[str, ...]]] = {
+    "torch": ("training", "integrations", "demo"),
+    "torch.distributed": ("training.ranks", "integrations", "demo"),
+    "sqlite3": ("storage",),
+    "typer": ("cli",),
+    "rich": ("cli", "report", "demo"),
+    "matplotlib": ("report", "demo"),
+}
+# `Cache.snapshot` returns a class of a layer above: see docs/decisions/0002.
+MAY_IMPORT_THE_PACKAGE: Final = ("storage.cache", "cli", "demo", "report", "integrations")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import statement: of `target`, in `module` at `line`; `at_run_time` unless for types only."""
+
+    module: str
+    target: str
+    line: int
+    at_run_time: bool
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"cachestream/{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
+
+
+def _modules() -> dict[str, ast.Module]:
+    """Module name below the package ("" for the package itself) to syntax tree."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
+    def visit(node: ast.AST, at_run_time: bool, in_function: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # A name may be a submodule: both readings are kept, and unknown modules are ignored.
+            targets = [f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            targets = []
+        for target in targets:
+            yield Import(module, target, getattr(node, "lineno", 0), at_run_time, in_function)
+        typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_run_time and not typed, inside)
+
+    yield from visit(tree, True, False)
+
+
+MODULES: Final = _modules()
+IMPORTS: Final = [found for name, tree in MODULES.items() for found in _imports(name, tree)]
+INTERNAL: Final = [
+    found for found in IMPORTS if found.module and found.target.removeprefix("cachestream.") in MODULES
+]
+
+
+def _names(target: str, what: str) -> bool:
+    return target == what or target.startswith(f"{what}.")
+
+
+def test_every_layer_imports_only_the_layers_below_it() -> None:
+    wrong = []
+    for found in INTERNAL:
+        layer = found.module.split(".")[0]
+        target = found.target.removeprefix("cachestream.").split(".")[0]
+        if layer in BELOW and target != layer and target not in BELOW[layer]:
+            wrong.append(str(found))
+    assert not wrong
+
+
+def test_modules_do_not_import_one_another_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for found in INTERNAL:
+        if found.at_run_time:
+            graph[found.module].add(found.target.removeprefix("cachestream."))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import one another: {' -> '.join(error.args[1])}")
+
+
+def test_no_function_imports_a_module_of_this_package() -> None:
+    assert not [str(found) for found in INTERNAL if found.in_function]
+
+
+def test_only_modules_with_a_recorded_reason_import_the_package_itself() -> None:
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.target == "cachestream" and not found.module.startswith(MAY_IMPORT_THE_PACKAGE)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("what", sorted(ONLY))
+def test_a_library_is_imported_only_where_it_belongs(what: str) -> None:
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if _names(found.target, what)
+        and found.at_run_time
+        and not any(_names(found.module, allowed) for allowed in ONLY[what])
+    ]
+    assert not wrong
+
+
+def test_only_the_command_line_reads_the_environment() -> None:
+    wrong = []
+    for name, tree in MODULES.items():
+        if name == "cli":
+            continue
+        for node in ast.walk(tree):
+            read = (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}) or (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and any(alias.name in {"environ", "getenv"} for alias in node.names)
+            )
+            if read:
+                wrong.append(f"cachestream/{name.replace('.', '/')}.py:{getattr(node, 'lineno', 0)}")
+    assert not wrong
+
+
+def test_the_map_of_layers_names_what_exists() -> None:
+    """A folder that is renamed would otherwise fall out of the rules above."""
+    parts = {name.split(".")[0] for name in MODULES if name}
+    assert set(BELOW) <= parts
