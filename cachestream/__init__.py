@@ -7,7 +7,7 @@ it is first used (PEP 562), so a process that only fills or inspects a cache nev
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from cachestream.errors import (
@@ -87,12 +87,14 @@ _HOMES: Final[dict[str, str]] = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'cachestream' has no attribute '{name}'")
-    value = getattr(import_module(f"cachestream.{_HOMES.get(name, 'errors')}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw this would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'cachestream' has no attribute '{name}'")
+        value = getattr(import_module(f"cachestream.{_HOMES.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,93 @@
+"""Sizes as people write them, and keywords as users of other libraries type them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.config import PEER_KEYWORDS, format_size, parse_size, reject_unknown
+from cachestream.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("1", 1),
+        ("17b", 17),
+        ("200GB", 200 * 10**9),
+        ("200 gb", 200 * 10**9),
+        ("64MiB", 64 * 2**20),
+        ("  1.5k ", 1500),
+        (".5KiB", 512),
+        ("2.TB", 2 * 10**12),
+        ("1PiB", 2**50),
+        ("40MB/s", 40 * 10**6),
+        (12.9, 12),
+        (7, 7),
+    ],
+)
+def test_a_size_is_bytes_with_decimal_or_binary_units(text: float | str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "GB", "-1", "-1GB", "1,5GB", "1 2", "five", "1GBB", "0x10", "1e9", "²GB", "1GB/m"),
+        *(-1, -0.5, math.nan, math.inf, True, None, b"1", [1]),
+    ],
+)
+def test_what_is_not_a_size_is_refused_with_the_argument_and_the_value(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size(value, "size_limit")  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"size_limit={value!r}: ")
+
+
+@given(st.integers(0, 2**63))
+def test_a_whole_number_survives_as_text_to_the_byte(size_bytes: int) -> None:
+    """Also above 2⁵³, where floats would round."""
+    assert parse_size(str(size_bytes)) == parse_size(size_bytes) == size_bytes
+
+
+@given(st.integers(0, 10**17))
+def test_what_is_shown_can_be_typed_again_and_is_right_to_three_digits(size_bytes: int) -> None:
+    again = parse_size(format_size(size_bytes))
+    assert abs(again - size_bytes) <= 0.005 * size_bytes + (0.5 if size_bytes < 1000 else 0)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (812_345, "812 kB"), (1.5e9, "1.5 GB"), (3e15, "3 PB")],
+)
+def test_sizes_are_shown_with_the_unit_that_keeps_them_short(size_bytes: float, text: str) -> None:
+    assert format_size(size_bytes) == text
+
+
+def test_a_keyword_of_a_peer_library_is_answered_with_ours() -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'max_cache_size'; here it is called 'size_limit'"):
+        reject_unknown("stream", {"max_cache_size": 1}, ["cache", "size_limit"])
+
+
+def test_a_typing_error_is_answered_with_the_nearest_keyword() -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'num_worker'; here it is called 'num_workers'"):
+        reject_unknown("start_worker", {"num_worker": 1}, ["num_workers", "order"])
+
+
+def test_an_unknown_keyword_with_no_likeness_is_answered_with_all_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'zzz'; it takes batch_size, cache"):
+        reject_unknown("stream", {"zzz": 1}, ["cache", "batch_size"])
+
+
+def test_a_peer_keyword_is_not_answered_with_one_the_function_lacks() -> None:
+    assert PEER_KEYWORDS["urls"] == "source"
+    with pytest.raises(ConfigError) as caught:
+        reject_unknown("EpochLoader", {"urls": 1}, ["batch_size"])
+    assert "source" not in str(caught.value)
+
+
+def test_no_unknown_keyword_is_no_error() -> None:
+    reject_unknown("stream", {}, ["cache"])

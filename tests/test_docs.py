@@ -1,0 +1,103 @@
+"""The documentation is true: its Python runs, its links lead somewhere, the commands it names exist.
+
+A page's ```python blocks run as one script, top to bottom, in an empty folder and a fresh
+interpreter. `<!-- not run: reason -->` on the line before a block leaves it out.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[1]
+PAGES_THAT_RUN: Final = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES: Final = sorted(
+    {*PAGES_THAT_RUN, *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")}
+)
+NOT_RUN: Final = re.compile(r"<!-- not run: \S.*-->")
+LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PAGE_TIMEOUT_S: Final = 90
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def script_of(text: str) -> str:
+    """The page's Python blocks on the lines where they stand, so that tracebacks name the page's lines."""
+    script, inside, skipped, previous = [], False, False, ""
+    for line in text.splitlines():
+        if inside and line.startswith("```"):
+            inside = False
+        elif not inside and line.startswith("```python"):
+            inside, skipped = True, bool(NOT_RUN.search(previous))
+            script.append("")
+            continue
+        script.append(line if inside and not skipped else "")
+        previous = line if line.strip() else previous
+    return "\n".join(script) + "\n"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, made as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_script_of_a_page_keeps_line_numbers_and_leaves_out_what_is_marked() -> None:
+    page = "# t\n```python\na = 1\n```\n<!-- not run: needs a GPU -->\n```python\nb\n```\n```bash\nls\n```\n"
+    assert script_of(page).rstrip("\n") == "\n\na = 1"
+    assert script_of(page.replace("<!-- not run: needs a GPU -->", "-")).splitlines()[6] == "b"
+
+
+@pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=page_id)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(script_of(page.read_text(encoding="utf-8")), encoding="utf-8")
+    command = [sys.executable, "-W", "error", script.name]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PAGE_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{page_id(page)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_link_inside_the_documentation_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    code = [*CODE.findall(text), *re.findall(r"`([^`\n]+)`", CODE.sub("", text))]
+    named = {name for piece in code for name in re.findall(r"\bmake ((?!PYTHON)[a-z-]+)", piece)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named <= targets
+
+
+def test_the_index_of_decisions_names_every_decision() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    pages = sorted(page.name for page in folder.glob("[0-9]*.md"))
+    assert pages
+    assert [page for page in pages if f"]({page})" not in index] == []
