@@ -1,0 +1,268 @@
+"""Bytes of one remote file and its extension → the fields of a sample.
+
+What arrives is untrusted: only listed image formats are opened, nothing is unpickled, sizes are
+capped, and whatever is malformed raises SampleError with the path and the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from cachestream.config import format_size
+from cachestream.errors import SampleError
+
+__all__ = ["Buffer", "decode_fields", "decode_value", "extension_of", "is_image"]
+
+Buffer = bytes | bytearray | memoryview
+
+
+def _extensions(names: str) -> frozenset[str]:
+    return frozenset(f".{name}" for name in names.split())
+
+
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
+IMAGE_EXTENSIONS: Final = _extensions(
+    "avif bmp gif j2k jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tif tiff webp"
+)
+TEXT_EXTENSIONS: Final = _extensions(
+    "cls csv htm html jsonl log markdown md rst srt text toml tsv txt vtt xml yaml yml"
+)
+MAX_ARCHIVE_BYTES: Final = 4 << 30  # of one .npz, unpacked: a zip bomb unpacks to a thousand times its size
+
+# What Pillow's and numpy's parsers raise on malformed input, as their fuzzers found.
+_MALFORMED: Final = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+)
+_ORIENTATION_TAG: Final = 0x0112
+_TRANSPOSE: Final[dict[int, Image.Transpose]] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def extension_of(path: str) -> str:
+    """The last extension of `path` in lower case, with its dot: ".jpg"; "" where there is none."""
+    return os.path.splitext(path)[1].lower()
+
+
+def is_image(extension: str) -> bool:
+    return extension in IMAGE_EXTENSIONS
+
+
+# --- images ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except _MALFORMED:  # broken metadata does not spoil the pixels
+        return 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """`image` in mode RGB. Transparency is dropped; 16 bits a channel keep their upper 8."""
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):  # Pillow's own conversion would clip at 255
+        values = np.asarray(image)
+        image = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
+    if image.mode in ("P", "PA") and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def decode_image(data: Buffer) -> npt.NDArray[np.uint8]:
+    """uint8 `[3, H, W]`, RGB, contiguous, turned upright as its EXIF data say; the first frame."""
+    with Image.open(io.BytesIO(data), formats=_formats()) as image:
+        limit = Image.MAX_IMAGE_PIXELS
+        if limit is not None and image.width * image.height > limit:  # Pillow only warns
+            raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, {limit} at most")
+        upright = _TRANSPOSE.get(_orientation(image))
+        rgb = _to_rgb(image)
+        if upright is not None:
+            rgb = rgb.transpose(upright)
+        pixels = np.empty((3, rgb.height, rgb.width), np.uint8)
+        for channel, band in enumerate(rgb.split()):
+            pixels[channel] = np.asarray(band)
+    return pixels
+
+
+# --- arrays ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    # Files of one data set mostly share one header; to evaluate it costs more than the read.
+    fields = ast.literal_eval(header.decode("latin1"))
+    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
+        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
+    dtype = np.lib.format.descr_to_dtype(fields["descr"])
+    shape = fields["shape"]
+    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"the .npy header holds shape {shape!r}")
+    return shape, bool(fields["fortran_order"]), dtype
+
+
+def decode_npy(data: Buffer) -> npt.NDArray[Any]:
+    """The array of a .npy file: writable, C-contiguous, in native byte order; no copy where possible.
+
+    Object arrays are refused. (The format: numpy.lib.format; versions 1 to 3.)
+    """
+    view = memoryview(data)
+    if bytes(view[:6]) != np.lib.format.MAGIC_PREFIX or len(view) < 12:
+        raise ValueError("does not begin as a .npy file")
+    wide = view[6] >= 2
+    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", view, 8)
+    start = 12 if wide else 10
+    if header_bytes > 1 << 16 or start + header_bytes > len(view):
+        raise ValueError(f"a .npy header of {header_bytes} bytes")
+    shape, fortran_order, dtype = _npy_header(bytes(view[start : start + header_bytes]))
+    if dtype.hasobject:
+        raise ValueError("object arrays need pickle, which is refused")
+    start += header_bytes
+    count = 1
+    for length in shape:
+        count *= length
+    have, want = len(view) - start, count * dtype.itemsize
+    if have < want:
+        raise ValueError(f"truncated: {have} of {want} bytes")
+    array = np.frombuffer(view, dtype, count, start) if count else np.empty(0, dtype)
+    array = array.reshape(shape, order="F" if fortran_order else "C")
+    if not dtype.isnative:
+        array = array.astype(dtype.newbyteorder("="))
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        array = array.copy(order="C")
+    return array
+
+
+def decode_npz(data: Buffer) -> dict[str, Any]:
+    """The arrays of a .npz file by name; a 0-d text array as str."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = archive.infolist()
+        unpacked_bytes = sum(member.file_size for member in members)
+        if unpacked_bytes > MAX_ARCHIVE_BYTES:
+            raise ValueError(
+                f"unpacks to {format_size(unpacked_bytes)}, {format_size(MAX_ARCHIVE_BYTES)} at most"
+            )
+        fields: dict[str, Any] = {}
+        for member in members:
+            # An entry may unpack to more than it declares: read no further than declared.
+            with archive.open(member) as stream:
+                content = stream.read(member.file_size)
+            array = decode_npy(content)
+            is_text = array.ndim == 0 and array.dtype.kind == "U"
+            fields[member.filename.removesuffix(".npy")] = str(array) if is_text else array
+    return fields
+
+
+# --- JSON and text -----------------------------------------------------------------------------
+
+
+def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
+    """`value` as an int64, float64 or bool array, if it is a rectangular list of such numbers."""
+    kinds: set[type] = set()
+    pending: list[Any] = [value]
+    while pending:
+        for item in pending.pop():
+            if isinstance(item, list):
+                pending.append(item)
+            else:
+                kinds.add(type(item))
+    if not kinds <= {int, float} and kinds != {bool}:
+        return None
+    try:
+        array = np.array(value, dtype=bool if kinds == {bool} else np.int64 if kinds == {int} else np.float64)
+    except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
+        return None
+    return array
+
+
+def _json_value(value: Any) -> Any:
+    """A number, bool or str as it is, a rectangular list of numbers as an array, the rest as JSON text."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    array = _numbers(value) if isinstance(value, list) else None
+    return json.dumps(value, ensure_ascii=False) if array is None else array
+
+
+def decode_json(data: Buffer) -> Any:
+    """A dict of the fields of a JSON object (not nested: see `_json_value`), or the single value."""
+    value = json.loads(bytes(data))
+    if isinstance(value, dict):
+        return {name: _json_value(item) for name, item in value.items()}
+    return _json_value(value)
+
+
+def decode_text(data: Buffer) -> str:
+    return bytes(data).decode("utf-8-sig")
+
+
+# --- by extension ------------------------------------------------------------------------------
+
+# extension → (the field's name where the value is not itself fields, the decoder)
+_DECODERS: Final[dict[str, tuple[str, Callable[[Buffer], Any]]]] = {
+    **dict.fromkeys(IMAGE_EXTENSIONS, ("image", decode_image)),
+    **dict.fromkeys(TEXT_EXTENSIONS, ("text", decode_text)),
+    ".npy": ("array", decode_npy),
+    ".npz": ("arrays", decode_npz),
+    ".json": ("json", decode_json),
+}
+_RAW: Final[tuple[str, Callable[[Buffer], Any]]] = ("data", bytes)
+
+
+def decode_value(data: Buffer, extension: str, path: str) -> Any:
+    """What `data` holds by `extension` (".jpg", …): an array, str or bytes, or a dict of such fields.
+
+    Raises SampleError with `path` (already redacted) and the reason if it is malformed.
+    """
+    name, decoder = _DECODERS.get(extension, _RAW)
+    try:
+        return decoder(data)
+    except _MALFORMED as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise SampleError(f"{path}: not a usable {extension} file ({name}): {reason[:300]}") from error
+
+
+def decode_fields(data: Buffer, extension: str, path: str) -> dict[str, Any]:
+    """The fields of the file `path`: "image", "array", "text", "data" (bytes), or a file's own fields."""
+    value = decode_value(data, extension, path)
+    return value if isinstance(value, dict) else {_DECODERS.get(extension, _RAW)[0]: value}

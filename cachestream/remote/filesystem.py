@@ -1,0 +1,179 @@
+"""One remote filesystem, opened anew in every process that uses it, with deadlines that suit us.
+
+fsspec's filesystems hold event loops, sockets and locks: they are neither pickled nor used across
+a fork. A `Remote` carries only what it takes to open one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.registry import known_implementations
+from fsspec.utils import get_protocol
+
+from cachestream.errors import ConfigError
+from cachestream.remote.retry import map_errors, redact, redact_text
+
+__all__ = ["Remote"]
+
+CONNECT_TIMEOUT_S: Final = 5
+READ_TIMEOUT_S: Final = 20
+MAX_CONNECTIONS: Final = 64
+LIST_ATTEMPTS: Final = 4
+
+# Values under these names may be shown; all others in storage_options may be secrets.
+_PUBLIC_OPTIONS: Final = frozenset(
+    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
+)
+_MIN_SECRET_CHARS: Final = 4  # a shorter one would blot out half of every message
+
+
+def _leaves(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        elif isinstance(value, str | bytes) and name not in _PUBLIC_OPTIONS:
+            yield os.fsdecode(value)
+
+
+def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What must not be shown, the longest first."""
+    found = set(_leaves(options))
+    for part in url.split("::"):
+        found.update(urlsplit(part).netloc.rpartition("@")[0].split(":"))
+    return tuple(sorted((one for one in found if len(one) >= _MIN_SECRET_CHARS), key=len, reverse=True))
+
+
+def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]:
+    """`options` for s3fs with our deadlines, pool and retries where the user gave none.
+
+    botocore's and s3fs's own retries multiply to several minutes without a sign of life; reads
+    are retried by whoever runs the source.
+    """
+    config = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": READ_TIMEOUT_S,
+        "max_pool_connections": MAX_CONNECTIONS,
+        "retries": {"mode": "standard", "total_max_attempts": attempts},
+    }
+    return {
+        "use_listings_cache": False,
+        **options,
+        "config_kwargs": {**config, **options.get("config_kwargs", {})},
+    }
+
+
+class Remote:
+    """Where `url` lies, and the options to open it with.
+
+    Picklable, thread-safe, fork-safe. The URL and the options may hold secrets: no repr, error or
+    log shows them.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._url = url
+        self._options = dict(storage_options or {})
+        self.protocol = get_protocol(url)
+        self._check_driver()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.secrets = _secrets(self._url, self._options)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._shared: Any = None
+        self._of_thread = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self._url, "options": self._options, "protocol": self.protocol}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"<Remote {redact(self._url)}>"
+
+    @property
+    def is_local(self) -> bool:
+        return self.protocol in ("file", "local")
+
+    @property
+    def is_web(self) -> bool:
+        return self.protocol in ("http", "https")
+
+    @property
+    def is_s3(self) -> bool:
+        return self.protocol in ("s3", "s3a") and "::" not in self._url
+
+    def _check_driver(self) -> None:
+        """Raise ConfigError for an unknown scheme, or one whose driver is not installed."""
+        where = redact(self._url)
+        try:
+            fsspec.get_filesystem_class(self.protocol)
+        except ValueError:
+            raise ConfigError(
+                f"{where}: unknown scheme '{self.protocol}://'; give a path, or a URL that fsspec knows, "
+                "such as s3://, gs://, az://, https://, hf://"
+            ) from None
+        except ImportError as error:
+            known = known_implementations.get(self.protocol, {})
+            package = str(known.get("class", "")).partition(".")[0]
+            how = f"pip install {package}" if package not in ("", "fsspec") else str(error)
+            raise ConfigError(
+                f"{where}: the driver of '{self.protocol}://' is not installed: {how}"
+            ) from None
+
+    def _open(self, attempts: int) -> tuple[Any, str]:
+        """A new filesystem, and the path of this Remote's URL in it."""
+        options: dict[str, Any] = dict(self._options)
+        if self.is_s3:
+            options = _with_s3_limits(options, attempts)
+        elif "s3" in options:
+            options["s3"] = _with_s3_limits(options["s3"], attempts)
+        where = redact(self._url)
+        with map_errors(where, secrets=self.secrets):
+            try:
+                filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
+                if self.is_s3:
+                    filesystem.retries = attempts
+                    filesystem.connect()
+            except (TypeError, KeyError) as error:
+                reason = redact_text(str(error), self.secrets)
+                raise ConfigError(
+                    f"{where}: storage_options do not suit '{self.protocol}': {reason}"
+                ) from None
+        return filesystem, str(path)
+
+    def open_for_listing(self) -> tuple[Any, str]:
+        """A filesystem of one's own that tries each request several times, and this URL's path in it."""
+        return self._open(LIST_ATTEMPTS)
+
+    def filesystem(self) -> Any:
+        """The filesystem that this process reads with, opened when first asked for.
+
+        One for all threads if it is asynchronous; one a thread if it is not, as fsspec's
+        synchronous ones are not thread-safe.
+        """
+        if self._pid != os.getpid():
+            self._reset()
+        known = self._known()
+        if known is None:
+            with self._lock:
+                known = self._known()  # another thread was first
+                if known is None:
+                    known, _ = self._open(attempts=1)
+                    if known.async_impl:
+                        self._shared = known
+                    else:
+                        self._of_thread.filesystem = known
+        return known
+
+    def _known(self) -> Any:
+        return self._shared if self._shared is not None else getattr(self._of_thread, "filesystem", None)

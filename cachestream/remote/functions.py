@@ -1,0 +1,143 @@
+"""Samples that a function makes: random windows of an array, simulations, anything."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from cachestream.errors import ConfigError
+from cachestream.remote.foreign import Calls, foreign_errors
+
+__all__ = ["CallableSource", "fingerprint_of"]
+
+
+class CallableSource:
+    """`fn(rng) -> sample`, called anew for every unit; the key is the unit's number.
+
+    `rng` is a `numpy.random.Generator` of the unit's own: drawn from it alone, the same samples
+    come again. Returning None skips the unit. `num_units=None` makes the source endless, a number
+    makes passes of so many calls. A process makes one call at a time, as few functions are written
+    for threads; `thread_safe=True` lets calls overlap, which pays where they wait for a network.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[np.random.Generator], Any],
+        num_units: int | None = None,
+        *,
+        thread_safe: bool = False,
+    ) -> None:
+        if not callable(fn):
+            raise ConfigError(f"CallableSource takes a function fn(rng), not {type(fn).__name__}")
+        if num_units is not None and (isinstance(num_units, bool) or num_units < 1):
+            raise ConfigError(f"num_units={num_units!r}: must be at least 1, or None for an endless source")
+        _check_takes_rng(fn)
+        self._fn = fn
+        self._num_units = None if num_units is None else int(num_units)
+        self._calls = Calls(thread_safe)
+        self.fingerprint = f"function:{_name(fn)}:{fingerprint_of(fn)}"
+        self.listing_digest = ""
+
+    @property
+    def num_units(self) -> int | None:
+        return self._num_units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield the one sample of `unit`, or none; SampleError if `fn` raises."""
+        with self._calls.one(), foreign_errors(f"{_name(self._fn)}(rng) for unit {unit}"):
+            sample = self._fn(rng)
+        if sample is not None:
+            yield str(unit), sample
+
+    def __repr__(self) -> str:
+        units = "endless" if self._num_units is None else f"{self._num_units:,} units"
+        return f"<CallableSource {_name(self._fn)}, {units}>"
+
+
+def _check_takes_rng(fn: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ConfigError(
+            f"{_name(fn)}{signature} cannot be called as fn(rng): it must take a numpy.random.Generator"
+        ) from None
+
+
+def _name(fn: Any) -> str:
+    if isinstance(fn, functools.partial):
+        return _name(fn.func)
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def fingerprint_of(fn: Callable[..., Any]) -> str:
+    """16 hexadecimal digits that name what `fn` does: its code and the plain values bound to it.
+
+    The same in every process of one Python version. Values other than numbers, text and tuples
+    count by their type alone, and functions that `fn` calls not at all.
+    """
+    state = xxhash.xxh3_64()
+    for part in _parts(fn):
+        encoded = part.encode("utf-8", "surrogatepass")
+        state.update(f"{len(encoded)}:".encode())
+        state.update(encoded)
+    return state.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """Texts that tell `value` from another; no addresses and no order of a set among them."""
+    if isinstance(value, types.CodeType):
+        yield from ("code", value.co_code.hex(), *value.co_names)
+        yield from _parts(value.co_consts)
+    elif isinstance(value, bool | int | float | complex | str | bytes | types.NoneType | types.EllipsisType):
+        yield from (type(value).__name__, repr(value))
+    elif isinstance(value, tuple):
+        yield f"tuple{len(value)}"
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, frozenset):
+        yield from ("frozenset", *sorted(repr(item) for item in value))
+    else:
+        yield from _object_parts(value)
+
+
+def _object_parts(value: Any) -> Iterator[str]:
+    if isinstance(value, functools.partial):
+        yield "partial"
+        yield from _parts(value.func)
+        yield from _parts((*value.args, *sorted(value.keywords.items())))
+    elif isinstance(value, types.MethodType):
+        yield _name(type(value.__self__))
+        yield from _parts(value.__func__)
+    elif isinstance(value, types.FunctionType):
+        yield from _function_parts(value)
+    elif hasattr(value, "__qualname__"):  # a class, a builtin
+        yield _name(value)
+    else:
+        yield _name(type(value))
+        called = vars(type(value)).get("__call__")
+        if isinstance(called, types.FunctionType):
+            yield from _function_parts(called)
+
+
+def _function_parts(fn: types.FunctionType) -> Iterator[str]:
+    yield from (fn.__module__, fn.__qualname__)
+    yield from _parts(fn.__code__)
+    yield from _parts(fn.__defaults__ or ())
+    for cell in fn.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not yet bound
+            content = None
+        if content is not fn:
+            yield from _parts(content if not isinstance(content, types.FunctionType) else content.__code__)

@@ -1,0 +1,240 @@
+"""URLs, folders, wildcards and `{000..127}` ranges → the sorted paths of files, and their common root."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fsspec.asyn import sync
+from fsspec.utils import get_protocol, glob_translate
+
+from cachestream.errors import ConfigError, SourceError
+from cachestream.remote.decode import extension_of
+from cachestream.remote.filesystem import Remote
+from cachestream.remote.retry import map_errors, redact
+
+__all__ = ["Listing", "expand_braces", "list_files"]
+
+MAX_EXPANDED: Final = 10_000_000
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
+_MAGIC: Final = re.compile(r"[*?\[]")
+_WEB_MAGIC: Final = re.compile(r"[*\[]")  # there "?" begins a query
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Files found: `paths` sorted, each once; all begin with `root` (ends in "/", or is "")."""
+
+    root: str
+    paths: list[str]
+
+
+def _alternatives(inside: str) -> list[str]:
+    match = _RANGE.fullmatch(inside)
+    if match is None:
+        return inside.split(",")
+    first, last, step = match[1], match[2], int(match[3] or 1)
+    if step < 1 or abs(int(last) - int(first)) // step >= MAX_EXPANDED:
+        raise ConfigError(f"{{{inside}}}: a range of 1 to {MAX_EXPANDED:,} numbers is needed")
+    padded = any(len(n.lstrip("-")) > 1 and n.lstrip("-").startswith("0") for n in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    direction = 1 if int(first) <= int(last) else -1
+    return [f"{n:0{width}d}" for n in range(int(first), int(last) + direction, step * direction)]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Every URL that `pattern` stands for, as a shell expands `{000..127}` and `{train,val}`."""
+    expanded = [""]
+    end = 0
+    for match in _BRACES.finditer(pattern):
+        if ".." not in match[1] and "," not in match[1]:
+            continue
+        options = _alternatives(match[1])
+        if len(expanded) * len(options) > MAX_EXPANDED:
+            raise ConfigError(f"{redact(pattern)}: expands to more than {MAX_EXPANDED:,} URLs")
+        literal = pattern[end : match.start()]
+        expanded = [f"{head}{literal}{option}" for head in expanded for option in options]
+        end = match.end()
+    return [head + pattern[end:] for head in expanded]
+
+
+def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> Listing:
+    """The files that `urls` (of one protocol) name. In folders, hidden files are left out.
+
+    Raises SourceError for what is missing or forbidden, SourceUnavailableError for a remote that
+    does not answer, ConfigError for URLs that do not go together.
+    """
+    for url in urls:
+        if get_protocol(url) != remote.protocol:
+            raise ConfigError(
+                f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
+            )
+    expanded = [one for url in urls for one in _expand_one(remote, url)]
+    finder: _Finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
+    roots: set[str] = set()
+    paths: list[str] = []
+    for position, url in enumerate(expanded):
+        with map_errors(redact(url), secrets=remote.secrets):
+            root, found = finder.find(url, recursive, trusted=position > 0)
+        roots.add(root)
+        paths.extend(found)
+    return Listing(_common_root(roots), sorted(set(paths)))
+
+
+def _expand_one(remote: Remote, url: str) -> list[str]:
+    if remote.is_local and os.path.exists(_local_path(url)):  # the braces are its name
+        return [url]
+    return expand_braces(url)
+
+
+def _common_root(roots: Iterable[str]) -> str:
+    common: list[str] | None = None
+    for root in roots:
+        parts = root.split("/")[:-1]
+        if common is None:
+            common = parts
+        else:
+            same = [a == b for a, b in zip(common, parts, strict=False)]
+            common = common[: same.index(False) if False in same else len(same)]
+    # Not up to a URL's scheme or host alone.
+    return "/".join(common) + "/" if common and common[-1:] != [""] else ""
+
+
+def _parent(path: str) -> str:
+    return path[: path.rfind("/") + 1]
+
+
+class _Finder:
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """The root and the files of one URL; a `trusted` file is not looked up."""
+        raise NotImplementedError
+
+
+# --- local -------------------------------------------------------------------------------------
+
+
+def _local_path(url: str) -> str:
+    return os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
+
+
+def _walk(folder: str, recursive: bool) -> Iterator[str]:
+    """Files below `folder`, links followed, each folder once (links may form a circle)."""
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        status = os.stat(current)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(current) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_file():
+                    yield entry.path
+                elif recursive and entry.is_dir():
+                    pending.append(entry.path)
+
+
+class _LocalFinder(_Finder):
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:  # noqa: ARG002
+        path = _local_path(url)
+        if os.path.isdir(path):
+            return path.rstrip("/") + "/", list(_walk(path, recursive))
+        if os.path.exists(path):
+            return _parent(path), [path]
+        magic = _MAGIC.search(path)
+        if magic is None:
+            raise SourceError(f"{path}: no such file or folder; check the path")
+        return _parent(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+
+
+# --- fsspec ------------------------------------------------------------------------------------
+
+
+def _visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
+    """Those of a folder's files that are not hidden, nor in hidden folders, nor mere placeholders."""
+    length = len(root)
+    return [
+        path
+        for path in paths
+        if not path.endswith("/")
+        and not path.startswith(".", length)
+        and "/." not in path[length:]
+        and (recursive or "/" not in path[length:])
+    ]
+
+
+class _RemoteFinder(_Finder):
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._filesystem, self._first_path = remote.open_for_listing()
+        self._magic = _WEB_MAGIC if remote.is_web else _MAGIC
+
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        path = self._path(url)
+        if self._remote.is_web and not self._magic.search(path.partition("?")[0]):
+            # Not looked up: a signed URL may allow GET alone.
+            return self._folder(path, recursive) if path.endswith("/") else (_parent(_bare(path)), [path])
+        magic = self._magic.search(path)
+        if magic is not None:
+            return _parent(path[: magic.start()]), self._matching(path, magic.start())
+        if trusted and extension_of(path):
+            return _parent(path), [path]
+        if url.endswith("/") or not path:
+            return self._folder(path, recursive)
+        if not extension_of(path) and (found := self._folder(path, recursive))[1]:
+            return found
+        info = self._filesystem.info(path)
+        return self._folder(path, recursive) if info["type"] == "directory" else (_parent(path), [path])
+
+    def _path(self, url: str) -> str:
+        if "::" in url:
+            return self._first_path
+        return str(self._filesystem._strip_protocol(url))
+
+    def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
+        root = path.rstrip("/") + "/" if path.strip("/") else ""
+        if self._remote.is_s3:
+            found = self._s3_names(root, "" if recursive else "/")
+        else:
+            found = self._filesystem.find(path, maxdepth=None if recursive else 1)
+        return root, _visible(root, found, recursive)
+
+    def _matching(self, pattern: str, first_magic: int) -> list[str]:
+        if self._remote.is_s3:
+            one_level = "/" not in pattern[first_magic:]
+            fits = re.compile(glob_translate(pattern)).match
+            found = self._s3_names(pattern[:first_magic], "/" if one_level else "")
+            return [path for path in found if fits(path) and not path.endswith("/")]
+        entries = self._filesystem.glob(pattern, detail=True)
+        return [path for path, info in entries.items() if info["type"] != "directory"]
+
+    def _s3_names(self, prefix: str, delimiter: str) -> list[str]:
+        """Objects whose "bucket/key" begins with `prefix`: the names alone, page by page.
+
+        s3fs's own `find` keeps a record of 2 kB for each.
+        """
+        bucket, _, key = prefix.partition("/")
+        if not bucket or _MAGIC.search(bucket):
+            raise SourceError("an S3 URL names one bucket: s3://bucket/…")
+
+        async def collect() -> list[str]:
+            pages = self._filesystem._iterdir(bucket, delimiter=delimiter, prefix=key)
+            return [entry["name"] async for entry in pages if entry["type"] == "file"]
+
+        names: list[str] = sync(self._filesystem.loop, collect)
+        return names
+
+
+def _bare(url: str) -> str:
+    return url.partition("?")[0]

@@ -1,0 +1,101 @@
+"""`open_source`: from whatever names the data to the source that reads it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from cachestream.config import reject_unknown
+from cachestream.errors import ConfigError
+from cachestream.remote.datasets import DatasetSource, is_map_style
+from cachestream.remote.files import FileSource
+from cachestream.remote.functions import CallableSource
+from cachestream.remote.retry import redact
+from cachestream.remote.source import Source
+
+__all__ = ["open_source"]
+
+# How paths and URLs end → the source for them; all others are plain files.
+_BY_ENDING: Final[dict[str, Callable[..., Source]]] = {}
+_NOT_YET: Final[dict[str, str]] = {
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz"), "tar archives"),
+    **dict.fromkeys((".parquet", ".pq"), "Parquet files"),
+    **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrecord.gz"), "TFRecord files"),
+    **dict.fromkeys((".zarr", ".h5", ".hdf5"), "Zarr and HDF5 arrays"),
+}
+_AFTER_NAME: Final = re.compile(r"[/*]+$")
+
+
+def open_source(what: Any, **options: Any) -> Source:
+    """The source for `what`.
+
+    A path, a URL, a wildcard or a list of them: by its ending, else a `FileSource`. A function
+    `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
+    map-style torch Dataset: a `DatasetSource`. A Source: itself. `options` are those of the class
+    that is chosen. Raises ConfigError for what none of them can read.
+    """
+    if isinstance(what, Source):
+        if options:
+            raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
+        return what
+    if isinstance(what, str | os.PathLike) or _is_list_of_urls(what):
+        first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
+        return _make(_by_ending(first), (what,), options)
+    if is_map_style(what):
+        return _make(DatasetSource, (what,), options)
+    if callable(what) and not isinstance(what, type):
+        return _make(CallableSource, (what,), options)
+    raise ConfigError(f"open_source() cannot read {_describe(what)}")
+
+
+def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[str, Any]) -> Source:
+    known = [
+        name
+        for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())
+        if position >= len(args) and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    reject_unknown(
+        "open_source", {name: value for name, value in options.items() if name not in known}, known
+    )
+    return kind(*args, **options)
+
+
+def _is_list_of_urls(what: Any) -> bool:
+    return (
+        isinstance(what, list | tuple)
+        and bool(what)
+        and all(isinstance(url, str | os.PathLike) for url in what)
+    )
+
+
+def _by_ending(url: str) -> Callable[..., Source]:
+    name = _AFTER_NAME.sub("", redact(url)).lower()
+    for ending in sorted({*_BY_ENDING, *_NOT_YET}, key=len, reverse=True):
+        if not name.endswith(ending):
+            continue
+        if ending in _BY_ENDING:
+            return _BY_ENDING[ending]
+        raise ConfigError(
+            f"{redact(url)}: {_NOT_YET[ending]} are not supported yet; read them in a function fn(rng) -> sample "
+            "or a map-style dataset, or use FileSource for the raw bytes of each file"
+        )
+    return FileSource
+
+
+def _describe(what: Any) -> str:
+    kind = type(what).__name__
+    if isinstance(what, list | tuple):
+        return f"an empty {kind}; give at least one path or URL"
+    if hasattr(type(what), "iloc"):
+        return f"a table ({kind}); wrap it in a map-style dataset whose [i] returns row i as a dict"
+    if isinstance(what, Mapping | set | frozenset):
+        return f"a {kind}; give a list, a map-style dataset or a function fn(rng) -> sample"
+    if isinstance(what, Iterator) or hasattr(type(what), "__iter__"):
+        return (
+            f"an iterable ({kind}): its samples cannot be read in any order by several processes; give a "
+            "map-style dataset, or a function fn(rng) -> sample"
+        )
+    return f"{kind}; give a path, a URL, a list of them, a map-style dataset, a function fn(rng) -> sample or a Source"

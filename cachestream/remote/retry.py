@@ -1,0 +1,278 @@
+"""Errors of every remote, translated once into the three classes that a caller can react to.
+
+Drivers (s3fs, gcsfs, aiohttp, …) are never imported here: their errors are told apart by the
+service's error code, the HTTP status, the errno, or the name of the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal, Protocol
+
+from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
+
+__all__ = ["Kind", "backoff_delays", "classify", "map_errors", "redact", "redact_text"]
+
+Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "range", "changed", "other"]
+
+BACKOFF_START_S: Final = 0.5
+BACKOFF_LIMIT_S: Final = 60.0
+
+_CODES: Final[dict[str, Kind]] = {
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "404", "410"), "missing"),
+    **dict.fromkeys(
+        ("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidPayer", "403"), "denied"
+    ),
+    **dict.fromkeys(
+        (
+            "AccountProblem",
+            "AuthorizationHeaderMalformed",
+            "CredentialsNotSupported",
+            "ExpiredToken",
+            "ExpiredTokenException",
+            "InvalidAccessKeyId",
+            "InvalidSecurity",
+            "InvalidToken",
+            "MissingSecurityHeader",
+            "NotSignedUp",
+            "RequestTimeTooSkewed",
+            "SignatureDoesNotMatch",
+            "TokenRefreshRequired",
+            "UnrecognizedClientException",
+            "401",
+        ),
+        "credentials",
+    ),
+    **dict.fromkeys(
+        (
+            "IllegalLocationConstraintException",
+            "InvalidBucketName",
+            "NoSuchBucket",
+            "PermanentRedirect",
+            "301",
+        ),
+        "bucket",
+    ),
+    **dict.fromkeys(
+        (
+            "InternalError",
+            "OperationAborted",
+            "RequestLimitExceeded",
+            "RequestTimeout",
+            "ServiceUnavailable",
+            "SlowDown",
+            "Throttling",
+            "ThrottlingException",
+            "TooManyRequests",
+            "408",
+            "429",
+            "500",
+            "502",
+            "503",
+            "504",
+        ),
+        "unavailable",
+    ),
+    "InvalidRange": "range",
+    "416": "range",
+    "PreconditionFailed": "changed",
+    "412": "changed",
+}
+_CLASSES: Final[dict[str, Kind]] = {
+    **dict.fromkeys(
+        (
+            "ClientAuthenticationError",
+            "CredentialRetrievalError",
+            "DefaultCredentialsError",
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "ProfileNotFound",
+            "RefreshError",
+            "TokenRetrievalError",
+            "UnauthorizedSSOTokenError",
+        ),
+        "credentials",
+    ),
+    **dict.fromkeys(("InvalidRegionError", "NoRegionError", "ParamValidationError"), "bucket"),
+    **dict.fromkeys(
+        ("CertificateError", "ClientConnectorCertificateError", "SSLCertVerificationError"), "other"
+    ),
+    **dict.fromkeys(
+        (
+            "ClientConnectionError",
+            "ClientPayloadError",
+            "EndpointConnectionError",
+            "FSTimeoutError",
+            "HTTPClientError",
+            "IncompleteRead",
+            "IncompleteReadError",
+            "ResponseParserError",
+            "ResponseStreamingError",
+            "ServiceRequestError",
+            "ServiceResponseError",
+            "TimeoutError",
+            "ConnectionError",
+            "gaierror",
+        ),
+        "unavailable",
+    ),
+    **dict.fromkeys(("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"), "missing"),
+    "PermissionError": "denied",
+}
+_UNAVAILABLE_ERRNOS: Final = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EMFILE,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOTCONN,
+        errno.EPIPE,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+_NEXT_STEPS: Final[dict[Kind, str]] = {
+    "missing": "not found; check the path",
+    "denied": "access denied; check the file's permissions, or that these credentials may list and read it",
+    "credentials": (
+        "no valid credentials; give storage_options={'key': …, 'secret': …} ({'anon': True} for public data), "
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or fill ~/.aws/credentials"
+    ),
+    "bucket": "no such bucket here; check its name, and region and endpoint_url in storage_options",
+    "unavailable": "the remote does not answer at present; check the network and the endpoint",
+    "range": "the object is shorter than expected",
+    "changed": "the object was overwritten while it was read",
+    "other": "cannot be read",
+}
+
+
+class _Uniform(Protocol):
+    def uniform(self, low: float, high: float, /) -> float: ...
+
+
+def backoff_delays(rng: _Uniform) -> Iterator[float]:
+    """Seconds to wait before each next try, for ever: full jitter, 0.5 s doubling up to 60 s.
+
+    (Marc Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.)
+    """
+    limit_s = BACKOFF_START_S
+    while True:
+        yield float(rng.uniform(0.0, limit_s))
+        limit_s = min(2 * limit_s, BACKOFF_LIMIT_S)
+
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?#]*)(.*)", re.DOTALL)
+_URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>]+")
+_SECRET_IN_TEXT: Final = re.compile(
+    r"(?i)\b([\w\-]*(?:signature|secret|token|passw(?:or)?d|credential|api[_-]?key|access[_-]?key))\b(\W{0,3}[=:]\s*)"
+    r"['\"]?[^\s'\"&,)}]+"
+)
+
+
+def redact(url: str) -> str:
+    """`url` without user-info and query, each part of a chained URL for itself; a plain path as is."""
+    return "::".join(map(_redact_one, url.split("::")))
+
+
+def _redact_one(url: str) -> str:
+    match = _URL.fullmatch(url)
+    if match is None:
+        return url
+    scheme, authority, rest = match.groups()
+    query = rest.find("?")
+    # Elsewhere than on the web "?" may be a wildcard; then no "=" follows.
+    if query >= 0 and (scheme.lower() in ("http", "https") or "=" in rest[query:]):
+        rest = rest[:query]
+    if scheme.lower() in ("http", "https"):
+        rest = rest.partition("#")[0]
+    return f"{scheme}://{authority.rpartition('@')[2]}{rest}"
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """`text` with its URLs redacted, and what looks like a secret or is in `secrets` blotted out."""
+    text = _URL_IN_TEXT.sub(lambda match: redact(match[0]), text)
+    text = _SECRET_IN_TEXT.sub(r"\1\2***", text)
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+def _code(error: BaseException) -> str | None:
+    """The service's own code of `error`: botocore's response, or an HTTP status."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        code = response.get("Error", {}).get("Code")
+        if code in _CODES:
+            return str(code)
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return str(status) if status is not None else str(code)
+    for name in ("status", "code", "status_code"):  # aiohttp, gcsfs, azure
+        value = getattr(error, name, None)
+        if isinstance(value, int | str) and str(value).isdecimal():
+            return str(value)
+    return None
+
+
+def _classify_one(error: BaseException) -> Kind | None:
+    code = _code(error)
+    if code in _CODES:
+        return _CODES[code]
+    if code is not None and code.isdecimal() and int(code) >= 500:
+        return "unavailable"
+    for base in type(error).__mro__:
+        if base.__name__ in _CLASSES:
+            return _CLASSES[base.__name__]
+    if isinstance(error, OSError) and error.errno in _UNAVAILABLE_ERRNOS:
+        return "unavailable"
+    return None
+
+
+def classify(error: BaseException) -> Kind:
+    """What kind of failure `error` is; the cause that a driver chained to it knows better."""
+    cause, seen = error.__cause__, 0
+    while cause is not None and seen < 8:
+        kind = _classify_one(cause) if _code(cause) is not None else None
+        if kind is not None:
+            return kind
+        cause, seen = cause.__cause__, seen + 1
+    text = str(error)
+    if "bucket does not exist" in text:  # s3fs drops the code when it looks up a path
+        return "bucket"
+    return _classify_one(error) or "other"
+
+
+@contextlib.contextmanager
+def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] = ()) -> Iterator[None]:
+    """Raise whatever fails inside as one of ours, with `what` (already redacted) in front.
+
+    SourceUnavailableError for what passes by itself (throttling, timeouts, resets, DNS, refused
+    connections, broken bodies); SourceError for the rest. With `one_of_many`, an object that is
+    missing, forbidden or unreadable by itself is a SampleError; bad credentials and a missing
+    bucket remain SourceErrors, since they hold for all objects. The original is not chained: its
+    text may hold a signed URL.
+    """
+    try:
+        yield
+    except CacheStreamError:
+        raise
+    except Exception as error:  # noqa: BLE001  drivers share no base class but this one
+        kind = classify(error)
+        reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
+        message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
+        if kind in ("unavailable", "changed"):
+            raise SourceUnavailableError(message) from None
+        if one_of_many and kind not in ("credentials", "bucket"):
+            raise SampleError(message) from None
+        raise SourceError(message) from None
