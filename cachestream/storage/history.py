@@ -1,13 +1,14 @@
 """How the cache grew: a few numbers a second in a file of bounded size, for the plots.
 
-When the file is full every other row goes, so it always spans the whole life of the cache, more and
-more coarsely.
+It spans the whole life of the cache: rows come further apart as it grows older, and when the file is
+full every other row goes.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -33,23 +34,37 @@ ROW: Final = np.dtype(
 class History:
     """Appends to the history at `path`; one writer, the supervisor."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
         self._path = path
-        self._rows = len(read_history(path))
+        self._clock = clock
+        self._first_s = self._last_s = 0.0
+        self._rows = 0
+        self._keep(read_history(path))  # a torn last row would shift all that follow
 
     def append(self, *numbers: int) -> None:
-        """Add a row: the numbers of ROW after the time."""
-        row = np.array([(time.time(), *numbers)], ROW)
+        """Add a row: the numbers of ROW after the time. Left out when the last one is too young to differ."""
+        now_s = self._clock()
+        # Without this, thinning out alone would halve the old rows again and again, until only the
+        # last hour was left. A clock that was set back must not end the recording.
+        if self._rows and 0 <= now_s - self._last_s < (self._last_s - self._first_s) / ROWS_AT_MOST:
+            return
+        row = np.array([(now_s, *numbers)], ROW)
         if self._rows >= ROWS_AT_MOST:
-            kept = read_history(self._path)[::2]
-            temporary = self._path + ".new"
-            with open(temporary, "wb", opener=_private) as file:
-                file.write(kept.tobytes())
-            os.replace(temporary, self._path)
-            self._rows = len(kept)
+            self._keep(read_history(self._path)[::2])
         with open(self._path, "ab", opener=_private) as file:
             file.write(row.tobytes())
         self._rows += 1
+        self._last_s = now_s
+        self._first_s = self._first_s or now_s
+
+    def _keep(self, rows: npt.NDArray[Any]) -> None:
+        temporary = self._path + ".new"
+        with open(temporary, "wb", opener=_private) as file:
+            file.write(rows.tobytes())
+        os.replace(temporary, self._path)
+        self._rows = len(rows)
+        if len(rows):
+            self._first_s, self._last_s = float(rows["time_s"][0]), float(rows["time_s"][-1])
 
 
 def read_history(path: str) -> npt.NDArray[Any]:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cachestream.storage.history import CAPACITY, FIRST_INTERVAL_S, History, Moment, read_history
+from cachestream.storage.history import ROW, ROWS_AT_MOST, History, read_history
 
 
-def moment(time_s: float, samples: int = 0) -> Moment:
-    return Moment(time_s, samples * 100, 10**9, samples, samples, 1, 2)
+class Clock:
+    """Stands for the wall clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -21,96 +31,49 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "history")
 
 
-def test_a_moment_comes_back_as_it_was_recorded(path: str) -> None:
-    history = History(path)
-    history.record(Moment(1234.5, 1, 2, 3, 4, 5, 6))
-    history.close()
-    (row,) = read_history(path)
-    assert row.tolist()[:7] == (1234.5, 1, 2, 3, 4, 5, 6)
+def test_a_row_comes_back_as_it_was_appended(path: str, clock: Clock) -> None:
+    History(path, clock).append(1, 2, 3, 4, 5, 6, 7)
+    assert read_history(path).tolist() == [(clock.now_s, 1, 2, 3, 4, 5, 6, 7)]
 
 
-def test_moments_within_the_interval_are_left_out(path: str) -> None:
-    history = History(path)
-    for tick in range(100):
-        history.record(moment(1000 + tick * FIRST_INTERVAL_S / 10))
-    history.close()
-    assert np.diff(read_history(path)["time_s"]).min() >= FIRST_INTERVAL_S * 0.999
-    assert len(read_history(path)) == 10
+def test_a_later_worker_continues_the_history(path: str, clock: Clock) -> None:
+    for samples in (1, 2):
+        clock.now_s += 10
+        History(path, clock).append(samples, 0, 0, 0, 0, 0, 0)
+    assert read_history(path)["samples"].tolist() == [1, 2]
 
 
-def test_a_long_run_fits_from_its_first_moment_to_its_last(path: str) -> None:
-    history = History(path)
-    size_bytes = os.stat(path).st_blocks * 512
-    for tick in range(20 * CAPACITY):
-        history.record(moment(1000 + tick, tick))
-    history.close()
+def test_a_month_of_seconds_fits_and_every_day_of_it_can_be_seen(path: str, clock: Clock) -> None:
+    """Thinning out alone would leave nothing but the last hour."""
+    history, start_s = History(path, clock), clock.now_s
+    for hour in range(30 * 24):
+        for second in range(0, 3600, 200):
+            clock.now_s = start_s + 3600 * hour + second
+            history.append(hour, 0, 0, 0, 0, 0, 0)
     rows = read_history(path)
-    assert CAPACITY / 2 <= len(rows) <= CAPACITY
-    assert rows["time_s"][0] == 1000
-    assert rows["time_s"][-1] >= 1000 + 19.9 * CAPACITY - 32
-    assert (np.diff(rows["num_samples"]) > 0).all()
-    assert os.stat(path).st_blocks * 512 == size_bytes
+    assert os.path.getsize(path) <= ROWS_AT_MOST * ROW.itemsize
+    assert rows["time_s"][0] == start_s
+    gaps_s = np.diff([*rows["time_s"], clock.now_s])
+    assert gaps_s.min() > 0
+    assert gaps_s.max() < 86_400
 
 
-def test_a_later_worker_continues_the_history(path: str) -> None:
-    for start in (1000.0, 2000.0):
-        history = History(path)
-        history.record(moment(start))
-        history.close()
-    assert read_history(path)["time_s"].tolist() == [1000.0, 2000.0]
+def test_a_clock_that_was_set_back_does_not_end_the_recording(path: str, clock: Clock) -> None:
+    history = History(path, clock)
+    for samples, jump_s in enumerate((0.0, 1e6, -5e8, 1.0)):
+        clock.now_s += jump_s
+        history.append(samples, 0, 0, 0, 0, 0, 0)
+    assert read_history(path)["samples"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_clock_that_was_set_back_does_not_end_the_recording(path: str) -> None:
-    history = History(path)
-    history.record(moment(10_000.0))
-    history.record(moment(500.0))
-    history.close()
-    assert read_history(path)["time_s"].tolist() == [10_000.0, 500.0]
-
-
-def test_a_reader_never_sees_moments_out_of_order_while_they_are_thinned_out(path: str) -> None:
-    history, stop = History(path), threading.Event()
-
-    def write() -> None:
-        tick = 0
-        while not stop.wait(0.0001):
-            tick += 1
-            history.record(moment(tick * 1e6, tick))
-
-    history.record(moment(0.0))
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(300):
-            rows = read_history(path)
-            assert (np.diff(rows["num_samples"]) > 0).all()
-            assert (rows["size_bytes"] == rows["num_samples"] * 100).all()
-    finally:
-        stop.set()
-        writer.join(10)
-    history.close()
-
-
-@pytest.mark.parametrize("content", [b"", b"short", os.urandom(100_000)])
-def test_a_file_that_is_no_history_reads_as_empty_and_is_made_anew(path: str, content: bytes) -> None:
-    Path(path).write_bytes(content)
-    assert len(read_history(path)) == 0
-    history = History(path)
-    history.record(moment(1.0))
-    history.close()
-    assert read_history(path)["time_s"].tolist() == [1.0]
-
-
-def test_a_writer_killed_within_an_edit_neither_hides_nor_blocks_what_was_recorded(path: str) -> None:
-    history = History(path)
-    history.record(moment(1.0, 7))
-    history._head["edits"] += 1
-    history.close()
-    assert read_history(path)["num_samples"].tolist() == [7]
-    history = History(path)
-    history.record(moment(2.0, 8))
-    history.close()
-    assert read_history(path)["num_samples"].tolist() == [7, 8]
+def test_a_row_torn_by_a_full_disk_does_not_shift_the_rows_after_it(path: str, clock: Clock) -> None:
+    History(path, clock).append(7, 0, 0, 0, 0, 0, 0)
+    with open(path, "ab") as file:
+        file.write(b"torn")
+    assert read_history(path)["samples"].tolist() == [7]
+    clock.now_s += 1
+    History(path, clock).append(8, 0, 0, 0, 0, 0, 0)
+    assert read_history(path)["samples"].tolist() == [7, 8]
 
 
 def test_no_file_is_no_history(tmp_path: Path) -> None:
