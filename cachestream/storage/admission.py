@@ -31,6 +31,7 @@ BLOCK_BYTES: Final = 4096
 # What the catalogue's journal, the worker's log and new leases may take between two reservations.
 HEADROOM_BYTES: Final = 256 * 1024
 _BATCH: Final = 256
+_OWNER_TIMEOUT_S: Final = 2.0
 
 
 def disk_footprint(size_bytes: int) -> int:
@@ -63,7 +64,7 @@ class Owner:
 
     def __init__(self, directory: Directory, name: str) -> None:
         self.name = name
-        file = lock_file(_owner_path(directory, name))
+        file = lock_file(_owner_path(directory, name), timeout_s=_OWNER_TIMEOUT_S)
         if file is None:
             raise CacheFullError(f"{_owner_path(directory, name)} is held by another process; start again")
         self._file: HeldFile = file

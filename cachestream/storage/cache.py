@@ -70,10 +70,10 @@ class Cache:
             "min_free": None if min_free is None else parse_size(min_free, "min_free"),
             "eviction": policy_name(self._policy),
         }
-        self._directory: Directory = open_directory(path)
-        self._catalogue = open_catalogue(self._directory, given)
-        self._admission = Admission(self._directory, self._catalogue, self._policy_now)
-        with self._catalogue.reading() as tables:
+        self.directory: Directory = open_directory(path)
+        self.catalogue = open_catalogue(self.directory, given)
+        self.admission = Admission(self.directory, self.catalogue, self._policy_now)
+        with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
         if size_limit is not None and self.size_bytes > self.size_limit:
             self.evict()
@@ -86,39 +86,39 @@ class Cache:
     @property
     def path(self) -> str:
         """The absolute path of the directory."""
-        return self._directory.root
+        return self.directory.root
 
     @property
     def size_bytes(self) -> int:
         """What the directory occupies on disk now, catalogue and temporary files included."""
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             shards = tables.totals()[2]
-        written = sum(allocated_bytes(entry.stat()) for entry in _scan(self._directory.temporary))
-        return shards + written + overhead_bytes(self._directory)
+        written = sum(allocated_bytes(entry.stat()) for entry in _scan(self.directory.temporary))
+        return shards + written + overhead_bytes(self.directory)
 
     @property
     def num_samples(self) -> int:
         """Samples in published shards."""
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             return tables.totals()[1]
 
     @property
     def num_shards(self) -> int:
         """Published shards."""
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             return tables.totals()[0]
 
     @property
     def schema(self) -> Schema | None:
         """The fields of a sample; None while the cache is empty."""
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             text = tables.meta("schema")
         return None if text is None else Schema.from_json(text)
 
     @property
     def eviction(self) -> EvictionPolicy:
         """The eviction policy in force."""
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             return self._policy_now(tables)
 
     @property
@@ -126,20 +126,20 @@ class Cache:
         """The limit in bytes. Setting it (bytes or "200GB") takes effect at once, also for running
         workers; lowering it evicts down to it, as far as epochs in use allow, and the rest as they end.
         """
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             return int(tables.meta("size_limit"))
 
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
         limit_bytes = parse_limit(size_limit)
-        with self._catalogue.transaction() as tables:
+        with self.catalogue.transaction() as tables:
             tables.set_meta("size_limit", limit_bytes)
-        save_settings(self._directory, self._catalogue)
+        save_settings(self.directory, self.catalogue)
         self.enforce_limit()
 
     def fill_state(self) -> str:
         """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             state = str(tables.meta("fill_state", "none"))
         if state == "filling" and not self.has_worker():
             return "stopped"
@@ -147,22 +147,22 @@ class Cache:
 
     def has_worker(self) -> bool:
         """Whether a worker is running for this cache, in any process."""
-        return is_held(self._directory.worker_file("supervisor.lock"))
+        return is_held(self.directory.worker_file("supervisor.lock"))
 
     def status(self) -> CacheStatus:
         """Everything at a glance; `str()` of it is one line, `.to_dict()` is JSON."""
-        with self._catalogue.transaction() as tables:
+        with self.catalogue.transaction() as tables:
             shards, samples, _ = tables.totals()
             meta = tables.all_meta()
             passes = tables.passes()
             failures = tuple(tables.failures())
-            leased_bytes = self._admission.leased_bytes(tables)
+            leased_bytes = self.admission.leased_bytes(tables)
             reserved = tables.reserved_bytes()
             open_units = sum(c.stop - c.position for c, _ in tables.claims(passes[-1].id)) if passes else 0
         current = passes[-1] if passes else None
         done = None
-        if current is not None and current.num_units is not None:
-            done = 1.0 if not current.num_units else (current.next_position - open_units) / current.num_units
+        if current is not None and current.length is not None:
+            done = 1.0 if not current.length else (current.next_position - open_units) / current.length
         schema = meta.get("schema")
         return CacheStatus(
             path=self.path,
@@ -175,7 +175,7 @@ class Cache:
             else meta["eviction"],
             num_shards=shards,
             num_samples=samples,
-            leases=self._admission.leases.count(),
+            leases=self.admission.leases.count(),
             leased_bytes=leased_bytes,
             reserved_bytes=reserved,
             evicted_shards=meta.get("evicted_shards", 0),
@@ -183,7 +183,7 @@ class Cache:
             snapshots=meta.get("clock", 0),
             schema=None if schema is None else str(Schema.from_json(schema)),
             source=meta.get("source"),
-            num_units=None if current is None else current.num_units,
+            num_units=None if current is None else current.length,
             fill_state=self.fill_state(),
             fill_message=meta.get("fill_message", ""),
             pass_number=len(passes),
@@ -197,7 +197,7 @@ class Cache:
     def _worker_status(self) -> WorkerStatus | None:
         if not self.has_worker():
             return None
-        board = Board(self._directory.worker_file("board"))
+        board = Board(self.directory.worker_file("board"))
         uptime_s = max(0.0, time.monotonic() - board.started_s)
         return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
 
@@ -220,7 +220,7 @@ class Cache:
         return have
 
     def _too_few(self, have: int, want: int, why: str) -> str:
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             message = str(tables.meta("fill_message", ""))
         hint = message or "see 'cachestream status CACHE', or ask for fewer samples"
         return f"{self.path} holds {have} samples, {want} were asked for, and {why}: {hint}"
@@ -238,20 +238,20 @@ class Cache:
 
     def take_snapshot(self, epoch_size: int | None = None, turnover: float = 0.0) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that keeps them."""
-        with self._catalogue.transaction() as tables:
+        with self.catalogue.transaction() as tables:
             excluded = self._left_out(tables, turnover)
-            return snapshots.take_snapshot(tables, self._admission.leases, self.path, epoch_size, excluded)
+            return snapshots.take_snapshot(tables, self.admission.leases, self.path, epoch_size, excluded)
 
     def _left_out(self, tables: Tables, turnover: float) -> npt.NDArray[np.int64]:
         nothing = np.empty(0, np.int64)
         policy = self._policy_now(tables)
         if not turnover or policy == "none" or self.fill_state() != "filling":
             return nothing
-        room, shard_bytes = self._admission.room(tables), tables.totals()[2]
+        room, shard_bytes = self.admission.room(tables), tables.totals()[2]
         leave_bytes = snapshots.bytes_to_leave(room, shard_bytes, turnover, tables.passes())
         if not leave_bytes:
             return nothing
-        rows = self._admission.in_policy_order(tables)
+        rows = self.admission.in_policy_order(tables)
         return snapshots.leave_out([(row.id, row.size_bytes, row.uses) for row in rows], leave_bytes)
 
     def retake_snapshot(
@@ -259,8 +259,8 @@ class Cache:
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
         wanted, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)
-        with self._catalogue.transaction() as tables:
-            leases = self._admission.leases
+        with self.catalogue.transaction() as tables:
+            leases = self.admission.leases
             return snapshots.retake_snapshot(tables, leases, self.path, (wanted, expected), epoch_size)
 
     # --- space and soundness
@@ -272,22 +272,22 @@ class Cache:
         """
         to_bytes = self.size_limit if to is None else parse_size(to, "to")
         policy = "lru" if self.eviction == "none" else None
-        owner = Owner(self._directory, f"evict-{secrets.token_hex(6)}")
+        owner = Owner(self.directory, f"evict-{secrets.token_hex(6)}")
         try:
-            return self._admission.evict(to_bytes, owner.name, policy)
+            return self.admission.evict(to_bytes, owner.name, policy)
         finally:
             owner.release()
 
     def enforce_limit(self) -> int:
         """Evict what is over the limit, as leases allow; returns the bytes freed."""
-        with self._catalogue.reading() as tables:
-            over = self._admission.room(tables).free_bytes < 0
+        with self.catalogue.reading() as tables:
+            over = self.admission.room(tables).free_bytes < 0
         return self.evict() if over else 0
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Put a damaged shard aside: its row goes, and the worker will fetch its samples again."""
-        with self._catalogue.transaction() as tables:
-            if verify.put_aside(self._directory, tables, shard_id):
+        with self.catalogue.transaction() as tables:
+            if verify.put_aside(self.directory, tables, shard_id):
                 tables.add_failure("quarantined", reason.partition(":")[2].strip() or "damaged", 1, reason)
 
     def verify(
@@ -298,7 +298,12 @@ class Cache:
         With `repair`, damaged shards are put aside, lost ones forgotten and unknown files removed.
         `on_progress(done, total)` is called for each shard.
         """
-        return verify.verify(self._directory, self._catalogue, self._admission, repair, on_progress)
+        return verify.verify(self.directory, self.catalogue, self.admission, repair, on_progress)
+
+    def recover(self) -> int:
+        """Clear what writers that died left behind; returns the number of files removed."""
+        self.admission.clear_dead()
+        return verify.remove_orphans(self.directory, self.catalogue)
 
     def clear(self) -> None:
         """Remove all samples and the progress of the filling; settings stay.
@@ -308,7 +313,7 @@ class Cache:
         if self.has_worker():
             raise CacheError(f"a worker is filling {self.path}; stop it first ('cachestream stop CACHE')")
         self.evict(0)
-        with self._catalogue.transaction() as tables:
+        with self.catalogue.transaction() as tables:
             left, _, left_bytes = tables.totals()
             if left:
                 raise CacheError(
@@ -318,7 +323,7 @@ class Cache:
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""
-        self._catalogue.close()
+        self.catalogue.close()
 
     def __enter__(self) -> Self:
         return self
@@ -330,9 +335,9 @@ class Cache:
         return _reopen, (self.path, self._policy)
 
     def __repr__(self) -> str:
-        with self._catalogue.reading() as tables:
+        with self.catalogue.reading() as tables:
             shards, samples, used = tables.totals()
-        leases = self._admission.leases.count()
+        leases = self.admission.leases.count()
         limit = format_size(self.size_limit)
         return f"<Cache {self.path}: {samples} samples in {shards} shards, {format_size(used)} of {limit}, {leases} leases>"
 

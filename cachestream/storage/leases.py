@@ -18,6 +18,7 @@ from cachestream.storage.locks import HeldFile, is_held, lock_file
 __all__ = ["Lease", "Leases", "join_lease"]
 
 _SUFFIX = ".lease"
+_CREATE_TIMEOUT_S = 2.0
 
 
 class Lease:
@@ -66,7 +67,7 @@ class Leases:
     def create(self, shard_ids: IntArray) -> Lease:
         """Lease `shard_ids` (ascending) for this process."""
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}")
-        file = lock_file(path, shared=True)
+        file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
             raise EpochError(f"{path}: the new lease was taken away at once; is another cache cleaning up?")
         file.write(ranges_of(shard_ids).tobytes())

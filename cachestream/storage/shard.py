@@ -199,7 +199,9 @@ class MappedShard:
         """The samples' keys, in order."""
         text = self.array(KEY_FIELD).tobytes()
         offsets = self.array(f"{KEY_FIELD}#offsets").tolist()
-        return [text[start:stop].decode() for start, stop in itertools.pairwise(offsets)]
+        return [
+            text[start:stop].decode("utf-8", "surrogatepass") for start, stop in itertools.pairwise(offsets)
+        ]
 
     def verify(self) -> None:
         """Check every column against its checksum; raises CorruptShardError naming the column."""

@@ -37,8 +37,8 @@ def bytes_to_leave(room: Room, shard_bytes: int, turnover: float, passes: list[P
     if wanted <= 0 or not passes:
         return 0
     first = passes[0]
-    if len(passes) == 1 and first.num_units and first.next_position:
-        remaining = shard_bytes * (first.num_units - first.next_position) / first.next_position
+    if len(passes) == 1 and first.length and first.next_position:
+        remaining = shard_bytes * (first.length - first.next_position) / first.next_position
         if remaining < room.free_bytes:
             return 0
     return wanted

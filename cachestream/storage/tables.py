@@ -37,7 +37,7 @@ class PassRow:
 
     id: int
     plan: str
-    num_units: int | None
+    length: int | None
     next_position: int
     evicted_before: int
 
@@ -195,15 +195,22 @@ class Tables:
     # --- progress
 
     def passes(self) -> list[PassRow]:
-        columns = "id, plan, num_units, next_position, evicted_before"
+        columns = "id, plan, length, next_position, evicted_before"
         return [PassRow(*row) for row in self.execute(f"SELECT {columns} FROM passes ORDER BY id")]
 
-    def insert_pass(self, plan: str, num_units: int | None, evicted_before: int) -> int:
+    def insert_pass(self, plan: str, length: int | None, evicted_before: int) -> int:
         cursor = self.execute(
-            "INSERT INTO passes (plan, num_units, next_position, evicted_before) VALUES (?, ?, 0, ?)",
-            (plan, num_units, evicted_before),
+            "INSERT INTO passes (plan, length, next_position, evicted_before) VALUES (?, ?, 0, ?)",
+            (plan, length, evicted_before),
         )
         return int(cursor.lastrowid or 0)
+
+    def forget_old_passes(self) -> None:
+        """Drop the passes of which no shard is cached, but for the last."""
+        self.execute(
+            "DELETE FROM passes WHERE id NOT IN (SELECT DISTINCT pass_id FROM shards) "
+            "AND id < (SELECT max(id) FROM passes)"
+        )
 
     def advance_pass(self, pass_id: int, next_position: int) -> None:
         self.execute("UPDATE passes SET next_position = ? WHERE id = ?", (next_position, pass_id))

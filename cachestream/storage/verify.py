@@ -110,6 +110,16 @@ def _check_shards(
     return corrupt, missing
 
 
+def remove_orphans(directory: Directory, catalogue: Catalogue) -> int:
+    """Remove shard files that belong to nobody (left by a power loss); returns how many."""
+    with catalogue.transaction() as tables:
+        known = tables.shard_ids() | {reservation.id for reservation in tables.reservations()}
+        orphans = _orphans(directory, known)
+        for path in orphans:
+            os.unlink(path)
+    return len(orphans)
+
+
 def _orphans(directory: Directory, known: set[int]) -> list[str]:
     """Files in the folders of shards that belong to no shard and to no reservation."""
     paths = []
@@ -148,10 +158,10 @@ def rebuild(directory: Directory, catalogue: Catalogue) -> int:
 
 
 def _adopt(tables: Tables, shard_id: int, shard: MappedShard, passes: dict[str, int]) -> None:
-    plan, num_units = shard.fill["plan"], shard.fill["num_units"]
+    plan, length = shard.fill["plan"], shard.fill["length"]
     if plan not in passes:
         # Where the pass had got to is lost: the worker begins it anew and skips what is cached.
-        passes[plan] = tables.insert_pass(plan, num_units, -1)
+        passes[plan] = tables.insert_pass(plan, length, -1)
     spans = [Span((s[0], s[1]), (s[2], s[3])) for s in shard.fill["spans"]]
     row = ShardRow(shard_id, allocated_bytes(os.stat(shard.path)), shard.num_samples, 0, 0)
     tables.insert_shard(row, merge_schema(tables, shard.schema), passes[plan], spans)

@@ -1,0 +1,1 @@
+"""The background: draw units, fetch, decode, pack into shards."""

@@ -1,0 +1,149 @@
+"""Several units in flight, delivered in order: latency does not set the speed, and progress stays a number.
+
+Threads read whole units (fetch and decode release the GIL); the main thread takes the samples in the
+order the units were submitted. Bytes waiting are bounded, except those of the unit that is next: it
+must always be able to go on, or nothing would.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+__all__ = ["Delivery", "Fetcher", "Flight", "ReadUnit"]
+
+_TICK_S: Final = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One unit to be read: `skip` says which of its samples are not wanted.
+
+    One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
+    has all of it, or with the `error` for which it is not read.
+    """
+
+    position: int
+    unit: int
+    claim_id: int
+    skip: Callable[[int], bool]
+    covered: bool = False
+    items: deque[tuple[int, str, Any, int]] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    finished: bool = False
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What came of the unit that is next: samples (offset, key, sample), and whether that was all."""
+
+    flight: Flight
+    items: list[tuple[int, str, Any, int]]
+    finished: bool
+
+
+# Yields (offset, key, sample, nbytes); the second argument is the thread's number.
+ReadUnit = Callable[[Flight, int], Iterator[tuple[int, str, Any, int]]]
+
+
+class Fetcher:
+    """`threads` daemon threads that read submitted flights; used from one thread."""
+
+    def __init__(self, read: ReadUnit, threads: int, max_bytes: int, on_wait: Callable[[int], None]) -> None:
+        self._read = read
+        self._max_bytes = max_bytes
+        self._on_wait = on_wait
+        self._changed = threading.Condition()
+        self._order: deque[Flight] = deque()
+        self._todo: deque[Flight] = deque()
+        self._bytes = 0
+        self._stopped = False
+        for number in range(threads):
+            threading.Thread(target=self._work, args=(number,), name=f"fetch-{number}", daemon=True).start()
+
+    def __len__(self) -> int:
+        """Units submitted and not yet delivered to their end."""
+        return len(self._order)
+
+    @property
+    def backlog(self) -> int:
+        """Units that no thread has begun to read."""
+        return len(self._todo)
+
+    def submit(self, flights: list[Flight]) -> None:
+        """Read `flights` after those submitted before."""
+        with self._changed:
+            self._order.extend(flights)
+            self._todo.extend(flight for flight in flights if not flight.finished)
+            self._changed.notify_all()
+
+    def next(self, timeout_s: float) -> Delivery | None:
+        """What there is of the next unit, as soon as there is anything; None at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._order:
+                    flight = self._order[0]
+                    if flight.items or flight.finished:
+                        return self._deliver(flight)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
+
+    def _deliver(self, flight: Flight) -> Delivery:
+        items = list(flight.items)
+        flight.items.clear()
+        self._bytes -= flight.waiting_bytes
+        flight.waiting_bytes = 0
+        if flight.finished:
+            self._order.popleft()
+        # Room was made, and another unit may be next now: either lets waiting threads go on.
+        self._changed.notify_all()
+        return Delivery(flight, items, flight.finished)
+
+    def stop(self) -> None:
+        """Let the threads end; samples not delivered are dropped."""
+        with self._changed:
+            self._stopped = True
+            self._todo.clear()
+            self._changed.notify_all()
+
+    def _work(self, number: int) -> None:
+        while (flight := self._take()) is not None:
+            error: BaseException | None = None
+            try:
+                for item in self._read(flight, number):
+                    if not self._put(flight, item, number):
+                        return
+            except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
+                error = caught
+            with self._changed:
+                flight.error = error
+                flight.finished = True
+                self._changed.notify_all()
+
+    def _take(self) -> Flight | None:
+        with self._changed:
+            while not self._todo and not self._stopped:
+                self._changed.wait(_TICK_S)
+            return None if self._stopped else self._todo.popleft()
+
+    def _put(self, flight: Flight, item: tuple[int, str, Any, int], number: int) -> bool:
+        with self._changed:
+            while self._bytes >= self._max_bytes and self._order[0] is not flight and not self._stopped:
+                self._on_wait(number)
+                self._changed.wait(_TICK_S)
+            if self._stopped:
+                return False
+            flight.items.append(item)
+            flight.waiting_bytes += item[3]
+            self._bytes += item[3]
+            if self._order[0] is flight:
+                self._changed.notify_all()
+            return True

@@ -1,0 +1,101 @@
+"""What a worker is told to do, on its way from the caller to the supervisor to the sampling processes.
+
+It travels through pipes only: the source may hold credentials, which never touch the disk.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+import cloudpickle
+
+from cachestream.errors import ConfigError, WorkerError
+
+__all__ = ["Job", "Payload", "pack", "read_frame", "write_frame"]
+
+_LENGTH: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The worker's orders, without the user's objects: these are in `payload`, pickled.
+
+    `kind`, `seed`: the order over units. `length`: positions in a pass (None: endless).
+    `listing`: the digest of the source's listing. Sizes in bytes, times in seconds.
+    """
+
+    root: str
+    sys_path: tuple[str, ...]
+    fingerprint: str
+    kind: str
+    seed: int
+    num_units: int | None
+    listing: str
+    num_workers: int
+    concurrency: int
+    shard_bytes: int
+    bandwidth_bytes_per_s: float | None
+    when_full: str
+    hang_timeout_s: float
+    detach: bool
+    custom_eviction: bool
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The user's objects: what is read, what is done to each sample, and what evicts."""
+
+    source: Any
+    transform: Any
+    eviction: Any
+    weights: Any
+    sampler: Any
+
+
+def pack(payload: Payload) -> bytes:
+    """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle."""
+    for name in ("source", "transform", "eviction", "weights", "sampler"):
+        try:
+            cloudpickle.dumps(getattr(payload, name))
+        except Exception as error:
+            raise ConfigError(
+                f"the {name} cannot be sent to the background processes ({type(error).__name__}: {error}); "
+                "open files, connections, locks and generators inside it, at its first use there"
+            ) from error
+    return bytes(cloudpickle.dumps(payload))
+
+
+def unpack(data: bytes) -> Payload:
+    """The user's objects again; raises WorkerError when something they need cannot be imported here."""
+    try:
+        payload = pickle.loads(data)  # noqa: S301  sent by our own parent through a pipe
+    except Exception as error:
+        raise WorkerError(
+            f"the source or transform cannot be loaded in the background process ({type(error).__name__}: "
+            f"{error}); is the module it comes from importable there?"
+        ) from error
+    assert isinstance(payload, Payload)
+    return payload
+
+
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    """Send one value through a pipe."""
+    data = pickle.dumps(value)
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """Receive one value; raises EOFError when the other side is gone."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError("the pipe was closed")
+    (length,) = _LENGTH.unpack(head)
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError("the pipe was closed")
+    return pickle.loads(data)  # noqa: S301  sent by our own parent or child through a pipe

@@ -1,0 +1,283 @@
+"""The supervisor: one a cache, it starts, watches, restarts and stops the sampling processes.
+
+It does no work of its own, holds nothing that must survive, and loads neither torch nor fsspec.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
+from cachestream.model import IntArray
+from cachestream.sampling.child import Child
+from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop
+from cachestream.sampling.job import Job, read_frame, unpack, write_frame
+from cachestream.sampling.order import check_drawn
+from cachestream.sampling.passes import begin, go_on
+from cachestream.sampling.process import EXIT_FATAL, EXIT_RESTART
+from cachestream.sampling.wardens import Wardens
+from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
+from cachestream.storage.cache import Cache
+from cachestream.storage.history import History
+from cachestream.storage.locks import HeldFile, lock_file
+
+__all__ = ["Supervisor", "main"]
+
+_TICK_S: Final = 0.1
+_HOUSEKEEPING_S: Final = 1.0
+_STOP_S: Final = 4.0
+_BACKOFF_S: Final = (0.5, 60.0)
+_LOG_BYTES: Final = 64 * 1024
+_LOCK_TIMEOUT_S: Final = 1.0
+
+logger = logging.getLogger("cachestream.worker")
+
+
+class _GiveUpError(Exception):
+    """The filling cannot go on; the message and the child's traceback are for the user."""
+
+    def __init__(self, message: str, words: str) -> None:
+        super().__init__(message)
+        self.words = words
+
+
+class Supervisor:
+    """Runs the processes of one job until it is stopped; `run` returns the process's exit code."""
+
+    def __init__(self, job: Job, cache: Cache) -> None:
+        self._job = job
+        self._cache = cache
+        self._board = Board(cache.directory.worker_file("board"))
+        self._board.reset(os.getpid(), job.num_workers, time.monotonic())
+        self._children = [Child(job, index, self._board) for index in range(job.num_workers)]
+        self._wardens = Wardens(cache.directory)
+        self._history = History(cache.directory.worker_file("history"))
+        self._deaths: list[Death] = []
+        self._resting = False
+        self._state = ""
+        self._stop = threading.Event()
+        self._housekeeping_at_s = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._stop.is_set():
+            os._exit(128 + number)  # asked twice: at once; the children die with us
+        self._stop.set()
+
+    def run(self) -> int:
+        """Watch until asked to stop, until nobody needs the worker any more, or until it fails."""
+        try:
+            leaving = None
+            while leaving is None:
+                self._stop.wait(_TICK_S)
+                self._tick(time.monotonic())
+                if self._should_end():
+                    leaving = self._leave()
+            self._end()
+        except _GiveUpError as error:
+            self._end()
+            self._say("failed", str(error), error.words)
+            return 1
+        if self._state == "filling":
+            self._say("stopped")
+        return 0
+
+    def start(self) -> None:
+        """Start the sampling processes."""
+        self._say("filling")
+        for child in self._children:
+            child.start(time.monotonic())
+
+    def _leave(self) -> HeldFile | None:
+        """The attach lock, held until we are gone; None when somebody attached at the last moment."""
+        lock = self._wardens.attach_lock()
+        if self._should_end():
+            return lock
+        lock.release()
+        return None
+
+    def _should_end(self) -> bool:
+        if self._stop.is_set() or self._wardens.stop_requested():
+            return True
+        if self._state == "full" and self._job.when_full == "stop":
+            return True
+        return not self._job.detach and self._wardens.nobody_left()
+
+    def _tick(self, now_s: float) -> None:
+        for child in self._children:
+            child.kill_if_hanging(now_s, self._job.hang_timeout_s, START_DEADLINE_S)
+            self._reap(child, now_s)
+        if now_s >= self._housekeeping_at_s:
+            self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
+            self._keep_house()
+        if not any(child.running or child.not_before_s for child in self._children):
+            self._next_pass(now_s)
+        for child in self._children:
+            if child.not_before_s and now_s >= child.not_before_s and not child.running:
+                child.not_before_s = 0.0
+                child.start(now_s)
+        if not self._resting:
+            self._say("full" if self._is_full() else "filling")
+
+    def _reap(self, child: Child, now_s: float) -> None:
+        ended = child.reap(now_s)
+        if ended is None:
+            return
+        death, suspects, pass_id = ended
+        if death.returncode == 0:
+            return
+        if death.returncode == EXIT_RESTART:
+            child.not_before_s = now_s
+            return
+        logger.warning("sampling process %d %s", child.index, death)
+        if death.returncode == EXIT_FATAL:
+            raise _GiveUpError("the worker cannot go on", child.last_words)
+        with self._cache.catalogue.transaction() as tables:
+            for suspicion in suspects:
+                tables.add_suspect(pass_id, suspicion.position, suspicion.weight, str(death))
+        self._deaths.append(death)
+        if is_crash_loop(self._deaths, now_s):
+            count = len(self._deaths)
+            raise _GiveUpError(
+                f"the sampling processes died {count} times, the last one {death}", child.last_words
+            )
+        self._board.count_restart()
+        failures = 0 if death.progressed else sum(not d.progressed for d in self._deaths[-8:])
+        first_s, longest_s = _BACKOFF_S
+        child.not_before_s = now_s + random.uniform(0.0, min(longest_s, first_s * 2**failures))
+
+    def _next_pass(self, now_s: float) -> None:
+        """All processes have ended for want of claims: begin another pass, or rest."""
+        if not go_on(self._cache, self._job, self.draw):
+            if not self._resting:
+                self._resting = True
+                self._say("complete", self._skipped())
+            return
+        self._resting = False
+        for child in self._children:
+            child.start(now_s)
+
+    def _skipped(self) -> str:
+        with self._cache.catalogue.reading() as tables:
+            failures = tables.failures()
+        if not failures:
+            return ""
+        return f"{sum(f.count for f in failures)} skipped, most often: {failures[0].reason}"
+
+    def draw(self) -> IntArray:
+        """What the user's sampler gives for the next pass."""
+        payload = unpack(self._job.payload)
+        return check_drawn(np.fromiter(iter(payload.sampler), np.int64), self._job.num_units)
+
+    def _is_full(self) -> bool:
+        if self._job.when_full == "evict" and self._cache.eviction != "none":
+            return False
+        running = [child.index for child in self._children if child.running]
+        states = self._board.states()
+        return bool(running) and all(states[index] == STATE_NAMES[NO_SPACE] for index in running)
+
+    def _keep_house(self) -> None:
+        self._cache.enforce_limit()
+        with self._cache.catalogue.reading() as tables:
+            meta = tables.all_meta()
+            _, samples, _ = tables.totals()
+        self._history.append(
+            samples,
+            self._cache.size_bytes,
+            meta["size_limit"],
+            meta.get("written_samples", 0),
+            meta.get("evicted_samples", 0),
+            self._board.totals().fetched_bytes,
+            meta.get("clock", 0),
+        )
+
+    def _say(self, state: str, message: str = "", words: str = "") -> None:
+        if state == self._state:
+            return
+        self._state = state
+        with self._cache.catalogue.transaction() as tables:
+            tables.set_meta("fill_state", state)
+            tables.set_meta("fill_message", message)
+            tables.set_meta("fill_traceback", words)
+
+    def _end(self) -> None:
+        for child in self._children:
+            child.ask_to_stop()
+        deadline = time.monotonic() + _STOP_S
+        while any(child.running for child in self._children) and time.monotonic() < deadline:
+            for child in self._children:
+                child.reap(time.monotonic())
+            time.sleep(0.01)
+        for child in self._children:
+            child.kill()
+        self._keep_house()
+        self._wardens.clear_stop_request()
+
+
+def main() -> None:
+    """The supervisor's main: the job comes through stdin, one answer goes to stdout."""
+    job: Job = read_frame(sys.stdin.buffer)
+    answer = sys.stdout.buffer
+    try:
+        cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
+        lock = _become_the_supervisor(cache)
+        _open_log(cache)
+        removed = cache.recover()
+        supervisor = Supervisor(job, cache)
+        begin(cache, job, supervisor.draw)
+        supervisor.start()
+        write_frame(answer, "ready")
+    except CacheStreamError as error:
+        write_frame(answer, error)
+        return
+    except Exception as error:  # a process's main: the caller gets the traceback
+        write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
+        raise
+    logger.info("started, %d left-over files removed", removed)
+    _let_go_of_terminal()
+    code = 1
+    try:
+        code = supervisor.run()
+    except CacheStreamError:
+        logger.exception("the supervisor ended")
+    finally:
+        lock.release()
+    sys.exit(code)
+
+
+def _become_the_supervisor(cache: Cache) -> HeldFile:
+    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
+    if lock is None:
+        raise CacheLockedError(f"another supervisor runs for {cache.path}; attach to it by starting again")
+    return lock
+
+
+def _open_log(cache: Cache) -> None:
+    handler = logging.handlers.RotatingFileHandler(
+        cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _let_go_of_terminal() -> None:
+    """The worker outlives the terminal it was started from, and must not write to it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)

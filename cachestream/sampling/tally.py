@@ -1,0 +1,66 @@
+"""What a sampling process has done since its last commit: progress, spans and skipped samples."""
+
+from __future__ import annotations
+
+from cachestream.model import Span
+from cachestream.storage.publish import Progress
+from cachestream.storage.tables import FailureRow
+
+__all__ = ["Tally"]
+
+_REASON_CHARS = 300
+
+
+class Tally:
+    """Grows sample by sample, becomes a Progress, and is cleared once that is committed."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, tuple[int, int]] = {}
+        self._failures: dict[tuple[str, str], tuple[int, str]] = {}
+        self.settled: list[int] = []
+        self.spans: list[Span] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._claims or self._failures)
+
+    def passed(self, claim_id: int, position: int, offset: int) -> None:
+        """The sample at (position, offset) is packed, dropped or skipped."""
+        self._claims[claim_id] = (position, offset + 1)
+        self._extend(Span((position, offset), (position, offset + 1)))
+
+    def finished(self, claim_id: int, position: int, *, covered: bool) -> None:
+        """The unit at `position` is done; `covered` when it was cached and nothing was read."""
+        last = self._claims.get(claim_id)
+        self._claims[claim_id] = (position + 1, 0)
+        if not covered:
+            done = last[1] if last is not None and last[0] == position else 0
+            self._extend(Span((position, done), (position + 1, 0)))
+
+    def _extend(self, span: Span) -> None:
+        if self.spans and self.spans[-1].stop == span.start:
+            self.spans[-1] = Span(self.spans[-1].start, span.stop)
+        else:
+            self.spans.append(span)
+
+    def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
+        """Count samples that were skipped because of `error`."""
+        text = str(error).strip() or "no message"
+        name = "" if kind in ("sample", "schema", "quarantined") else f"{type(error).__name__}: "
+        reason = f"{name}{text}"[:_REASON_CHARS]
+        before, first = self._failures.get((kind, reason), (0, example))
+        self._failures[kind, reason] = (before + count, first)
+
+    def progress(self, pass_id: int) -> Progress:
+        failures = tuple(
+            FailureRow(kind, reason, count, example)
+            for (kind, reason), (count, example) in self._failures.items()
+        )
+        claims = tuple((claim_id, *done) for claim_id, done in self._claims.items())
+        return Progress(pass_id, claims, tuple(self.settled), failures)
+
+    def clear(self) -> None:
+        self._claims.clear()
+        self._failures.clear()
+        self.settled.clear()
+        self.spans.clear()

@@ -1,0 +1,370 @@
+"""`start_worker`: fill a cache in the background, from scripts, notebooks, and every rank of a job."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from cachestream.config import format_size, parse_size, reject_unknown
+from cachestream.errors import CacheStreamError, ConfigError, WorkerError
+from cachestream.remote.open import open_source
+from cachestream.remote.source import Source
+from cachestream.sampling.child import start_python
+from cachestream.sampling.job import Job, Payload, pack, read_frame, write_frame
+from cachestream.sampling.order import check_weights
+from cachestream.sampling.wardens import Wardens
+from cachestream.storage.admission import HEADROOM_BYTES
+from cachestream.storage.board import FLIGHTS, PROCESSES_AT_MOST
+from cachestream.storage.cache import Cache
+from cachestream.storage.directory import overhead_bytes
+from cachestream.storage.locks import HeldFile
+from cachestream.storage.status import CacheStatus
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Worker", "start_worker"]
+
+DEFAULT_SHARD: Final = "64MB"
+_KEYWORDS: Final = [
+    "num_workers",
+    "transform",
+    "shard_size",
+    "order",
+    "seed",
+    "bandwidth_limit",
+    "when_full",
+    "detach",
+    "concurrency",
+    "hang_timeout_s",
+]
+_WHEN_FULL: Final = ("evict", "wait", "stop")
+_START_TIMEOUT_S: Final = 60.0
+_TICK_S: Final = 0.05
+logger = logging.getLogger("cachestream")
+
+
+class Worker:
+    """The background worker of a cache, as seen from one of the processes that use it.
+
+    As a context manager it lets the worker go at the end: the worker stops when nobody needs it.
+    """
+
+    def __init__(
+        self, cache: Cache, warden: HeldFile | None, process: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.cache = cache
+        self._warden = warden
+        self._process = process
+
+    @property
+    def attached(self) -> bool:
+        """Whether the worker was running already when this was made."""
+        return self._process is None
+
+    def status(self) -> CacheStatus:
+        """What the cache holds and what the worker does."""
+        return self.cache.status()
+
+    def is_alive(self) -> bool:
+        """Whether the worker runs (resting after a complete pass counts)."""
+        if self._process is not None:
+            self._process.poll()
+        return self.cache.has_worker()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the pass over the remote is complete, or the worker has ended; False at the deadline.
+
+        Raises WorkerError, with the traceback from the background, if the worker crashed.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            alive = self.is_alive()
+            state = self.cache.fill_state()
+            if state == "failed":
+                self._raise_failure()
+            if state == "complete" or not alive:
+                break
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
+        with self.cache.catalogue.reading() as tables:
+            died = tables.meta("fill_state") == "filling"
+        if died and not self.cache.has_worker():
+            raise WorkerError(
+                f"the worker of {self.cache.path} was killed; start it again: it goes on where it stopped"
+            )
+        return True
+
+    def _raise_failure(self) -> None:
+        with self.cache.catalogue.reading() as tables:
+            message, words = tables.meta("fill_message", ""), tables.meta("fill_traceback", "")
+        raise WorkerError(f"the worker of {self.cache.path} failed: {message}", str(words))
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop the worker, for everybody, and wait until it is gone: what it has sampled stays.
+
+        Raises WorkerError if it is still there at the deadline.
+        """
+        if self.cache.has_worker():
+            wardens = Wardens(self.cache.directory)
+            wardens.request_stop()
+            self._wait_until_gone(timeout_s)
+        self._release()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the worker go: it stops unless another process needs it, or it is detached."""
+        if self._warden is None:
+            return
+        self._release()
+        if Wardens(self.cache.directory).nobody_left():
+            self._wait_until_gone(timeout_s)
+
+    def _release(self) -> None:
+        if self._warden is not None:
+            self._warden.release(unlink=True)
+            _wardens.discard(self._warden)
+            self._warden = None
+
+    def _wait_until_gone(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive():
+            if time.monotonic() >= deadline:
+                pid = self.cache.status().worker
+                raise WorkerError(
+                    f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
+                    f"{timeout_s:.0f} s; kill that process: the cache stays sound"
+                )
+            time.sleep(_TICK_S)
+        if self._process is not None:
+            self._process.wait(timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        how = "attached" if self.attached else "owner"
+        return f"<Worker of {self.cache.path}: {self.cache.fill_state()}, {how}>"
+
+
+# A worker lives as long as the process that started it, also when the caller dropped the Worker.
+_wardens: set[HeldFile] = set()
+
+
+def start_worker(
+    cache: Cache | str | os.PathLike[str],
+    source: Any,
+    *,
+    num_workers: int | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    shard_size: int | str | None = None,
+    order: Any = "shuffle",
+    seed: int = 0,
+    bandwidth_limit: int | str | None = None,
+    when_full: str = "evict",
+    detach: bool = False,
+    concurrency: int = 16,
+    hang_timeout_s: float = 30.0,
+    **unknown: object,
+) -> Worker:
+    """Fill `cache` from `source` in background processes; returns at once.
+
+    One supervisor a cache: when one runs already, started by any process, this attaches to it.
+
+    Args:
+        cache: a Cache, or the path of one.
+        source: a Source, or anything that `open_source` takes.
+        num_workers: sampling processes (default: the number of cores, at most 4).
+        transform: `transform(sample) -> sample | None`, run in the background before caching; None drops
+            the sample. Lambdas and closures work.
+        shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
+        order: "shuffle" (a new permutation each pass), "sequential", a sequence of weights (one a unit,
+            drawn with replacement), or a torch Sampler over units.
+        seed: of the order, and of the generators that sources get.
+        bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
+        when_full: "evict", "wait" until the limit is raised, or "stop".
+        detach: let the worker outlive this process (stop it with `cachestream stop`).
+        concurrency: units in flight in each process, 1 to 64.
+        hang_timeout_s: a process in which one sample takes longer is killed and restarted.
+        unknown: refused, with the name that is meant.
+
+    Raises ConfigError for what cannot work: a limit below one shard, a cache filled from another source,
+    something that cannot be sent to another process.
+    """
+    reject_unknown("start_worker", unknown, ("cache", "source", *_KEYWORDS))
+    cache = cache if isinstance(cache, Cache) else Cache(cache)
+    source = source if isinstance(source, Source) else open_source(source)
+    options = _Options(
+        num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s
+    )
+    job = options.job(cache, source, transform, int(seed), detach)
+    wardens = Wardens(cache.directory)
+    with _released(wardens.attach_lock()):
+        warden = None if detach else wardens.attach()
+        try:
+            process = None
+            if cache.has_worker():
+                _check_same_source(cache, job)
+                logger.info("attached to the worker that already fills %s", cache.path)
+            else:
+                wardens.clear_stop_request()
+                process = _spawn(job)
+        except BaseException:
+            if warden is not None:
+                warden.release(unlink=True)
+            raise
+    if warden is not None:
+        _wardens.add(warden)
+    return Worker(cache, warden, process)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options of `start_worker`, checked."""
+
+    num_workers: int | None
+    shard_size: int | str | None
+    order: Any
+    bandwidth_limit: int | str | None
+    when_full: str
+    concurrency: int
+    hang_timeout_s: float
+
+    def job(self, cache: Cache, source: Source, transform: Any, seed: int, detach: bool) -> Job:
+        workers = min(4, os.cpu_count() or 1) if self.num_workers is None else self.num_workers
+        _check_range("num_workers", workers, PROCESSES_AT_MOST)
+        _check_range("concurrency", self.concurrency, FLIGHTS)
+        if self.when_full not in _WHEN_FULL:
+            raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
+        if not self.hang_timeout_s > 0:
+            raise ConfigError(f"hang_timeout_s={self.hang_timeout_s!r}: must be above 0 seconds")
+        if transform is not None and not callable(transform):
+            raise ConfigError(f"transform={transform!r}: must be a function of one sample")
+        kind, weights, sampler = _order(self.order, source.num_units)
+        policy = cache.eviction if callable(cache.eviction) else None
+        return Job(
+            root=cache.path,
+            sys_path=tuple(path or os.getcwd() for path in sys.path),
+            fingerprint=source.fingerprint,
+            kind=kind,
+            seed=seed,
+            num_units=source.num_units,
+            listing=str(getattr(source, "listing_digest", "")),
+            num_workers=workers,
+            concurrency=self.concurrency,
+            shard_bytes=self._shard_bytes(cache),
+            bandwidth_bytes_per_s=self._bandwidth(),
+            when_full=self.when_full,
+            hang_timeout_s=float(self.hang_timeout_s),
+            detach=detach,
+            custom_eviction=policy is not None,
+            payload=pack(Payload(source, transform, policy, weights, sampler)),
+        )
+
+    def _shard_bytes(self, cache: Cache) -> int:
+        usable = cache.size_limit - overhead_bytes(cache.directory) - HEADROOM_BYTES
+        if self.shard_size is None:
+            return min(parse_size(DEFAULT_SHARD), max(1, usable // 8))
+        shard_bytes = parse_size(self.shard_size, "shard_size")
+        if not 0 < shard_bytes <= usable:
+            raise ConfigError(
+                f"shard_size={self.shard_size!r} does not fit a cache of {format_size(cache.size_limit)} "
+                f"({format_size(max(0, usable))} of it for shards); raise size_limit or lower shard_size"
+            )
+        return shard_bytes
+
+    def _bandwidth(self) -> float | None:
+        if self.bandwidth_limit is None:
+            return None
+        bytes_per_s = parse_size(self.bandwidth_limit, "bandwidth_limit")
+        if bytes_per_s <= 0:
+            raise ConfigError("bandwidth_limit must be above 0; None means no limit")
+        return float(bytes_per_s)
+
+
+def _check_range(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{name}={value!r}: must be a whole number from 1 to {most}")
+
+
+def _order(order: Any, num_units: int | None) -> tuple[str, list[float] | None, Any]:
+    """The kind of an order, its weights, its sampler."""
+    if isinstance(order, str):
+        if order not in ("shuffle", "sequential"):
+            raise ConfigError(
+                f"order={order!r}: choose 'shuffle' or 'sequential', or give weights or a torch Sampler over units"
+            )
+        return order, None, None
+    if isinstance(order, Sequence) or hasattr(order, "__array__"):
+        return "weighted", check_weights(list(order), num_units), None
+    if hasattr(order, "__iter__"):
+        return "sampler", None, order
+    raise ConfigError(
+        f"order={order!r}: give 'shuffle', 'sequential', weights, or a torch Sampler over units"
+    )
+
+
+def _check_same_source(cache: Cache, job: Job) -> None:
+    with cache.catalogue.reading() as tables:
+        known = tables.meta("source")
+    if known is not None and known != job.fingerprint:
+        raise ConfigError(
+            f"a worker is filling {cache.path} from another source ({known}, not {job.fingerprint}); "
+            "use another cache directory, or stop it and clear the cache"
+        )
+
+
+@contextmanager
+def _released(lock: HeldFile) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _spawn(job: Job) -> subprocess.Popen[bytes]:
+    """Start the supervisor and wait for its answer."""
+    process = start_python(
+        "cachestream.sampling.supervisor",
+        job.sys_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in the terminal is for the trainer; the end of its life is for both
+    )
+    try:
+        answer = _ask(process, job)
+    except BaseException:
+        process.kill()
+        process.wait(timeout=5.0)
+        raise
+    if isinstance(answer, CacheStreamError):
+        process.wait(timeout=_START_TIMEOUT_S)
+        raise answer
+    return process
+
+
+def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        try:
+            write_frame(process.stdin, job)
+            readable, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
+            if readable:
+                return read_frame(process.stdout)
+            problem = f"did not answer within {_START_TIMEOUT_S:.0f} s"
+        except (BrokenPipeError, EOFError):
+            problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"
+    raise WorkerError(f"the background worker for {job.root} {problem}")
