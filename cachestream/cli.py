@@ -1,0 +1,330 @@
+"""The command line: data on stdout, logs and progress on stderr.
+
+Exit codes: 0 done, 1 a problem was found, 2 wrong use. Every option can be given in the environment as
+CACHESTREAM_<COMMAND>_<OPTION>, and CACHE as CACHESTREAM_CACHE; arguments win.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Final
+
+import typer
+
+import cachestream
+from cachestream import terminal
+from cachestream.config import format_size, parse_size
+from cachestream.errors import CacheStreamError, ConfigError
+from cachestream.plots import plot_growth
+from cachestream.remote.open import open_source
+from cachestream.sampling.worker import Worker, start_worker
+from cachestream.storage.cache import Cache
+from cachestream.storage.directory import Directory
+from cachestream.storage.history import read_history
+
+__all__ = ["app", "main"]
+
+DONE: Final = 0
+PROBLEM: Final = 1
+USAGE: Final = 2
+
+app = typer.Typer(
+    name="cachestream",
+    help="A growing local sample cache for PyTorch training on remote data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"auto_envvar_prefix": "CACHESTREAM", "help_option_names": ["-h", "--help"]},
+)
+
+CacheArgument = Annotated[
+    str, typer.Argument(metavar="CACHE", envvar="CACHESTREAM_CACHE", help="The cache's directory.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; `arguments` are those of the process unless given."""
+    signal.signal(signal.SIGTERM, _on_terminate)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        app(None if arguments is None else list(arguments))
+    except CacheStreamError as error:
+        typer.echo(f"cachestream: {error}", err=True)
+        sys.exit(USAGE if isinstance(error, ConfigError) else PROBLEM)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _on_terminate(number: int, _frame: FrameType | None) -> None:
+    """Unwind as for Ctrl-C, so that a worker in the foreground is let go."""
+    sys.exit(128 + number)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cachestream {cachestream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            allow_from_autoenv=False,
+            help="Show the version.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _open(path: str) -> Cache:
+    """The cache at `path`, which must be there: a mistyped path should not make a new one."""
+    directory = Directory(os.path.realpath(path))
+    if not any(map(os.path.exists, (directory.catalogue, directory.settings))):
+        raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
+    return Cache(path)
+
+
+def _load(name: str, what: str) -> Any:
+    """The object that "module:name" names, looked for in the current folder too."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what}={name!r} cannot be loaded: {error}; give module:name") from error
+
+
+def _source_of(text: str, options: dict[str, Any]) -> Any:
+    """A URL or path as a source, or the object that "module:name" names."""
+    module, colon, name = text.partition(":")
+    is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+    what = _load(text, "SOURCE") if is_name and not os.path.exists(text) else text
+    return open_source(what, **options)
+
+
+def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
+    """KEY=VALUE pairs as a dict; values are read as JSON where they are, dots in a key nest."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{what} {key!r}: give KEY=VALUE")  # never the value: it may be a secret
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return found
+
+
+@app.command()
+def worker(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="URL, path or wildcard; or module:name of a source.")
+    ],
+    cache: CacheArgument,
+    *,
+    size_limit: Annotated[str | None, typer.Option(help='Such as "200GB".')] = None,
+    min_free: Annotated[str | None, typer.Option(help="What stays free on the disk.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="lru, fifo, least-fresh or none.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Sampling processes.")] = None,
+    transform: Annotated[str | None, typer.Option(help="module:function, run before caching.")] = None,
+    shard_size: Annotated[str | None, typer.Option(help="Size of a full shard.")] = None,
+    order: Annotated[str, typer.Option(help="shuffle or sequential.")] = "shuffle",
+    seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
+    bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
+    when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
+    storage_option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable."),
+    ] = None,
+    source_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running and return.")] = False,
+) -> None:
+    """Fill CACHE from SOURCE.
+
+    Runs until all of SOURCE is cached, or Ctrl-C; with --detach in the background, until it is stopped.
+    Started again, it goes on where it stopped.
+    """
+    options = _pairs(source_option or (), "--source-option")
+    if storage_option:
+        options["storage_options"] = _pairs(storage_option, "--storage-option")
+    filled = Cache(cache, size_limit, min_free=min_free, eviction=eviction)
+    started = start_worker(
+        filled,
+        _source_of(source, options),
+        num_workers=workers,
+        transform=None if transform is None else _load(transform, "--transform"),
+        shard_size=shard_size,
+        order=order,
+        seed=seed,
+        bandwidth_limit=bandwidth_limit,
+        when_full=when_full,
+        detach=detach,
+    )
+    if detach:
+        typer.echo(f"filling {filled.path} in the background; see: cachestream status {cache}", err=True)
+        return
+    try:
+        with started:
+            terminal.follow(started)
+    finally:  # also after Ctrl-C: what is there stays, and can be gone on with
+        terminal.say(terminal.one_line(filled.status()))
+
+
+@app.command()
+def stop(
+    cache: CacheArgument, timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds.")] = 5.0
+) -> None:
+    """Stop the worker of CACHE.
+
+    What it has sampled stays, and the next worker goes on from there.
+    """
+    filled = _open(cache)
+    if filled.has_worker():
+        Worker(filled, None, None).stop(timeout_s)
+        typer.echo(f"stopped: {terminal.one_line(filled.status())}", err=True)
+    else:
+        typer.echo(f"no worker is running for {filled.path}", err=True)
+
+
+@app.command()
+def status(
+    cache: CacheArgument,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
+) -> None:
+    """Show what CACHE holds and what its worker does."""
+    filled = _open(cache)
+    if watch:
+        terminal.watch(filled, interval_s, as_json=as_json)
+    else:
+        terminal.show(filled.status(), as_json=as_json)
+
+
+@app.command()
+def limit(
+    cache: CacheArgument, size: Annotated[str, typer.Argument(metavar="SIZE", help='Such as "500GB".')]
+) -> None:
+    """Set the size limit of CACHE.
+
+    It takes effect at once, also while a worker fills it; lowering it evicts.
+    """
+    filled = _open(cache)
+    filled.size_limit = parse_size(size, "SIZE")
+    used = filled.size_bytes
+    typer.echo(f"{filled.path}: {format_size(used)} of {format_size(filled.size_limit)}", err=True)
+    _report_shortfall(used, filled.size_limit)
+
+
+@app.command()
+def evict(
+    cache: CacheArgument, to: Annotated[str, typer.Option("--to", help='What may stay, such as "100GB".')]
+) -> None:
+    """Evict from CACHE down to a size.
+
+    Epochs in use keep their shards until they end.
+    """
+    filled = _open(cache)
+    to_bytes = parse_size(to, "--to")
+    freed = filled.evict(to_bytes)
+    used = filled.size_bytes
+    typer.echo(f"freed {format_size(freed)}; {filled.path} takes {format_size(used)}", err=True)
+    if filled.num_shards:
+        _report_shortfall(used, to_bytes)
+
+
+def _report_shortfall(used_bytes: int, wanted_bytes: int) -> None:
+    if used_bytes > wanted_bytes:
+        typer.echo(
+            f"still {format_size(used_bytes - wanted_bytes)} more than asked for: epochs in use hold their "
+            "shards, which go when these epochs end",
+            err=True,
+        )
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def clear(cache: CacheArgument) -> None:
+    """Remove all samples of CACHE.
+
+    The progress of its filling goes too; its settings stay.
+    """
+    filled = _open(cache)
+    held = filled.num_samples
+    filled.clear()
+    typer.echo(f"removed {held:,} samples from {filled.path}", err=True)
+
+
+@app.command()
+def verify(
+    cache: CacheArgument,
+    repair: Annotated[bool, typer.Option("--repair", help="Put damaged shards aside.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check CACHE for damage.
+
+    Every shard against its checksums, and the catalogue against the directory.
+    """
+    filled = _open(cache)
+    with terminal.progress("verifying") as advance:
+        report = filled.verify(repair=repair, on_progress=advance)
+    terminal.show_verification(report, as_json=as_json)
+    if not report.ok:
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def plot(
+    cache: CacheArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf.")] = Path(
+        "growth.png"
+    ),
+) -> None:
+    """Draw how CACHE grew."""
+    filled = _open(cache)
+    rows = read_history(filled.directory.worker_file("history"))
+    plot_growth(rows, output, f"{filled.path}: {filled.num_samples:,} samples")
+    typer.echo(str(output))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what it makes.")] = Path(
+        "demo-output"
+    ),
+) -> None:
+    """Show the whole thing on this machine.
+
+    Two ranks train on a growing cache, without a network.
+    """
+    # Loaded here, because torch takes seconds that no other command should wait for.
+    raise typer.Exit(int(importlib.import_module("cachestream.demo").run(output) or DONE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""What a person sees of a cache: its status, live if wanted, and where the worker's time goes.
+
+Everything is made from frozen `CacheStatus` values; nothing here opens a cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cachestream.config import format_size
+from cachestream.storage.board import Totals
+from cachestream.storage.status import CacheStatus, WorkerStatus
+
+__all__ = [
+    "RateWindow",
+    "Rates",
+    "average_rates",
+    "bottleneck",
+    "describe_duration",
+    "one_line",
+    "status_view",
+]
+
+_STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "failed": "bold red"}
+_REASONS_SHOWN: Final = 5
+_BAR_WIDTH: Final = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the worker achieves: samples cached and bytes fetched, a second."""
+
+    samples_per_s: float
+    fetched_bytes_per_s: float
+
+    def __str__(self) -> str:
+        return f"{self.samples_per_s:,.0f} samples/s, {format_size(self.fetched_bytes_per_s)}/s fetched"
+
+
+class RateWindow:
+    """Rates over the last seconds, from statuses as they come."""
+
+    def __init__(self, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, int, Totals]] = deque()
+
+    def add(self, now_s: float, worker: WorkerStatus | None) -> Rates | None:
+        """The rates up to now; None while there is no worker, or only one look at it."""
+        if worker is None or (self._seen and self._seen[-1][1] != worker.pid):
+            self._seen.clear()
+        if worker is None:
+            return None
+        self._seen.append((now_s, worker.pid, worker.totals))
+        while len(self._seen) > 2 and now_s - self._seen[0][0] > self._window_s:
+            self._seen.popleft()
+        then_s, _, then = self._seen[0]
+        if now_s <= then_s:
+            return None
+        span_s = now_s - then_s
+        return Rates(
+            (worker.totals.samples - then.samples) / span_s,
+            (worker.totals.fetched_bytes - then.fetched_bytes) / span_s,
+        )
+
+
+def average_rates(worker: WorkerStatus) -> Rates:
+    """The rates since the worker started."""
+    return Rates(worker.samples_per_s, worker.fetched_bytes_per_s)
+
+
+def describe_duration(seconds: float) -> str:
+    """A time for a person: "42 s", "12 min", "3 h 5 min", "2 d 4 h"."""
+    whole = int(seconds)
+    for unit_s, unit, below_s, below in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min")):
+        if whole >= unit_s:
+            rest = whole % unit_s // below_s
+            return f"{whole // unit_s} {unit} {rest} {below}" if rest else f"{whole // unit_s} {unit}"
+    return f"{whole // 60} min" if whole >= 60 else f"{whole} s"
+
+
+def remaining_s(status: CacheStatus) -> float | None:
+    """Seconds to the end of the pass at the average speed so far; None where that says nothing."""
+    worker, done = status.worker, status.pass_done
+    if worker is None or done is None or status.num_units is None or not worker.totals.units or done >= 1:
+        return None
+    return status.num_units * (1 - done) * worker.uptime_s / worker.totals.units
+
+
+def bottleneck(totals: Totals) -> list[tuple[str, float]]:
+    """Where the sampling processes' time went: (stage, share), the largest first; empty before any work."""
+    stages = {
+        "remote": totals.fetch_wait_s,
+        "transform": totals.transform_s,
+        "packing": totals.pack_s,
+        "disk": totals.publish_s,
+        "waiting for space": totals.space_wait_s,
+    }
+    whole_s = sum(stages.values())
+    if whole_s <= 0:
+        return []
+    return sorted(
+        ((stage, spent_s / whole_s) for stage, spent_s in stages.items()), key=lambda item: -item[1]
+    )
+
+
+def one_line(status: CacheStatus, rates: Rates | None = None) -> str:
+    """The status as one line of a log."""
+    skipped = f", {status.skipped} skipped" if status.skipped else ""
+    return f"{status}{skipped}{f', {rates}' if rates else ''}"
+
+
+def status_view(status: CacheStatus, rates: Rates | None = None) -> RenderableType:
+    """The status as a table of labelled lines; `rates` are shown instead of the worker's averages."""
+    head = Text.assemble(
+        (status.path, "bold"), "  ", (status.fill_state, _STYLES.get(status.fill_state, "dim"))
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, line in _lines(status, rates):
+        # A plain string would be read as markup, and names may hold brackets.
+        grid.add_row(label, Text(line) if isinstance(line, str) else line)
+    return Group(head, grid)
+
+
+def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, RenderableType]]:
+    if status.fill_message:
+        yield "", Text(status.fill_message, "red" if status.fill_state == "failed" else "")
+    yield "cache", _with_bar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
+    yield "samples", f"{status.num_samples:,} in {_count(status.num_shards, 'shard')}{_evicted(status)}"
+    if status.pass_number:
+        yield f"pass {status.pass_number}", _progress(status)
+    yield "epochs", _epochs(status)
+    if status.worker is not None:
+        yield "worker", _worker(status.worker)
+        yield "speed", f"{rates or average_rates(status.worker)}"
+        stages = bottleneck(status.worker.totals)
+        if stages:
+            yield "time goes to", ", ".join(f"{name} {share:.0%}" for name, share in stages if share >= 0.005)
+    if status.quarantined:
+        yield "quarantined", f"{_count(status.quarantined, 'damaged shard')}, put aside"
+    if status.skipped:
+        yield "skipped", _skipped(status)
+    yield "eviction", f"{status.eviction}, {format_size(status.min_free)} of the disk stay free"
+    if status.schema:
+        yield "schema", status.schema
+    if status.source:
+        yield "source", status.source
+
+
+def _with_bar(share: float, text: str) -> RenderableType:
+    row = Table.grid(padding=(0, 2))
+    row.add_column(width=_BAR_WIDTH)
+    row.add_column()
+    bar = ProgressBar(total=1.0, completed=min(max(share, 0.0), 1.0), width=_BAR_WIDTH)
+    row.add_row(bar, Text(text))
+    return row
+
+
+def _sizes(status: CacheStatus) -> str:
+    text = f"{format_size(status.size_bytes)} of {format_size(status.size_limit)}"
+    return f"{text}, {format_size(status.reserved_bytes)} being written" if status.reserved_bytes else text
+
+
+def _evicted(status: CacheStatus) -> str:
+    return f", {status.evicted_samples:,} evicted so far" if status.evicted_samples else ""
+
+
+def _progress(status: CacheStatus) -> RenderableType:
+    if status.pass_done is None:
+        return "endless"
+    units = f" of {status.num_units:,} units" if status.num_units is not None else ""
+    left_s = remaining_s(status)
+    left = f", about {describe_duration(left_s)} left" if left_s is not None else ""
+    return _with_bar(status.pass_done, f"{status.pass_done:.1%}{units}{left}")
+
+
+def _epochs(status: CacheStatus) -> str:
+    taken = f"{_count(status.snapshots, 'snapshot')} taken"
+    if not status.leases:
+        return f"{taken}, none in use"
+    return f"{taken}, {status.leases} in use, which hold {format_size(status.leased_bytes)}"
+
+
+def _worker(worker: WorkerStatus) -> str:
+    states = {state: worker.states.count(state) for state in worker.states}
+    doing = ", ".join(f"{count} {state}" for state, count in states.items())
+    restarts = f", {_count(worker.restarts, 'restart')}" if worker.restarts else ""
+    return f"pid {worker.pid}, up {describe_duration(worker.uptime_s)}; processes: {doing}{restarts}"
+
+
+def _skipped(status: CacheStatus) -> str:
+    lines = [_count(status.skipped, "sample")]
+    for failure in status.failures[:_REASONS_SHOWN]:
+        example = f" (first: {failure.example})" if failure.example else ""
+        lines.append(f"{failure.count:,} × {failure.kind}: {failure.reason}{example}")
+    more = len(status.failures) - _REASONS_SHOWN
+    if more > 0:
+        lines.append(f"{_count(more, 'more reason')}; all of them with --json")
+    return "\n".join(lines)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
