@@ -87,7 +87,7 @@ class Child:
 
     def _work(self) -> int:
         slot = self._board.slot(self.index)
-        return int(slot["samples"]) + int(slot["failures"]) + int(slot["dropped"]) + int(slot["units"])
+        return int(slot["written_bytes"]) + int(slot["failures"]) + int(slot["dropped"])
 
     def kill_if_hanging(self, now_s: float, timeout_s: float, start_deadline_s: float) -> None:
         """End a process that shows no life."""

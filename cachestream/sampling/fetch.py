@@ -63,6 +63,7 @@ class Fetcher:
         self._todo: deque[Flight] = deque()
         self._bytes = 0
         self._stopped = False
+        self.active = threads
         for number in range(threads):
             threading.Thread(target=self._work, args=(number,), name=f"fetch-{number}", daemon=True).start()
 
@@ -81,6 +82,13 @@ class Fetcher:
             self._order.extend(flights)
             self._todo.extend(flight for flight in flights if not flight.finished)
             self._changed.notify_all()
+
+    def use(self, threads: int) -> None:
+        """Let at most `threads` threads begin further units."""
+        if threads != self.active:
+            with self._changed:
+                self.active = threads
+                self._changed.notify_all()
 
     def next(self, timeout_s: float) -> Delivery | None:
         """What there is of the next unit, as soon as there is anything; None at the deadline."""
@@ -115,7 +123,7 @@ class Fetcher:
             self._changed.notify_all()
 
     def _work(self, number: int) -> None:
-        while (flight := self._take()) is not None:
+        while (flight := self._take(number)) is not None:
             error: BaseException | None = None
             try:
                 for item in self._read(flight, number):
@@ -128,9 +136,9 @@ class Fetcher:
                 flight.finished = True
                 self._changed.notify_all()
 
-    def _take(self) -> Flight | None:
+    def _take(self, number: int) -> Flight | None:
         with self._changed:
-            while not self._todo and not self._stopped:
+            while (not self._todo or number >= self.active) and not self._stopped:
                 self._changed.wait(_TICK_S)
             return None if self._stopped else self._todo.popleft()
 

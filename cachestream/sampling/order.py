@@ -89,7 +89,8 @@ class Order:
         key = mix_key(_WEIGHT_KEY, self.plan.seed, self.plan.ordinal)
         uniform = Permutation(1 << 53, key).at(positions) / float(1 << 53)
         found = np.searchsorted(self._cumulative, uniform * self._cumulative[-1], side="right")
-        return np.minimum(found, len(self._cumulative) - 1).astype(np.int64)
+        units: IntArray = np.minimum(found, len(self._cumulative) - 1).astype(np.int64)
+        return units
 
 
 def check_weights(weights: Sequence[float], num_units: int | None) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["is_due", "max_age_s", "target_bytes"]
+__all__ = ["FEWEST_THREADS", "is_due", "max_age_s", "next_concurrency", "target_bytes"]
 
 FIRST_BYTES: Final = 256 * 1024
 FIRST_AGE_S: Final = 0.25
@@ -12,6 +12,7 @@ USUAL_AGE_S: Final = 2.0
 LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: later the cache is large, and freshness relative
 _RAMP_S: Final = 10.0
+FEWEST_THREADS: Final = 2
 
 
 def target_bytes(published: int, shard_bytes: int, limit_bytes: int) -> int:
@@ -33,3 +34,17 @@ def max_age_s(elapsed_s: float) -> float:
 def is_due(size_bytes: int, age_s: float, target: int, elapsed_s: float) -> bool:
     """Whether an open shard of `size_bytes`, whose first sample came `age_s` ago, is to be published."""
     return size_bytes >= target or age_s >= max_age_s(elapsed_s)
+
+
+def next_concurrency(active: int, most: int, cpu_share: float, wait_share: float) -> int:
+    """How many units to read at once from now on.
+
+    `cpu_share` is the processor time this process took, of one core; `wait_share` how much of the time
+    the packing waited for samples. Idle and waiting means that latency sets the speed: read more at once.
+    Busy means that the interpreter does: more threads would only take it from each other.
+    """
+    if cpu_share > 0.85:
+        return max(min(FEWEST_THREADS, most), active // 2)
+    if cpu_share < 0.7 and wait_share > 0.2:
+        return min(most, 2 * active)
+    return active

@@ -17,8 +17,9 @@ from contextlib import suppress
 from typing import Final
 
 from cachestream.errors import WorkerError
-from cachestream.sampling.filler import Filler, LimitTooSmallError
+from cachestream.sampling.filler import Filler
 from cachestream.sampling.job import Job, read_frame, unpack
+from cachestream.sampling.outbox import LimitTooSmallError
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory

@@ -1,0 +1,71 @@
+"""The orders of the passes whose shards are cached, and through them what need not be fetched again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from cachestream.model import IntArray
+from cachestream.sampling.coverage import Coverage, Offsets, is_covered
+from cachestream.sampling.job import Payload
+from cachestream.sampling.order import Order, PassPlan
+from cachestream.storage.cache import Cache
+from cachestream.storage.tables import PassRow
+
+__all__ = ["KnownOrders", "skipper"]
+
+_COVERAGE_AGE_S: Final = 10.0
+
+
+class KnownOrders:
+    """The orders of this pass and of those whose shards are still cached."""
+
+    def __init__(self, payload: Payload, cache: Cache) -> None:
+        self._payload = payload
+        self._cache = cache
+        self._orders: dict[PassPlan, Order] = {}
+        self._coverage: Coverage | None = None
+        self._load_at_s = 0.0
+
+    def of(self, plan: PassPlan) -> Order:
+        order = self._orders.get(plan)
+        if order is None:
+            drawn = None
+            if plan.kind == "sampler":
+                drawn = np.load(self._cache.directory.worker_file(f"order-{plan.ordinal}.npy"), mmap_mode="r")
+            weights = self._payload.weights if plan.kind == "weighted" else None
+            order = self._orders[plan] = Order(plan, weights, drawn)
+        return order
+
+    def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> Sequence[Offsets]:
+        """For each of `units` what is cached of it, from earlier passes or before the catalogue was lost."""
+        now = time.monotonic()
+        if plan.is_permutation and now >= self._load_at_s:
+            self._coverage = self._load(row, plan)
+            self._load_at_s = now + _COVERAGE_AGE_S if self._coverage is not None else math.inf
+        return [()] * len(units) if self._coverage is None else self._coverage.of(units)
+
+    def _load(self, current_row: PassRow, current: PassPlan) -> Coverage | None:
+        with self._cache.catalogue.reading() as tables:
+            plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
+            spans = tables.spans()
+        if current_row.evicted_before >= 0 and set(spans) <= {current_row.id}:
+            return None  # the first pass: nothing of it is cached but what its own progress says
+        same = (current.listing, current.num_units)
+        usable = {
+            pass_id: plan
+            for pass_id, plan in plans.items()
+            if plan.is_permutation and (plan.listing, plan.num_units) == same
+        }
+        return Coverage({self.of(plan): spans.get(pass_id, []) for pass_id, plan in usable.items()})
+
+
+def skipper(first: int, ranges: Offsets) -> Callable[[int], bool]:
+    """Which offsets of a unit are not wanted: those before `first`, and those cached."""
+    if not ranges:
+        return lambda offset: offset < first
+    return lambda offset: offset < first or is_covered(ranges, offset)

@@ -1,0 +1,141 @@
+"""Publishing beside fetching: while one shard is written and synced, the next one is packed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Final
+
+from cachestream.config import format_size
+from cachestream.errors import CacheFullError, SchemaMismatchError
+from cachestream.model import Schema
+from cachestream.sampling.job import Job
+from cachestream.sampling.packer import Packer
+from cachestream.sampling.tally import Tally
+from cachestream.storage.admission import disk_footprint
+from cachestream.storage.board import NO_SPACE, WRITING, Slot
+from cachestream.storage.cache import Cache
+from cachestream.storage.opening import MIN_LIMIT_BYTES
+from cachestream.storage.publish import Publisher
+from cachestream.storage.shard import ShardContent
+from cachestream.storage.tables import PassRow
+
+__all__ = ["LimitTooSmallError", "OpenShard", "Outbox"]
+
+_TICK_S: Final = 0.25
+_SPACE_WAITS_S: Final = (0.02, 0.5)
+
+
+class LimitTooSmallError(Exception):
+    """The limit was lowered below the shard in memory: start again with smaller ones."""
+
+
+class OpenShard:
+    """Samples that are not published yet, and what is to be committed with them."""
+
+    def __init__(self) -> None:
+        self.packer = Packer()
+        self.tally = Tally()
+        self.row: PassRow | None = None
+        self.since_s: float | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.packer.num_samples) or self.tally.has_news
+
+    def clear(self) -> None:
+        self.packer.clear()
+        self.tally.clear()
+        self.row = None
+        self.since_s = None
+
+
+class Outbox:
+    """Publishes one shard at a time, in the order they are sent, so that progress only moves forward."""
+
+    def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
+        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
+        self._publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner)
+        self._thread = ThreadPoolExecutor(1, "publish")
+        self._sent: Future[None] | None = None
+        self._spare = OpenShard()
+        self.published = 0
+        self.schema: Schema | None = cache.schema
+
+    def send(self, shard: OpenShard) -> OpenShard:
+        """Publish `shard`; returns an empty one to go on with. Waits until the one before is done.
+
+        Raises what that one failed with: CacheError, LimitTooSmallError.
+        """
+        self.settle()
+        spare, self._spare = self._spare, shard
+        self._sent = self._thread.submit(self._publish_or_commit, shard)
+        return spare
+
+    def settle(self) -> None:
+        """Wait until nothing is being published; raises what it failed with."""
+        while self._sent is not None:
+            self._slot["beat_s"] = time.monotonic()
+            try:
+                self._sent.result(timeout=_TICK_S)
+                self._sent = None
+            except FutureTimeoutError:
+                continue
+
+    def _publish_or_commit(self, shard: OpenShard) -> None:
+        begun_s = time.monotonic()
+        assert shard.row is not None
+        try:
+            if shard.packer.num_samples:
+                self._publish(shard, shard.row)
+            else:
+                self._publisher.commit(shard.tally.progress(shard.row.id))
+        except SchemaMismatchError as error:
+            # Another process published samples of another kind first: ours do not fit.
+            shard.tally.skipped("schema", error, "a whole shard", shard.packer.num_samples)
+            self._publisher.commit(shard.tally.progress(shard.row.id))
+        self.schema = self._cache.schema
+        shard.clear()
+        self._slot["publish_s"] += time.monotonic() - begun_s
+
+    def _publish(self, shard: OpenShard, row: PassRow) -> None:
+        """Write the shard as soon as there is space, or not at all when told to stop before that."""
+        content = shard.packer.content(self._fill(shard.tally, row))
+        progress = shard.tally.progress(row.id)
+        may_evict = self._job.when_full == "evict"
+        wait_s, longest_s = _SPACE_WAITS_S
+        while True:
+            self._slot["state"] = WRITING
+            try:
+                done = self._publisher.publish(content, shard.tally.spans, progress, may_evict=may_evict)
+            except CacheFullError:
+                done = None  # the disk itself is full: as good as no space
+            if done is not None:
+                self.published += 1
+                self._slot["written_bytes"] += content.data_bytes
+                return
+            self._check_fits(content)
+            self._slot["state"] = NO_SPACE
+            if self._stop.wait(wait_s):
+                return
+            self._slot["space_wait_s"] += wait_s
+            wait_s = min(longest_s, 2 * wait_s)
+
+    def _fill(self, tally: Tally, row: PassRow) -> dict[str, Any]:
+        spans = [[*span.start, *span.stop] for span in tally.spans]
+        return {"source": self._job.fingerprint, "plan": row.plan, "length": row.length, "spans": spans}
+
+    def _check_fits(self, content: ShardContent) -> None:
+        """Raise unless space for a shard of this size can ever be had."""
+        limit_bytes = self._cache.size_limit
+        if disk_footprint(content.data_bytes) <= limit_bytes // 2:
+            return
+        if content.num_samples > 1:
+            raise LimitTooSmallError
+        if disk_footprint(content.data_bytes) > limit_bytes - MIN_LIMIT_BYTES // 2:
+            raise SchemaMismatchError(
+                f"one sample of {format_size(content.data_bytes)} is larger than the limit of "
+                f"{format_size(limit_bytes)} allows; raise the limit or crop it in the transform"
+            )
