@@ -59,7 +59,7 @@ _MALFORMED: Final = (
     zlib.error,
     zipfile.BadZipFile,
     Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
+    Warning,  # Pillow's, where they are made errors
 )
 _ORIENTATION_TAG: Final = 0x0112
 _TRANSPOSE: Final[dict[int, Image.Transpose]] = {

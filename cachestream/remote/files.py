@@ -61,7 +61,8 @@ class FileSource:
         self._label = label
         self._shown = redact(patterns[0]) + (f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else "")
         self._root, self._names = _list(self._remote, patterns, wanted, recursive, self._shown)
-        self._shown_root = redact(self._root)
+        scheme = "" if self._remote.is_local or "://" in self._root else f"{self._remote.protocol}://"
+        self._shown_root = redact(scheme + self._root)
         self.listing_digest = self._names.digest
         self.fingerprint = _fingerprint(self._remote, patterns, label, wanted, recursive)
         self.label_names: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -94,12 +94,15 @@ def fingerprint_of(fn: Callable[..., Any]) -> str:
     return state.hexdigest()
 
 
+_PLAIN: Final = bool | int | float | complex | str | bytes | types.NoneType | types.EllipsisType
+
+
 def _parts(value: Any) -> Iterator[str]:
     """Texts that tell `value` from another; no addresses and no order of a set among them."""
     if isinstance(value, types.CodeType):
         yield from ("code", value.co_code.hex(), *value.co_names)
         yield from _parts(value.co_consts)
-    elif isinstance(value, bool | int | float | complex | str | bytes | types.NoneType | types.EllipsisType):
+    elif isinstance(value, _PLAIN):
         yield from (type(value).__name__, repr(value))
     elif isinstance(value, tuple):
         yield f"tuple{len(value)}"
@@ -117,17 +120,26 @@ def _object_parts(value: Any) -> Iterator[str]:
         yield from _parts(value.func)
         yield from _parts((*value.args, *sorted(value.keywords.items())))
     elif isinstance(value, types.MethodType):
-        yield _name(type(value.__self__))
+        yield from _state_parts(value.__self__)
         yield from _parts(value.__func__)
     elif isinstance(value, types.FunctionType):
         yield from _function_parts(value)
     elif hasattr(value, "__qualname__"):  # a class, a builtin
         yield _name(value)
     else:
-        yield _name(type(value))
+        yield from _state_parts(value)
         called = vars(type(value)).get("__call__")
         if isinstance(called, types.FunctionType):
             yield from _function_parts(called)
+
+
+def _state_parts(instance: Any) -> Iterator[str]:
+    """The type of `instance`, and its plain attributes."""
+    yield _name(type(instance))
+    for name, value in sorted(getattr(instance, "__dict__", {}).items()):
+        yield name
+        if isinstance(value, _PLAIN | tuple):
+            yield from _parts(value)
 
 
 def _function_parts(fn: types.FunctionType) -> Iterator[str]:

@@ -44,7 +44,7 @@ def open_source(what: Any, **options: Any) -> Source:
     if isinstance(what, str | os.PathLike) or _is_list_of_urls(what):
         first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
         return _make(_by_ending(first), (what,), options)
-    if is_map_style(what):
+    if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
         return _make(DatasetSource, (what,), options)
     if callable(what) and not isinstance(what, type):
         return _make(CallableSource, (what,), options)
@@ -87,6 +87,8 @@ def _by_ending(url: str) -> Callable[..., Source]:
 
 def _describe(what: Any) -> str:
     kind = type(what).__name__
+    if isinstance(what, bytes | bytearray):
+        return f"{kind}; give a path or URL as str"
     if isinstance(what, list | tuple):
         return f"an empty {kind}; give at least one path or URL"
     if hasattr(type(what), "iloc"):

@@ -26,6 +26,7 @@ def install(on_fetched: Callable[[int], None] | None) -> None:
     """Call `on_fetched(nbytes)` for all bytes that arrive in this process; None: stop doing so.
 
     `on_fetched` is called from any thread, several at once, and may block to hold back the reader.
+    What it raises must be a CacheStreamError or no Exception at all: others count as the remote's.
     """
     global _on_fetched
     _on_fetched = _ignore if on_fetched is None else on_fetched

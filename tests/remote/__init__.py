@@ -1,0 +1,1 @@
+"""Tests of the sources and what they are made of."""

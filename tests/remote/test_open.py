@@ -1,0 +1,357 @@
+"""From whatever names the data to its source: files, datasets, functions, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
+from cachestream.remote import pulse
+from cachestream.remote.datasets import DatasetSource
+from cachestream.remote.files import FileSource
+from cachestream.remote.functions import CallableSource, fingerprint_of
+from cachestream.remote.open import open_source
+from cachestream.remote.source import Source
+
+RNG = np.random.default_rng(0)
+ROOT = Path(__file__).parents[2]
+
+
+class Squares:
+    """A map-style dataset."""
+
+    def __init__(self, length: int = 5) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 3:
+            raise KeyError("three is missing")
+        if index == 4:
+            raise ConnectionResetError("reset by peer")
+        return index, index * index
+
+
+class Numbers:
+    """An iterable dataset: no length, no index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Table:
+    """As pandas: [x] is a column."""
+
+    iloc = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, name: str) -> list[int]:
+        return [1]
+
+
+def slow_network(_: np.random.Generator) -> None:
+    raise TimeoutError("no answer")
+
+
+def draw(rng: np.random.Generator) -> dict[str, Any]:
+    return {"x": rng.random(3)}
+
+
+# --- choosing ----------------------------------------------------------------------------------
+
+
+def test_paths_urls_and_lists_become_file_sources(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"1")
+    for what in (
+        tmp_path,
+        str(tmp_path),
+        [tmp_path / "a.bin"],
+        (str(tmp_path / "a.bin"),),
+        f"{tmp_path}/*.bin",
+    ):
+        source = open_source(what)
+        assert type(source) is FileSource
+        assert isinstance(source, Source)
+        assert source.num_units == 1
+
+
+def test_datasets_functions_and_sources_are_told_apart():
+    assert type(open_source(Squares())) is DatasetSource
+    assert type(open_source([{"x": 1}, {"x": 2}])) is DatasetSource
+    assert type(open_source(np.zeros((3, 2)))) is DatasetSource
+    assert type(open_source(draw)) is CallableSource
+    assert type(open_source(functools.partial(draw))) is CallableSource
+    source = open_source(draw, num_units=3)
+    assert open_source(source) is source
+
+
+def test_torch_datasets_are_read_without_conversion():
+    data = pytest.importorskip("torch.utils.data")
+    torch = pytest.importorskip("torch")
+    source = open_source(data.TensorDataset(torch.arange(4), torch.arange(4) * 2))
+    ((key, sample),) = source.read(3, RNG)
+    assert (key, [int(value) for value in sample]) == ("3", [3, 6])
+
+    class Endless(data.IterableDataset):  # type: ignore[misc,name-defined]
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(ConfigError, match="iterable"):
+        open_source(Endless())
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (Numbers(), "an iterable .Numbers."),
+        ((number for number in range(3)), "an iterable .generator."),
+        ([], "an empty list"),
+        ({"a": 1}, "a dict"),
+        ({1, 2}, "a set"),
+        (Table(), "a table .Table."),
+        (7, "int"),
+        (None, "NoneType"),
+        (b"bytes", "bytes"),
+        (Squares, "type"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_read_is_refused_with_a_way_out(what, message):
+    with pytest.raises(ConfigError, match=rf"open_source\(\) cannot read {message}.*(give|wrap)"):
+        open_source(what)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "a.tar",
+        "s3://b/{000..127}.tar",
+        "*.tar.gz",
+        "d/*.parquet",
+        "x.TFRECORD",
+        "x.zarr/",
+        "https://h/a.tar?sig=1",
+    ],
+)
+def test_formats_of_the_future_say_so_and_offer_a_way_today(url):
+    with pytest.raises(ConfigError, match=r"not supported yet; read them in a function"):
+        open_source(url)
+
+
+def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"1")
+    with pytest.raises(ConfigError, match=r"no argument 'lable'; here it is called 'label'"):
+        open_source(tmp_path, lable=None)
+    with pytest.raises(ConfigError, match=r"no argument 'storage_option'.*'storage_options'"):
+        open_source(tmp_path, storage_option={})
+    with pytest.raises(ConfigError, match=r"no argument 'label'; it takes num_units, thread_safe"):
+        open_source(draw, label=None)
+    with pytest.raises(ConfigError, match="no options beside a Source: label"):
+        open_source(open_source(draw), label=None)
+
+
+# --- datasets ----------------------------------------------------------------------------------
+
+
+def test_a_dataset_is_read_by_index_and_its_errors_become_ours():
+    source = pickle.loads(pickle.dumps(open_source(Squares())))
+    assert source.num_units == 5
+    assert list(source.read(2, RNG)) == [("2", (2, 4))]
+    with pytest.raises(SampleError, match=r"Squares\[3\] raised KeyError: 'three is missing'"):
+        list(source.read(3, RNG))
+    with pytest.raises(SourceUnavailableError, match=r"Squares\[4\] raised ConnectionResetError"):
+        list(source.read(4, RNG))
+
+
+def test_a_datasets_fingerprint_names_its_class_length_and_own_fingerprint():
+    plain = open_source(Squares(5))
+    named = Squares(5)
+    named.fingerprint = "v2"  # type: ignore[attr-defined]
+    assert plain.fingerprint == "dataset:tests.remote.test_open.Squares[5]"
+    assert open_source(Squares(6)).fingerprint != plain.fingerprint
+    assert open_source(named).fingerprint == plain.fingerprint + ":v2"
+
+
+@pytest.mark.parametrize("what", [Squares(0), Numbers(), Table(), {"a": 1}, "text"])
+def test_a_dataset_without_samples_or_index_is_refused(what):
+    with pytest.raises(ConfigError):
+        DatasetSource(what)
+
+
+class Overlap:
+    """Counts the calls in progress."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self.together = threading.Barrier(4)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+        try:
+            self.together.wait(0.2)
+        except threading.BrokenBarrierError:
+            pass
+        self.now -= 1
+        return index
+
+
+@pytest.mark.parametrize(("thread_safe", "peak"), [(False, 1), (True, 4)])
+def test_calls_into_a_dataset_overlap_only_if_it_is_thread_safe(thread_safe, peak):
+    dataset = Overlap()
+    source = DatasetSource(dataset, thread_safe=thread_safe)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda unit: list(source.read(unit, RNG)), range(4)))
+    assert dataset.peak == peak
+
+
+def test_who_waits_for_a_slow_call_shows_life():
+    started, finish = threading.Event(), threading.Event()
+
+    def slow(_: np.random.Generator) -> int:
+        started.set()
+        finish.wait(20)
+        return 1
+
+    source = CallableSource(slow)
+    beat = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: list(source.read(0, RNG)))
+        assert started.wait(10)
+        pulse.install(lambda _: beat.set())
+        try:
+            second = pool.submit(lambda: list(source.read(1, RNG)))
+            assert beat.wait(10)
+            assert not second.done()
+        finally:
+            pulse.install(None)
+            finish.set()
+        assert first.result(10) == [("0", 1)]
+        assert second.result(10) == [("1", 1)]
+
+
+# --- functions ---------------------------------------------------------------------------------
+
+
+def test_a_function_is_endless_or_makes_passes_and_is_reproducible():
+    source = open_source(draw)
+    assert source.num_units is None
+    assert open_source(draw, num_units=9).num_units == 9
+    ((key, first),) = source.read(10**12, np.random.default_rng(5))
+    ((_, again),) = source.read(10**12, np.random.default_rng(5))
+    assert key == "1000000000000"
+    assert np.array_equal(first["x"], again["x"])
+
+
+def test_a_function_may_return_none_to_skip_and_its_errors_fail_the_sample():
+    assert list(CallableSource(lambda _: None).read(0, RNG)) == []
+    with pytest.raises(SampleError, match=r"<lambda>\(rng\) for unit 7 raised ZeroDivisionError"):
+        list(CallableSource(lambda _: 1 // 0).read(7, RNG))
+    with pytest.raises(SourceUnavailableError):
+        list(CallableSource(slow_network).read(7, RNG))
+
+
+@pytest.mark.parametrize("fn", [lambda: 1, lambda a, b: a + b, 3, lambda *, rng: rng])
+def test_a_function_that_cannot_take_a_generator_is_refused(fn):
+    with pytest.raises(ConfigError, match=r"fn\(rng\)"):
+        CallableSource(fn)
+
+
+@pytest.mark.parametrize("num_units", [0, -1, True])
+def test_a_pass_without_units_is_refused(num_units):
+    with pytest.raises(ConfigError, match="num_units"):
+        CallableSource(draw, num_units=num_units)
+
+
+def test_a_functions_fingerprint_changes_with_its_code_constants_and_bound_values():
+    def windows(size: int, scale: float = 1.0) -> Any:
+        return lambda rng: rng.random(size) * scale
+
+    variants = [
+        lambda rng: rng.random(3),
+        lambda rng: rng.random(4),
+        lambda rng: rng.normal(3),
+        lambda rng: [rng.random(3) for _ in range(2)],
+        lambda rng: [rng.random(3) + 1 for _ in range(2)],
+        windows(3),
+        windows(4),
+        windows(3, 2.0),
+        functools.partial(draw, scale=1),
+        functools.partial(draw, scale=2),
+        draw,
+        len,
+        Squares(5).__getitem__,
+        Squares(6).__getitem__,
+    ]
+    assert len({fingerprint_of(fn) for fn in variants}) == len(variants)
+    assert fingerprint_of(windows(3)) == fingerprint_of(windows(3))
+
+
+SCRIPT = """
+import functools, json
+from cachestream.remote.functions import fingerprint_of
+
+WORDS = {"a", "b", "c"}
+
+def sample(rng, words=("x", 2), scale=0.5):
+    inner = lambda n: n in {"cat", "dog", "bird", "fish"}
+    return [inner(w) for w in words if w not in {"p", "q", "r"}]
+
+class Draw:
+    def __call__(self, rng):
+        return rng.random()
+
+print(json.dumps([fingerprint_of(f) for f in (sample, Draw(), functools.partial(sample, scale=2))]))
+"""
+
+
+def test_a_fingerprint_is_the_same_in_every_process():
+    found = [
+        json.loads(subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env={"PYTHONHASHSEED": seed},
+                                  capture_output=True, check=True, timeout=60).stdout)
+        for seed in ("1", "2", "3")
+    ]  # fmt: skip
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 3
+
+
+def test_opening_sources_loads_neither_torch_nor_any_driver():
+    script = (
+        "import sys, cachestream.remote.open as o; o.open_source('cachestream');"
+        "print([m for m in ('torch', 's3fs', 'aiobotocore', 'botocore', 'aiohttp', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == b"[]"
+
+
+def test_listing_is_done_once_and_not_by_the_children(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.bin").write_bytes(b"1")
+    source = open_source(tmp_path)
+    (tmp_path / "9.bin").write_bytes(b"1")
+    assert pickle.loads(pickle.dumps(source)).num_units == 3
+    start = time.monotonic()
+    for _ in range(1000):
+        pickle.loads(pickle.dumps(source))
+    assert time.monotonic() - start < 2

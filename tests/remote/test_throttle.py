@@ -1,0 +1,158 @@
+"""The bandwidth budget that processes share."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.errors import ConfigError
+from cachestream.remote import pulse
+from cachestream.remote.throttle import BURST_S, Throttle, next_paid_s
+
+
+def spend_for(throttle: Throttle, seconds: float, barrier: Barrier, results: Any) -> None:
+    """Spend from three threads at once; put (bytes, start, end)."""
+    barrier.wait(60)
+    start = time.monotonic()
+    spent = [0, 0, 0]
+
+    def run(index: int) -> None:
+        while time.monotonic() < start + seconds:
+            throttle.spend(50_000)
+            spent[index] += 50_000
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results.put((sum(spent), start, time.monotonic()))
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_processes_together_hold_the_rate_within_5_percent(tmp_path, method):
+    rate = 20e6
+    context: Any = multiprocessing.get_context(method)
+    throttle = Throttle(str(tmp_path / "budget"), rate)
+    barrier, results = context.Barrier(3), context.Queue()
+    workers = [context.Process(target=spend_for, args=(throttle, 3.0, barrier, results)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    reports = [results.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(10)
+    throttle.close()
+    elapsed = max(end for *_, end in reports) - min(start for _, start, _ in reports)
+    spent = sum(spent for spent, *_ in reports)
+    assert 0.95 * rate < spent / elapsed < 1.05 * rate
+    assert min(spent for spent, *_ in reports) > 0.5 * max(spent for spent, *_ in reports)  # none starves
+    results.close()
+    results.join_thread()
+
+
+def test_only_a_tenth_of_a_second_passes_at_once_after_an_idle_time(tmp_path):
+    throttle = Throttle(str(tmp_path / "budget"), 1e6)
+    assert throttle.reserve(int(1e6 * BURST_S)) < 0.01
+    assert 0.9 < throttle.reserve(1_000_000) < 1.01
+    throttle.close()
+
+
+def test_the_budget_belongs_to_the_file_not_to_the_object(tmp_path):
+    first = Throttle(str(tmp_path / "budget"), 1e6)
+    first.reserve(5_000_000)
+    second = pickle.loads(pickle.dumps(first))
+    assert second.reserve(1) > 4
+    assert oct(os.stat(tmp_path / "budget").st_mode & 0o777) == "0o600"
+    first.close()
+    second.close()
+
+
+def test_a_state_of_another_boot_does_not_block(tmp_path):
+    path = tmp_path / "budget"
+    throttle = Throttle(str(path), 1.0)
+    throttle.reserve(1_000_000)
+    throttle.close()
+    content = bytearray(path.read_bytes())
+    content[8:12] = b"\xff\xff\xff\xff"
+    path.write_bytes(content)
+    throttle = Throttle(str(path), 1e6)
+    assert throttle.reserve(1) == 0
+    throttle.close()
+
+
+def hold_lock(path: Path, ready: Any) -> None:
+    throttle = Throttle(str(path), 1e6)
+    with throttle._locked():
+        ready.set()
+        signal.pause()
+
+
+def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    throttle = Throttle(str(tmp_path / "budget"), 1e9)
+    holder = context.Process(target=hold_lock, args=(tmp_path / "budget", ready))
+    holder.start()
+    assert ready.wait(30)
+    start = time.monotonic()
+    throttle.spend(1000)
+    assert 1 < time.monotonic() - start < 5
+    holder.kill()
+    holder.join(10)
+    start = time.monotonic()
+    throttle.spend(1000)
+    assert time.monotonic() - start < 1
+    throttle.close()
+
+
+def test_a_long_wait_shows_life(tmp_path):
+    throttle = Throttle(str(tmp_path / "budget"), 1e6)
+    ticks: list[float] = []
+    throttle.spend(1_700_000, on_wait=lambda: ticks.append(time.monotonic()))
+    throttle.close()
+    assert len(ticks) >= 3
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 1
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan")])
+def test_a_rate_that_lets_nothing_through_is_refused(tmp_path, rate):
+    with pytest.raises(ConfigError, match="bandwidth"):
+        Throttle(str(tmp_path / "budget"), rate)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=30))
+def test_what_is_paid_for_never_lags_behind_what_was_spent(steps):
+    paid, now, spent = 0.0, 0.0, 0.0
+    for wait, cost in steps:
+        now += wait
+        paid = next_paid_s(paid, now, cost)
+        spent += cost
+        assert paid >= spent - 1e-9
+        assert paid >= now
+
+
+def test_pulse_reports_to_whoever_is_installed_and_to_nobody_by_default():
+    seen: list[int] = []
+    pulse.fetched(5)
+    pulse.install(seen.append)
+    try:
+        pulse.fetched(7)
+        pulse.wait(0.01)
+    finally:
+        pulse.install(None)
+    pulse.fetched(9)
+    assert seen[0] == 7
+    assert set(seen[1:]) == {0}

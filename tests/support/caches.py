@@ -1,0 +1,55 @@
+"""Filling a real cache with samples of the test's own: published as a worker does, without one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cachestream import Cache
+from cachestream.sampling.packer import Packer
+from cachestream.sampling.records import to_record
+from cachestream.storage.admission import Owner
+from cachestream.storage.publish import Progress, Publisher
+
+__all__ = ["add_shard", "fill", "numbered", "set_fill_state"]
+
+
+def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
+    """Publish `samples` (key, sample) as one shard of `cache`; returns its id."""
+    packer = Packer()
+    for key, sample in samples:
+        packer.add(key, to_record(sample), None)
+    owner = Owner(cache.directory, f"test-{secrets.token_hex(4)}")
+    try:
+        publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner.name)
+        shard_id = publisher.publish(packer.content({}), [], Progress(0))
+    finally:
+        owner.release()
+    assert shard_id is not None
+    return shard_id
+
+
+def numbered(first: int, count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Samples that say which they are: `x` float32 [5] full of the number, `number` int64, key "k<number>"."""
+    return [
+        (f"k{n}", {"x": torch.full((5,), float(n)), "number": torch.tensor(n)})
+        for n in range(first, first + count)
+    ]
+
+
+def fill(path: Path, num_shards: int, samples_each: int, first: int = 0) -> Cache:
+    """A cache at `path` with shards of numbered samples."""
+    cache = Cache(path, size_limit="100MB", min_free=0)
+    for shard in range(num_shards):
+        add_shard(cache, numbered(first + shard * samples_each, samples_each))
+    return cache
+
+
+def set_fill_state(cache: Cache, state: str) -> None:
+    """Make the catalogue say what a worker would have said of the filling."""
+    with cache.catalogue.transaction() as tables:
+        tables.set_meta("fill_state", state)

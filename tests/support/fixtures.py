@@ -1,0 +1,34 @@
+"""Fixtures for tests that need a remote."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.proxy import FaultyProxy, run_proxy
+from tests.support.s3 import S3Server, run_s3_server
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One real S3 server for the session; a test makes buckets of its own in it."""
+    with run_s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_bucket(s3_server: S3Server) -> Path:
+    """The folder of an empty bucket of the test's own; its name is the folder's."""
+    return s3_server.bucket(f"bucket-{next(_numbers)}")
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
+    """A network before `s3_server` that fails on command."""
+    with run_proxy(s3_server.port) as proxy:
+        yield proxy
