@@ -22,7 +22,7 @@ from cachestream.sampling.job import Job, Payload
 from cachestream.sampling.known import KnownOrders, skipper
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.outbox import OpenShard, Outbox
-from cachestream.sampling.pace import FEWEST_THREADS, is_due, next_concurrency, target_bytes
+from cachestream.sampling.pace import FIRST_READS, TURN_S, Concurrency, is_due, target_bytes
 from cachestream.sampling.reader import UnitReader
 from cachestream.sampling.records import to_record
 from cachestream.storage.admission import Owner
@@ -56,8 +56,11 @@ class Filler:
         self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
         self._reader = UnitReader(job, payload.source, cache.directory, slot, stop)
         self._fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.beat)
-        self._fetcher.use(min(FEWEST_THREADS, job.concurrency))
-        self._measured = (time.monotonic(), time.process_time(), 0.0)
+        first_reads = min(FIRST_READS, job.concurrency)
+        self._concurrency = Concurrency(first_reads, first_reads)
+        self._fetcher.use(first_reads)
+        self._turn_items, self._turn_since_s = 0, time.monotonic()
+        self._turn_waited_s = float(slot["fetch_wait_s"])
         self._open = OpenShard()
         self._assignment: Assignment | None = None
         self._todo: deque[Flight] = deque()
@@ -90,20 +93,22 @@ class Filler:
         self._slot["fetch_wait_s"] += time.monotonic() - begun_s
         if delivery is not None:
             self._deliver(delivery)
-        self._adapt()
+        self._adapt(delivery)
         since_s = self._open.since_s
         if since_s is not None and self._is_due(time.monotonic() - since_s):
             self._flush()
 
-    def _adapt(self) -> None:
-        """Read more units at once, or fewer, by what bound the last quarter of a second."""
-        now, cpu_s, waited_s = time.monotonic(), time.process_time(), float(self._slot["fetch_wait_s"])
-        before_s, cpu_before_s, waited_before_s = self._measured
-        if (elapsed_s := now - before_s) < _TICK_S:
-            return
-        self._measured = (now, cpu_s, waited_s)
-        shares = (cpu_s - cpu_before_s) / elapsed_s, (waited_s - waited_before_s) / elapsed_s
-        self._fetcher.use(next_concurrency(self._fetcher.active, self._job.concurrency, *shares))
+    def _adapt(self, delivery: Delivery | None) -> None:
+        """Count what came, and decide every turn how many units to read at once."""
+        if delivery is not None:
+            self._turn_items += len(delivery.items) + delivery.finished
+        elapsed_s = time.monotonic() - self._turn_since_s
+        if elapsed_s >= TURN_S:
+            waited_s = float(self._slot["fetch_wait_s"])
+            rate, waiting = self._turn_items / elapsed_s, (waited_s - self._turn_waited_s) / elapsed_s
+            self._concurrency = self._concurrency.next(rate, waiting, self._job.concurrency)
+            self._fetcher.use(self._concurrency.active)
+            self._turn_items, self._turn_since_s, self._turn_waited_s = 0, time.monotonic(), waited_s
 
     def _is_due(self, age_s: float) -> bool:
         return is_due(

@@ -1,10 +1,11 @@
-"""When an open shard is published: small first, then large (pure)."""
+"""The pace of a sampling process: when a shard is published, how many units are read at once (pure)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["FEWEST_THREADS", "is_due", "max_age_s", "next_concurrency", "target_bytes"]
+__all__ = ["Concurrency", "is_due", "max_age_s", "target_bytes"]
 
 FIRST_BYTES: Final = 256 * 1024
 FIRST_AGE_S: Final = 0.25
@@ -12,7 +13,11 @@ USUAL_AGE_S: Final = 2.0
 LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: later the cache is large, and freshness relative
 _RAMP_S: Final = 10.0
-FEWEST_THREADS: Final = 2
+FIRST_READS: Final = 4
+TURN_S: Final = 0.3
+GAIN: Final = 1.3
+STARVED: Final = 0.5
+REST_TURNS: Final = 30
 
 
 def target_bytes(published: int, shard_bytes: int, limit_bytes: int) -> int:
@@ -36,15 +41,27 @@ def is_due(size_bytes: int, age_s: float, target: int, elapsed_s: float) -> bool
     return size_bytes >= target or age_s >= max_age_s(elapsed_s)
 
 
-def next_concurrency(active: int, most: int, cpu_share: float, wait_share: float) -> int:
-    """How many units to read at once from now on.
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """How many units a process reads at once, found by trying: doubled for as long as that pays.
 
-    `cpu_share` is the processor time this process took, of one core; `wait_share` how much of the time
-    the packing waited for samples. Idle and waiting means that latency sets the speed: read more at once.
-    Busy means that the interpreter does: more threads would only take it from each other.
+    Where latency sets the speed, twice the reads bring nearly twice the samples; where the processor,
+    the disk or the bandwidth does, more threads only take the interpreter from each other.
+    `settled` reads brought `rate`; `active` are being tried; `rest` turns until the next try.
     """
-    if cpu_share > 0.85:
-        return max(min(FEWEST_THREADS, most), active // 2)
-    if cpu_share < 0.7 and wait_share > 0.2:
-        return min(most, 2 * active)
-    return active
+
+    active: int
+    settled: int
+    rate: float = 0.0
+    rest: int = 0
+
+    def next(self, rate: float, waiting: float, most: int) -> Concurrency:
+        """What to do after a turn that brought `rate` (samples a second), of which the packing spent the
+        share `waiting` on waiting for samples.
+        """
+        if self.active > self.settled and rate < GAIN * self.rate:
+            return Concurrency(self.settled, self.settled, self.rate, REST_TURNS)
+        if self.rest:
+            return replace(self, rate=rate, rest=self.rest - 1)
+        more = min(most, 2 * self.active) if waiting >= STARVED else self.active
+        return Concurrency(more, self.active, rate)
