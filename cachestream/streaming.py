@@ -1,0 +1,104 @@
+"""`stream`: the cache, its worker and its loader in one call."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from cachestream.config import reject_unknown
+from cachestream.remote.open import open_source
+from cachestream.remote.source import Source
+from cachestream.sampling.worker import Worker, start_worker
+from cachestream.storage.cache import Cache
+from cachestream.training.loader import EpochLoader
+
+__all__ = ["StreamLoader", "stream"]
+
+_CACHE: Final = ("min_free", "eviction")
+_SOURCE: Final = ("storage_options", "label", "extensions")
+
+
+class StreamLoader(EpochLoader):
+    """An EpochLoader that also holds its cache and the worker that fills it.
+
+    `close` lets the worker go, too: it stops unless other processes use it.
+    """
+
+    def __init__(self, cache: Cache, worker: Worker, batch_size: int, **options: Any) -> None:
+        super().__init__(cache, batch_size, **options)
+        self.cache = cache
+        self.worker = worker
+
+    def close(self) -> None:
+        super().close()
+        self.worker.close()
+
+
+def stream(
+    source: Any,
+    cache: str | os.PathLike[str] | Cache,
+    size_limit: int | str | None = None,
+    *,
+    batch_size: int,
+    transform: Callable[[Any], Any] | None = None,
+    num_workers: int | None = None,
+    **options: Any,
+) -> StreamLoader:
+    """Fill a cache from `source` in the background, and iterate epochs over what it holds.
+
+    Every iteration over the loader is a new epoch over what is cached by then; the first begins with the
+    first batch that has arrived. Call it the same on every rank of a distributed job: one rank's worker
+    runs, the others attach, and all ranks agree on the epochs.
+
+    Args:
+        source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.
+        cache: a directory on a local disk, or a Cache.
+        size_limit: the most that the cache may take on the disk, such as "200GB".
+        batch_size: samples a batch and rank.
+        transform: `transform(sample) -> sample | None`, run once a sample in the background.
+        num_workers: sampling processes.
+        options: any option of `Cache` (min_free, eviction), `open_source` (storage_options, label, …),
+            `start_worker` (order, bandwidth_limit, shard_size, …) and `EpochLoader` (shuffle,
+            epoch_size, min_samples, turnover, device, …). `seed` goes to both.
+
+    Batches are dicts of tensors `[B, ...]` (tuples for samples that were tuples), lists for str, bytes
+    and fields whose shape varies. Raises ConfigError for what cannot work.
+    """
+    worker_names, loader_names = _keywords(start_worker), _keywords(EpochLoader.__init__)
+    reject_unknown("stream", _without(options, {*_CACHE, *_SOURCE, *worker_names, *loader_names}), _KNOWN)
+    if not isinstance(cache, Cache):
+        cache = Cache(cache, size_limit, **_only(options, _CACHE))
+    elif size_limit is not None:
+        cache.size_limit = size_limit  # type: ignore[assignment]  # the setter parses text
+    if not isinstance(source, Source):
+        source = open_source(source, **_only(options, _SOURCE))
+    worker = start_worker(
+        cache, source, transform=transform, num_workers=num_workers, **_only(options, worker_names)
+    )
+    try:
+        return StreamLoader(cache, worker, batch_size, **_only(options, loader_names))
+    except BaseException:
+        worker.close()
+        raise
+
+
+def _keywords(function: Callable[..., Any]) -> set[str]:
+    kinds = (inspect.Parameter.KEYWORD_ONLY,)
+    return {name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds}
+
+
+def _only(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _without(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+_KNOWN: Final = sorted(
+    {"source", "cache", "size_limit", "batch_size", *_CACHE, *_SOURCE}
+    | _keywords(start_worker)
+    | _keywords(EpochLoader.__init__)
+)
