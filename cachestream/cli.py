@@ -125,7 +125,7 @@ def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not key or not equals:
-            raise ConfigError(f"{what} {key!r}: give KEY=VALUE")  # never the value: it may be a secret
+            raise ConfigError(f"{what}: give KEY=VALUE")  # not what was given: it may be a secret
         try:
             value = json.loads(text)
         except ValueError:

@@ -1,0 +1,346 @@
+"""The command line as a person and as a script use it: real processes, exit codes, both outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cachestream import Cache
+from cachestream.storage.history import ROW
+from cachestream.storage.status import CacheStatus
+from tests.support.caches import fill
+
+COUNT: Final = 60
+TIMEOUT_S: Final = 60
+COMMAND: Final = [sys.executable, "-m", "cachestream.cli"]
+
+
+def cli(
+    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def done(result: subprocess.CompletedProcess[str]) -> str:
+    """The output of a command that must have succeeded."""
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
+    """The one clear line of a command that must have failed with `code`."""
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+    return result.stderr
+
+
+@contextmanager
+def running(*arguments: object, stdout: Any = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """The command line in the background, killed at the end if need be."""
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with process:
+            yield process
+            process.kill()
+    finally:
+        process.kill()
+
+
+def look(cache: Path) -> CacheStatus:
+    """The cache as this process sees it."""
+    with Cache(cache) as opened:
+        return opened.status()
+
+
+def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small pictures in two classes."""
+    root = tmp_path_factory.mktemp("remote")
+    rng = np.random.default_rng(0)
+    for number in range(COUNT):
+        folder = root / ("cats", "dogs")[number % 2]
+        folder.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03d}.png")
+    return root
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def fill_command(images: Path, cache: Path, *more: object) -> list[object]:
+    return ["worker", images, cache, "--size-limit", "50MB", "--min-free", 0, "--workers", 1, *more]
+
+
+def test_a_cache_is_filled_seen_checked_limited_evicted_and_cleared_from_a_shell(
+    images: Path, cache: Path, tmp_path: Path
+) -> None:
+    filled = cli(*fill_command(images, cache))
+    assert done(filled) == ""
+    assert f"{COUNT} samples" in filled.stderr
+    assert "complete" in filled.stderr
+
+    seen = json.loads(done(cli("status", cache, "--json")))
+    assert (seen["num_samples"], seen["fill_state"], seen["pass_done"]) == (COUNT, "complete", 1.0)
+    assert seen["worker"] is None
+    shown = done(cli("status", cache))
+    assert f"{COUNT} in " in shown
+    assert "image: uint8[3, 16, 16]" in shown
+
+    assert "all sound" in done(cli("verify", cache))
+    assert json.loads(done(cli("verify", cache, "--json")))["ok"] is True
+
+    done(cli("limit", cache, "20MB"))
+    assert look(cache).size_limit == 20_000_000
+
+    picture = tmp_path / "growth.png"
+    assert done(cli("plot", cache, "-o", picture)).strip() == str(picture)
+    with Image.open(picture) as drawn:
+        assert min(drawn.size) > 400
+
+    assert "freed" in cli("evict", cache, "--to", 0).stderr
+    assert look(cache).num_samples == 0
+    done(cli("clear", cache))
+    assert look(cache).fill_state == "none"
+
+
+def test_a_detached_worker_outlives_its_command_until_it_is_stopped(images: Path, cache: Path) -> None:
+    done(cli(*fill_command(images, cache, "--detach")))
+    try:
+        with Cache(cache) as opened:
+            assert opened.wait(COUNT, timeout_s=30) == COUNT
+        assert json.loads(done(cli("status", cache, "--json")))["worker"]["states"]
+    finally:
+        stopped = cli("stop", cache)
+    assert done(stopped) == ""
+    assert f"stopped: {COUNT} samples" in stopped.stderr
+    assert look(cache).worker is None
+    assert "no worker is running" in cli("stop", cache).stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
+    images: Path, cache: Path, number: signal.Signals
+) -> None:
+    slow = fill_command(images, cache, "--bandwidth-limit", "20kB/s", "--shard-size", "4kB")
+    with running(*slow) as process:
+        wait_until("a worker", lambda: (cache / "worker").is_dir() and look(cache).num_samples > 0)
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in shown
+    assert 0 < look(cache).num_samples < COUNT
+    assert look(cache).worker is None
+
+    done(cli(*fill_command(images, cache)))
+    assert look(cache).num_samples == COUNT
+    assert json.loads(done(cli("verify", cache, "--json")))["ok"] is True
+
+
+def test_a_source_and_a_transform_may_be_named_as_module_and_object(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "items = [{'x': i} for i in range(20)]\n"
+        "def even(sample):\n    return sample if sample['x'] % 2 == 0 else None\n"
+    )
+    command = fill_command(Path("mine:items"), cache, "--transform", "mine:even")
+    done(cli(*command, cwd=tmp_path))
+    assert look(cache).num_samples == 10
+
+
+def test_a_failing_transform_ends_with_what_was_skipped_and_why(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "items = [{'x': i} for i in range(4)]\n"
+        "def odd_only(sample):\n    if sample['x'] % 2: return sample\n    raise ValueError('even!')\n"
+    )
+    done(cli(*fill_command(Path("mine:items"), cache, "--transform", "mine:odd_only"), cwd=tmp_path))
+    shown = done(cli("status", cache))
+    assert "2 samples" in shown
+    assert "ValueError: even!" in shown
+
+
+def test_damage_is_found_repaired_and_then_gone(cache: Path) -> None:
+    fill(cache, 3, 8).close()
+    shard = sorted((cache / "shards").iterdir())[1]
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    found = cli("verify", cache)
+    assert found.returncode == 1
+    assert f"corrupt: {shard}" in found.stdout
+    assert "verify CACHE --repair" in found.stdout
+    assert "repaired" in done(cli("verify", cache, "--repair"))
+    assert "2 shards, 16 samples: all sound" in done(cli("verify", cache))
+    assert "1 damaged shard" in done(cli("status", cache))
+
+
+def test_what_epochs_hold_stays_and_the_command_says_so(cache: Path) -> None:
+    opened = fill(cache, 3, 8)
+    _, lease = opened.take_snapshot()
+    opened.close()
+    try:
+        assert "epochs in use hold their shards" in refused(cli("evict", cache, "--to", 0), 1)
+        assert "leased by epochs in use" in refused(cli("clear", cache), 1)
+        assert "1 in use" in done(cli("status", cache))
+    finally:
+        lease.release()
+    done(cli("evict", cache, "--to", 0))
+    assert look(cache).num_shards == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["status", "CACHE"], "holds no cache"),
+        (["stop", "CACHE"], "holds no cache"),
+        (["verify", "CACHE"], "holds no cache"),
+        (["limit", "CACHE", "5GB"], "holds no cache"),
+        (["worker", "nowhere://bucket", "CACHE"], "nowhere"),
+        (["worker", "/no/such/folder", "CACHE"], "/no/such/folder"),
+        (["worker", "no_such_module:thing", "CACHE"], "no_such_module"),
+        (["worker", "IMAGES", "CACHE", "--size-limit", "much"], "size_limit='much'"),
+        (["worker", "IMAGES", "CACHE", "--size-limit", "10"], "too small"),
+        (["worker", "IMAGES", "CACHE", "--order", "backwards"], "order='backwards'"),
+        (["worker", "IMAGES", "CACHE", "--transform", "json:no_such"], "--transform='json:no_such'"),
+        (["worker", "IMAGES", "CACHE", "--source-option", "colour=red"], "no argument 'colour'"),
+        (["status"], "CACHE"),
+        (["frobnicate"], "frobnicate"),
+        (["status", "CACHE", "--frob"], "--frob"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_clear_message_and_leaves_nothing(
+    arguments: list[str], said: str, images: Path, cache: Path
+) -> None:
+    places = {"CACHE": str(cache), "IMAGES": str(images)}
+    result = cli(*(places.get(argument, argument) for argument in arguments))
+    # A remote that is missing is a problem found; the rest is wrong use.
+    assert said in refused(result, 1 if "/no/such/folder" in arguments else 2)
+    if arguments[0] != "worker":
+        assert not cache.exists()
+
+
+def test_what_is_given_for_the_storage_driver_is_not_repeated_in_a_message(cache: Path) -> None:
+    for wrong in ("=canary", "canary", "secret=canary"):
+        result = cli("worker", "s3://bucket:bad/x", cache, "--storage-option", wrong)
+        assert result.returncode in (1, 2)
+        assert "canary" not in result.stderr
+
+
+def test_the_environment_gives_options_and_arguments_win(images: Path, cache: Path) -> None:
+    environment = {
+        "CACHESTREAM_CACHE": str(cache),
+        "CACHESTREAM_WORKER_SIZE_LIMIT": "30MB",
+        "CACHESTREAM_WORKER_WORKERS": "1",
+        "CACHESTREAM_WORKER_MIN_FREE": "0",
+    }
+    done(cli("worker", images, environment=environment))
+    assert look(cache).size_limit == 30_000_000
+    done(cli("worker", images, "--size-limit", "40MB", environment=environment))
+    assert look(cache).size_limit == 40_000_000
+    assert json.loads(done(cli("status", "--json", environment=environment)))["num_samples"] == COUNT
+
+
+def test_watching_writes_a_line_of_json_for_each_look_until_ctrl_c(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    with running("status", cache, "--watch", "--json", "--interval", 0.1) as process:
+        assert process.stdout is not None
+        looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+    assert [look["num_samples"] for look in looks] == [8, 8, 8]
+
+
+def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    master, slave = pty.openpty()
+    drawn = b""
+
+    def draws(text: bytes) -> bool:
+        nonlocal drawn
+        if select.select([master], [], [], 0.1)[0]:
+            drawn += os.read(master, 65536)
+        return text in drawn
+
+    try:
+        with running("status", cache, "--watch", "--interval", 0.1, stdout=slave) as process:
+            wait_until("8 samples drawn", lambda: draws(b"8 in 1 shard"))
+            done(cli("evict", cache, "--to", 0))
+            wait_until("no samples drawn", lambda: draws(b"0 in 0 shards"))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 0
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_a_reader_that_goes_away_is_no_traceback(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    with running("status", cache, "--watch", "--json", "--interval", 0.1) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(10) != 0
+        assert process.stderr.read() == ""
+
+
+def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
+    code = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None;"
+        f"from cachestream.cli import main; main(['plot', {str(cache)!r}])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert "pip install 'cachestream[plot]'" in refused(result, 2)
+
+
+def test_every_command_explains_itself_and_the_version_is_shown() -> None:
+    commands = ["worker", "stop", "status", "limit", "evict", "clear", "verify", "plot", "demo"]
+    listed = done(cli("--help"))
+    for command in commands:
+        assert f"  {command}" in listed
+    assert "CACHESTREAM_WORKER_SIZE_LIMIT" in done(cli("worker", "--help"))
+    assert done(cli("--version")).startswith("cachestream 0.")
