@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 from cachestream.model import IntArray, Span
 from cachestream.sampling.order import Order
 
-__all__ = ["END", "Coverage", "merge_spans"]
+__all__ = ["END", "Coverage", "Offsets", "gaps", "is_covered", "is_whole", "merge_spans"]
 
 END: Final = 1 << 62  # an offset past the last sample of any unit
 
-Offsets = tuple[tuple[int, int], ...]
+Offsets = Sequence[tuple[int, int]]
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
@@ -75,8 +75,20 @@ class Coverage:
 
 
 def is_whole(ranges: Offsets) -> bool:
-    """Whether one of the ranges is the whole unit."""
-    return any(start == 0 and stop == END for start, stop in ranges)
+    """Whether the ranges together are the whole unit."""
+    return not gaps(ranges, 0)
+
+
+def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
+    """What of a unit lies outside the ranges, from the offset `start` on."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if first > start:
+            found.append((start, first))
+        start = max(start, stop)
+    if start < END:
+        found.append((start, END))
+    return found
 
 
 def is_covered(ranges: Offsets, offset: int) -> bool:

@@ -1,8 +1,8 @@
 """Several units in flight, delivered in order: latency does not set the speed, and progress stays a number.
 
 Threads read whole units (fetch and decode release the GIL); the main thread takes the samples in the
-order the units were submitted. Bytes waiting are bounded, except those of the unit that is next: it
-must always be able to go on, or nothing would.
+order the units were submitted. Bytes waiting are bounded, those of the unit that is next by themselves:
+it must always be able to go on, or nothing would.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,13 +24,16 @@ class Flight:
     """One unit to be read: `skip` says which of its samples are not wanted.
 
     One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
-    has all of it, or with the `error` for which it is not read.
+    has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
+    in other shards; all before the offset `done` has been dealt with.
     """
 
     position: int
     unit: int
     claim_id: int
     skip: Callable[[int], bool]
+    cached: Sequence[tuple[int, int]] = ()
+    done: int = 0
     covered: bool = False
     items: deque[tuple[int, str, Any, int]] = field(default_factory=deque)
     waiting_bytes: int = 0
@@ -142,9 +145,15 @@ class Fetcher:
                 self._changed.wait(_TICK_S)
             return None if self._stopped else self._todo.popleft()
 
+    def _has_room(self, flight: Flight) -> bool:
+        """The next unit has a bound of its own: it always goes on, but not into endless memory."""
+        if self._order[0] is flight:
+            return flight.waiting_bytes < self._max_bytes
+        return self._bytes < self._max_bytes
+
     def _put(self, flight: Flight, item: tuple[int, str, Any, int], number: int) -> bool:
         with self._changed:
-            while self._bytes >= self._max_bytes and self._order[0] is not flight and not self._stopped:
+            while not self._stopped and not self._has_room(flight):
                 self._on_wait(number)
                 self._changed.wait(_TICK_S)
             if self._stopped:

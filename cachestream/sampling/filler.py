@@ -13,10 +13,11 @@ from cachestream.errors import (
     SampleError,
     SchemaMismatchError,
     SourceError,
+    SourceUnavailableError,
     WorkerError,
 )
 from cachestream.sampling.claims import Assignment, next_claim
-from cachestream.sampling.coverage import is_whole
+from cachestream.sampling.coverage import gaps, is_whole
 from cachestream.sampling.fetch import Delivery, Fetcher, Flight
 from cachestream.sampling.job import Job, Payload
 from cachestream.sampling.known import KnownOrders, skipper
@@ -36,7 +37,8 @@ BUFFER_BYTES: Final = 64 * 2**20
 QUARANTINE_AT: Final = 12  # weights of deaths, see supervisor.suspicion
 _WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
 _TICK_S: Final = 0.25
-_FATAL_SOURCE_ERRORS: Final = 20
+_FATAL_REFUSALS: Final = 20
+_FATAL_FAILURES: Final = 1000
 
 
 class QuarantinedError(SampleError):
@@ -70,7 +72,7 @@ class Filler:
         self._limit_bytes = cache.size_limit
         self._limit_until_s = 0.0
         self._started_s = time.monotonic()
-        self._source_errors = 0
+        self._refused: list[Flight] = []
 
     def run(self) -> None:
         """Work until everything is claimed and done, or until told to stop."""
@@ -79,6 +81,7 @@ class Filler:
                 self._beat(FETCHING)
                 self._refill()
                 if not len(self._fetcher) and not self._todo and self._exhausted:
+                    self._settle_last_refused()
                     break
                 self._step()
             self._flush()
@@ -139,11 +142,17 @@ class Filler:
         assignment = next_claim(
             self._cache.catalogue, self._cache.directory, self._owner.name, self._job.num_workers
         )
-        if assignment is None:
+        other_pass = (
+            self._assignment is not None
+            and assignment is not None
+            and (assignment.row.id != self._assignment.row.id)
+        )
+        # Another supervisor has begun another pass while we outlived ours: what we hold is of the old one.
+        if assignment is None or other_pass:
             self._exhausted = True
             return False
         self._assignment = assignment
-        self._suspects = {suspect.position: suspect for suspect in assignment.suspects}
+        self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
         plan = PassPlan.from_json(assignment.row.plan)
         self._reader.plan = plan
         self._slot["pass_id"] = assignment.row.id
@@ -153,7 +162,7 @@ class Filler:
         cached = self._orders.cached(assignment.row, plan, units)
         for position, unit, ranges in zip(positions.tolist(), units.tolist(), cached, strict=True):
             first = claim.offset if position == claim.position else 0
-            flight = Flight(position, unit, claim.id, skipper(first, ranges))
+            flight = Flight(position, unit, claim.id, skipper(first, ranges), ranges, first)
             flight.finished = flight.covered = is_whole(ranges)
             self._todo.append(flight)
         return True
@@ -184,24 +193,69 @@ class Filler:
     def _deliver(self, delivery: Delivery) -> None:
         flight = delivery.flight
         for offset, key, sample, _ in delivery.items:
+            if self._stop.is_set():
+                return  # the rest is read again by whoever goes on
+            self._settle_refused()
             self._open_up()
             self._add(flight, key, sample)
+            flight.done = offset + 1
             self._open.tally.passed(flight.claim_id, flight.position, offset)
             if self._open.packer.size_bytes >= self._target_bytes():
                 self._flush()
-        if not delivery.finished:
-            return
-        self._open_up()
+        if delivery.finished and not self._gave_up(flight):
+            self._finish(flight)
+
+    def _finish(self, flight: Flight) -> None:
         if flight is self._alone:
             self._alone = None
+        if _is_refusal(flight.error) or (flight.covered and self._refused):
+            self._refuse(flight)
+            return
+        if not flight.covered:
+            self._settle_refused()
+        self._record(flight)
+
+    def _record(self, flight: Flight) -> None:
+        """Count the unit as done, with its error if it has one."""
+        self._open_up()
         if flight.position in self._suspects:
             self._open.tally.settled.append(flight.position)
         if flight.error is not None:
-            self._failed(flight, flight.error)
-        elif not flight.covered:
-            self._source_errors = 0
-        self._open.tally.finished(flight.claim_id, flight.position, covered=flight.covered)
+            kind = "source" if not isinstance(flight.error, SampleError) else "sample"
+            kind = "quarantined" if isinstance(flight.error, QuarantinedError) else kind
+            self._skip(kind, flight.error, f"unit {flight.unit}")
+        rest = [] if flight.covered else gaps(flight.cached, flight.done)
+        self._open.tally.finished(flight.claim_id, flight.position, rest)
         self._slot["units"] += not flight.covered
+
+    def _refuse(self, flight: Flight) -> None:
+        """Put a unit aside that the remote refused: if it refuses the next ones too, none of them is done."""
+        self._refused.append(flight)
+        errors = [flight.error for flight in self._refused if flight.error is not None]
+        if len(errors) >= _FATAL_REFUSALS:
+            raise WorkerError(f"{len(errors)} units in a row cannot be read, the last one: {errors[-1]}")
+
+    def _settle_refused(self) -> None:
+        """The remote does answer: the units it refused are skipped, each for its own reason."""
+        for flight in self._refused:
+            self._record(flight)
+        self._refused.clear()
+
+    def _settle_last_refused(self) -> None:
+        if not self._refused:
+            return
+        self._flush()
+        self._outbox.settle()
+        if not self._cache.num_samples:
+            error = self._refused[-1].error or self._refused[0].error
+            raise WorkerError(
+                f"nothing could be read, {len(self._refused)} units refused, the last one: {error}"
+            )
+        self._settle_refused()
+
+    def _gave_up(self, flight: Flight) -> bool:
+        """Whether the unit was only given up because we stop: it is not done, others will read it."""
+        return self._stop.is_set() and isinstance(flight.error, SourceUnavailableError)
 
     def _open_up(self) -> None:
         if self._open.since_s is None:
@@ -235,24 +289,20 @@ class Filler:
     def _skip(self, kind: str, error: BaseException, example: str) -> None:
         self._open.tally.skipped(kind, error, example)
         self._slot["failures"] += kind != "quarantined"
-
-    def _failed(self, flight: Flight, error: BaseException) -> None:
-        what = f"unit {flight.unit}"
-        if isinstance(error, QuarantinedError):
-            self._skip("quarantined", error, what)
-        elif isinstance(error, SampleError):
-            self._skip("sample", error, what)
-        elif isinstance(error, SourceError):
-            self._source_errors += 1
-            if self._source_errors >= _FATAL_SOURCE_ERRORS:
-                raise WorkerError(
-                    f"{self._source_errors} units in a row cannot be read, the last one: {error}"
-                )
-            self._skip("source", error, what)
-        else:
-            self._skip("source", error, what)
+        useless = (
+            self._slot["failures"] >= _FATAL_FAILURES and not self._slot["samples"] + self._slot["dropped"]
+        )
+        if useless and not self._cache.num_samples:
+            raise WorkerError(
+                f"none of the first {_FATAL_FAILURES} samples can be used, the last one: {error}"
+            )
 
     def _flush(self) -> None:
         """Hand over the open shard, or just the progress, to be published."""
         if self._open.has_news:
             self._open = self._outbox.send(self._open)
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the error may hold for the whole source: bad credentials, no such bucket."""
+    return isinstance(error, SourceError) and not isinstance(error, SampleError)

@@ -61,6 +61,7 @@ class Outbox:
         self._thread = ThreadPoolExecutor(1, "publish")
         self._sent: Future[None] | None = None
         self._spare = OpenShard()
+        self._gave_up = False
         self.published = 0
         self.schema: Schema | None = cache.schema
 
@@ -87,6 +88,8 @@ class Outbox:
     def _publish_or_commit(self, shard: OpenShard) -> None:
         begun_s = time.monotonic()
         assert shard.row is not None
+        if self._gave_up:
+            return  # progress of what came later would pass over the shard that was given up
         try:
             if shard.packer.num_samples:
                 self._publish(shard, shard.row)
@@ -119,6 +122,7 @@ class Outbox:
             self._check_fits(content)
             self._slot["state"] = NO_SPACE
             if self._stop.wait(wait_s):
+                self._gave_up = True
                 return
             self._slot["space_wait_s"] += wait_s
             wait_s = min(longest_s, 2 * wait_s)

@@ -33,6 +33,14 @@ def begin(cache: Cache, job: Job, draw: Callable[[], IntArray]) -> None:
     with cache.catalogue.transaction() as tables:
         _check_source(cache, tables, job)
         rows = tables.passes()
+        if (
+            rows
+            and not tables.totals()[0]
+            and int(tables.meta("evicted_shards", 0)) <= rows[-1].evicted_before
+        ):
+            tables.forget_filling()  # all was skipped: what made it so may have been mended meanwhile
+            tables.set_meta("source", job.fingerprint)
+            rows = []
         if rows and _same_order(PassPlan.from_json(rows[-1].plan), plan):
             if pass_is_open(tables, rows[-1]):
                 return

@@ -54,6 +54,7 @@ class UnitReader:
         """
         self._local.number = number
         slot = self._slot
+        self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
         slot["flights"][number] = flight.position + 1
         delays = backoff_delays(random.Random())
         came = 0

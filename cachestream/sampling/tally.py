@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cachestream.model import Span
+from cachestream.sampling.coverage import END
 from cachestream.storage.publish import Progress
 from cachestream.storage.tables import FailureRow
 
@@ -29,13 +32,15 @@ class Tally:
         self._claims[claim_id] = (position, offset + 1)
         self._extend(Span((position, offset), (position, offset + 1)))
 
-    def finished(self, claim_id: int, position: int, *, covered: bool) -> None:
-        """The unit at `position` is done; `covered` when it was cached and nothing was read."""
-        last = self._claims.get(claim_id)
+    def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
+        """The unit at `position` is done; `rest`: ranges of offsets in which it turned out to have no more.
+
+        Only these count as held by the open shard, besides what `passed`: a span over samples that lie in
+        another shard would hide it when that one is evicted.
+        """
         self._claims[claim_id] = (position + 1, 0)
-        if not covered:
-            done = last[1] if last is not None and last[0] == position else 0
-            self._extend(Span((position, done), (position + 1, 0)))
+        for start, stop in rest:
+            self._extend(Span((position, start), (position + 1, 0) if stop == END else (position, stop)))
 
     def _extend(self, span: Span) -> None:
         if self.spans and self.spans[-1].stop == span.start:
