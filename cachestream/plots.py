@@ -36,7 +36,7 @@ def plot_growth(rows: npt.NDArray[Any], path: str | os.PathLike[str], title: str
     below.set_xlabel(f"time since the first worker ({unit})")
     for axes in (above, below):
         axes.set_ylim(bottom=0)
-        axes.set_xlim(0, seconds[-1])
+        axes.set_xlim(0, max(float(seconds.max()), 1e-3))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left", framealpha=0.9)
@@ -76,7 +76,14 @@ def _draw_sizes(axes: Any, seconds: npt.NDArray[np.float64], rows: npt.NDArray[A
     factor, unit = _scale(float(largest), ("B", "kB", "MB", "GB", "TB", "PB"))
     axes.fill_between(seconds, rows["size_bytes"] / factor, color=_BLUE, alpha=0.25, linewidth=0)
     axes.plot(seconds, rows["size_bytes"] / factor, color=_BLUE, label="on disk")
-    axes.plot(seconds, rows["limit_bytes"] / factor, color=_ORANGE, linestyle="--", label="limit")
+    axes.plot(
+        seconds,
+        rows["limit_bytes"] / factor,
+        color=_ORANGE,
+        linestyle="--",
+        drawstyle="steps-post",
+        label="limit",
+    )
     axes.set_ylabel(f"cache ({unit})")
     taken = np.flatnonzero(np.diff(rows["snapshots"], prepend=rows["snapshots"][0]) > 0)
     if len(taken):

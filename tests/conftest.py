@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("cachestream")
 WIND_DOWN_S: Final = 5.0
 # Threads that live as long as the interpreter, whoever starts them first.
 LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_dummy")
+LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -75,7 +76,7 @@ def _open_files() -> set[str]:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
-        lasting = target.startswith(("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:"))
+        lasting = target.startswith(LASTING_FILES) or target.endswith(".ttf")  # fonts stay open, once each
         if not lasting and int(fd) != getattr(tracker, "_fd", None):
             found.add(f"{fd} -> {target}")
     return found
