@@ -84,10 +84,13 @@ def run_s3_server(
     key: str = "CANARYKEY",
     secret: str = "CANARYSECRET",
     bwlimit: str | None = None,
+    fresh: bool = True,
 ) -> Iterator[S3Server]:
     """Serve `root` (default: a temporary folder) until the end of the block.
 
-    `bwlimit` is rclone's: "40M" for 40 MiB/s in all.
+    `bwlimit` is rclone's: "40M" for 40 MiB/s in all. A `fresh` server lists a folder anew for
+    each request: changes are seen at once, but from 1,000 files a folder on that is what it does
+    with its time. Otherwise it does so every few minutes.
     """
     with tempfile.TemporaryDirectory(prefix="s3-") as scratch:
         served = Path(scratch, "root") if root is None else root
@@ -103,7 +106,16 @@ def run_s3_server(
             "--auth-key",
             f"{key},{secret}",
         ]
-        command += ["--config", "", "--dir-cache-time", "0s", "--poll-interval", "0", "--log-level", "NOTICE"]
+        command += [
+            "--config",
+            "",
+            "--dir-cache-time",
+            dir_cache_time if fresh else "5m",
+            "--poll-interval",
+            "0",
+            "--log-level",
+            "NOTICE",
+        ]
         command += ["--bwlimit", bwlimit] if bwlimit else []
         if setpriv := shutil.which("setpriv"):  # the server goes also when the tests are killed
             command = [setpriv, "--pdeathsig", "KILL", *command]
