@@ -110,7 +110,7 @@ def run_s3_server(
             "--config",
             "",
             "--dir-cache-time",
-            dir_cache_time if fresh else "5m",
+            "0s" if fresh else "5m",
             "--poll-interval",
             "0",
             "--log-level",
