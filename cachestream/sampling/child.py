@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from pathlib import Path
 from typing import IO, Any, Final
 
-from cachestream.sampling.health import Death, Suspicion, is_hanging, suspicions
-from cachestream.sampling.job import Job, write_frame
-from cachestream.storage.board import STARTING, Board
+from cachestream.sampling.health import Death, Suspicion, hanging_positions, suspicions
+from cachestream.sampling.job import write_frame
+from cachestream.storage.board import ENDED, STARTING, Board
 
 __all__ = ["Child", "start_python"]
 
@@ -35,18 +36,21 @@ def start_python(module: str, sys_path: tuple[str, ...], **options: Any) -> subp
 
 
 class Child:
-    """The process in slot `index`; `start` again after a death."""
+    """The process in slot `index`; `start` again after a death. `job_fd` is the job, see `job.share`."""
 
-    def __init__(self, job: Job, index: int, board: Board) -> None:
-        self._job = job
+    def __init__(self, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board) -> None:
+        self._job_fd = job_fd
+        self._sys_path = sys_path
         self.index = index
         self._board = board
+        self._slot = board.slot(index)
         self._process: subprocess.Popen[bytes] | None = None
         self._words: deque[bytes] = deque(maxlen=64)
         self._listener: threading.Thread | None = None
         self._work_before = 0
-        self._killed_as_hanging = False
-        self.not_before_s = 0.0
+        self._hung: list[int] | None = None
+        self._was_stopped = False
+        self.start_at_s: float | None = None  # when it is due to be started again
         self.started_s = 0.0
 
     @property
@@ -56,18 +60,18 @@ class Child:
     def start(self, now_s: float) -> None:
         """Start the process; its output becomes its last words, and goes to the log."""
         self._board.clear_flights(self.index)
-        slot = self._board.slot(self.index)
-        slot["state"], slot["beat_s"] = STARTING, now_s
+        self._slot["state"], self._slot["beat_s"] = STARTING, now_s
         self._work_before = self._work()
-        self._killed_as_hanging = False
-        self.started_s = now_s
+        self._hung, self._was_stopped = None, False
+        self.started_s, self.start_at_s = now_s, None
         owner = f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}"
         self._process = start_python(
             "cachestream.sampling.process",
-            self._job.sys_path,
+            self._sys_path,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            pass_fds=(self._job_fd,),
         )
         self._words.clear()
         assert self._process.stdout is not None
@@ -75,7 +79,7 @@ class Child:
         self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
         self._listener.start()
         try:
-            write_frame(self._process.stdin, (self._job, self.index, owner))
+            write_frame(self._process.stdin, (self._job_fd, self.index, owner))
         except BrokenPipeError:
             pass  # it died already; reap tells
 
@@ -86,27 +90,29 @@ class Child:
                 logger.info("process %d: %s", self.index, line[:1000].decode("utf-8", "replace").rstrip())
 
     def _work(self) -> int:
-        slot = self._board.slot(self.index)
+        slot = self._slot
         return int(slot["written_bytes"]) + int(slot["failures"]) + int(slot["dropped"])
+
+    def _flights(self) -> list[tuple[float, int]]:
+        """The fetching threads' last beats, and the positions they read."""
+        beats, flights = self._slot["flight_beats_s"].tolist(), self._slot["flights"].tolist()
+        return [(beat_s, flight - 1) for beat_s, flight in zip(beats, flights, strict=True) if flight]
+
+    def _in_transform(self) -> int | None:
+        return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
 
     def kill_if_hanging(self, now_s: float, timeout_s: float, start_deadline_s: float) -> None:
         """End a process that shows no life."""
-        if self._process is None:
+        if self._process is None or self._hung is not None:
             return
-        slot = self._board.slot(self.index)
-        if int(slot["state"]) == STARTING:
-            hanging = now_s - self.started_s > start_deadline_s
+        if int(self._slot["state"]) == STARTING:
+            if now_s - self.started_s > start_deadline_s:
+                self._hung = []
         else:
-            beats = [
-                beat
-                for flight, beat in zip(
-                    slot["flights"].tolist(), slot["flight_beats_s"].tolist(), strict=True
-                )
-                if flight
-            ]
-            hanging = is_hanging(now_s, float(slot["beat_s"]), beats, timeout_s)
-        if hanging:
-            self._killed_as_hanging = True
+            main = (float(self._slot["beat_s"]), self._in_transform())
+            self._hung = hanging_positions(now_s, timeout_s, main, self._flights())
+        if self._hung is not None:
+            self._was_stopped = _is_stopped(self._process.pid)
             self._process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
@@ -118,13 +124,24 @@ class Child:
             _close(process.stdin)
         if self._listener is not None:
             self._listener.join(timeout=1.0)
-        slot = self._board.slot(self.index)
-        death = Death(now_s, process.returncode, self._killed_as_hanging, self._work() > self._work_before)
-        flights = [int(flight) - 1 for flight in slot["flights"].tolist() if flight]
-        in_transform = int(slot["alone"]) - 1 if slot["alone"] else None
-        found = suspicions(death, flights, in_transform)
+        positions = self._hung
+        if positions is None:
+            in_transform = self._in_transform()
+            positions = [flight for _, flight in self._flights()]
+            positions += [] if in_transform is None else [in_transform]
+        death = Death(
+            now_s,
+            process.returncode,
+            hanging=self._hung is not None,
+            stopped=self._was_stopped,
+            # A process that says nothing was ended by what it worked on, with whatever exit code.
+            orderly=int(self._slot["state"]) == ENDED,
+            progressed=self._work() > self._work_before,
+            suspects=len(set(positions)),
+        )
+        pass_id = int(self._slot["pass_id"])
         self._board.clear_flights(self.index)
-        return death, found, int(slot["pass_id"])
+        return death, suspicions(death, positions), pass_id
 
     @property
     def last_words(self) -> str:
@@ -141,6 +158,15 @@ class Child:
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=5.0)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody stopped the process (SIGSTOP, a debugger)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in (b"T", b"t")
 
 
 def _close(stream: IO[bytes]) -> None:

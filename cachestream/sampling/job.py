@@ -5,6 +5,8 @@ It travels through pipes only: the source may hold credentials, which never touc
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
 import struct
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import cloudpickle
 
 from cachestream.errors import ConfigError, WorkerError
 
-__all__ = ["Job", "Payload", "pack", "read_frame", "write_frame"]
+__all__ = ["Job", "Payload", "load_shared", "pack", "read_frame", "share", "unpack", "write_frame"]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -23,7 +25,7 @@ _LENGTH: Final = struct.Struct("<Q")
 class Job:
     """The worker's orders, without the user's objects: these are in `payload`, pickled.
 
-    `kind`, `seed`: the order over units. `length`: positions in a pass (None: endless).
+    `kind`, `seed`: the order over units.
     `listing`: the digest of the source's listing. Sizes in bytes, times in seconds.
     """
 
@@ -58,15 +60,25 @@ class Payload:
 
 def pack(payload: Payload) -> bytes:
     """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle."""
+    try:
+        return bytes(cloudpickle.dumps(payload))
+    except Exception as error:  # noqa: BLE001  pickling runs the user's code
+        name, cause = _culprit(payload) or ("job", error)
+        raise ConfigError(
+            f"the {name} cannot be sent to the background processes ({type(cause).__name__}: {cause}); "
+            "open files, connections, locks and generators inside it, at its first use there"
+        ) from cause
+
+
+def _culprit(payload: Payload) -> tuple[str, Exception] | None:
+    """What of `payload` does not pickle, by the name its user knows, and why."""
+    names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
     for name in ("source", "transform", "eviction", "weights", "sampler"):
         try:
             cloudpickle.dumps(getattr(payload, name))
-        except Exception as error:
-            raise ConfigError(
-                f"the {name} cannot be sent to the background processes ({type(error).__name__}: {error}); "
-                "open files, connections, locks and generators inside it, at its first use there"
-            ) from error
-    return bytes(cloudpickle.dumps(payload))
+        except Exception as error:  # noqa: BLE001  pickling runs the user's code
+            return names.get(name, "order"), error
+    return None
 
 
 def unpack(data: bytes) -> Payload:
@@ -80,6 +92,28 @@ def unpack(data: bytes) -> Payload:
         ) from error
     assert isinstance(payload, Payload)
     return payload
+
+
+def share(job: Job) -> int:
+    """The job in memory that children inherit: a descriptor for `load_shared`.
+
+    Pickled once, whatever the number of processes and restarts, and nobody waits for a reader: through a
+    pipe a large listing would block the supervisor until each child has started.
+    """
+    fd = os.memfd_create("cachestream-job", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        pickle.dump(job, file)
+    return fd
+
+
+def load_shared(fd: int) -> Job:
+    """The job behind a descriptor of `share`; closes it."""
+    try:
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+            job: Job = pickle.loads(memory)  # noqa: S301  shared by our own parent
+    finally:
+        os.close(fd)
+    return job
 
 
 def write_frame(stream: IO[bytes], value: Any) -> None:

@@ -13,6 +13,7 @@ from cachestream.model import IntArray
 from cachestream.sampling.coverage import Coverage, Offsets, is_covered
 from cachestream.sampling.job import Payload
 from cachestream.sampling.order import Order, PassPlan
+from cachestream.sampling.passes import order_file
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
 
@@ -36,7 +37,7 @@ class KnownOrders:
         if order is None:
             drawn = None
             if plan.kind == "sampler":
-                drawn = np.load(self._cache.directory.worker_file(f"order-{plan.ordinal}.npy"), mmap_mode="r")
+                drawn = np.load(order_file(self._cache.directory, plan.ordinal), mmap_mode="r")
             weights = self._payload.weights if plan.kind == "weighted" else None
             order = self._orders[plan] = Order(plan, weights, drawn)
         return order

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from cachestream.errors import ConfigError
+from cachestream.errors import CacheFullError, ConfigError
 from cachestream.model import IntArray
 from cachestream.sampling.job import Job
 from cachestream.sampling.order import PassPlan
+from cachestream.storage.admission import Owner, disk_footprint
 from cachestream.storage.cache import Cache
+from cachestream.storage.directory import Directory
 from cachestream.storage.tables import PassRow, Tables
 
-__all__ = ["begin", "go_on", "pass_is_open"]
+__all__ = ["begin", "go_on", "order_file", "pass_is_open"]
+
+Draw = Callable[[int], IntArray]
 
 
 def pass_is_open(tables: Tables, row: PassRow) -> bool:
@@ -27,38 +33,54 @@ def first_plan(job: Job) -> PassPlan:
     return PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, job.num_units)
 
 
-def begin(cache: Cache, job: Job, draw: Callable[[], IntArray]) -> None:
-    """Resume the cache's open pass if it is of this job's order, else begin one."""
+def begin(cache: Cache, job: Job, draw: Draw) -> None:
+    """Resume the cache's open pass if it is of this job's order, else begin one.
+
+    `draw(ordinal)` gives what the user's sampler draws for a pass.
+    """
     plan = first_plan(job)
     with cache.catalogue.transaction() as tables:
         _check_source(cache, tables, job)
         rows = tables.passes()
-        if (
-            rows
-            and not tables.totals()[0]
-            and int(tables.meta("evicted_shards", 0)) <= rows[-1].evicted_before
-        ):
+        if rows and not tables.totals()[0] and not _was_evicted(tables, rows[-1]):
             tables.forget_filling()  # all was skipped: what made it so may have been mended meanwhile
             tables.set_meta("source", job.fingerprint)
             rows = []
-        if rows and _same_order(PassPlan.from_json(rows[-1].plan), plan):
+        if rows and _can_resume(cache, PassPlan.from_json(rows[-1].plan), plan):
             if pass_is_open(tables, rows[-1]):
                 return
-            if int(tables.meta("evicted_shards", 0)) <= rows[-1].evicted_before:
+            if not _was_evicted(tables, rows[-1]):
                 return  # complete, and nothing was lost since
-        _insert(cache, tables, plan, draw)
+    _insert(cache, plan, draw)
 
 
-def go_on(cache: Cache, job: Job, draw: Callable[[], IntArray]) -> bool:
+def go_on(cache: Cache, job: Job, draw: Draw) -> bool:
     """At the end of a pass: whether there is more to do; begins the next pass if something was evicted."""
-    with cache.catalogue.transaction() as tables:
+    # Only a supervisor begins passes, so what is read here holds until the insert.
+    with cache.catalogue.reading() as tables:
         rows = tables.passes()
         if not rows or pass_is_open(tables, rows[-1]):
             return bool(rows)
-        if int(tables.meta("evicted_shards", 0)) <= rows[-1].evicted_before:
+        if not _was_evicted(tables, rows[-1]):
             return False
-        _insert(cache, tables, first_plan(job), draw)
-        return True
+    _insert(cache, first_plan(job), draw)
+    return True
+
+
+def order_file(directory: Directory, ordinal: int) -> str:
+    """Where what a sampler drew for a pass lies."""
+    return directory.worker_file(f"order-{ordinal}.npy")
+
+
+def _was_evicted(tables: Tables, row: PassRow) -> bool:
+    """Whether something has gone since the pass began."""
+    return int(tables.meta("evicted_shards", 0)) > row.evicted_before
+
+
+def _can_resume(cache: Cache, one: PassPlan, other: PassPlan) -> bool:
+    if one.kind == "sampler" and not os.path.exists(order_file(cache.directory, one.ordinal)):
+        return False
+    return replace(one, ordinal=0, length=None) == replace(other, ordinal=0, length=None)
 
 
 def _check_source(cache: Cache, tables: Tables, job: Job) -> None:
@@ -73,16 +95,49 @@ def _check_source(cache: Cache, tables: Tables, job: Job) -> None:
     tables.set_meta("source", job.fingerprint)
 
 
-def _same_order(one: PassPlan, other: PassPlan) -> bool:
-    return replace(one, ordinal=0, length=None) == replace(other, ordinal=0, length=None)
-
-
-def _insert(cache: Cache, tables: Tables, plan: PassPlan, draw: Callable[[], IntArray]) -> None:
-    ordinals = [PassPlan.from_json(row.plan).ordinal for row in tables.passes()]
+def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
+    with cache.catalogue.reading() as tables:
+        ordinals = [PassPlan.from_json(row.plan).ordinal for row in tables.passes()]
     plan = replace(plan, ordinal=max(ordinals, default=-1) + 1)
     if plan.kind == "sampler":
-        drawn = draw()
+        drawn = draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))
-        np.save(cache.directory.worker_file(f"order-{plan.ordinal}.npy"), drawn)
-    tables.forget_old_passes()
-    tables.insert_pass(plan.to_json(), plan.length, int(tables.meta("evicted_shards", 0)))
+        _remove_orders(cache.directory)
+        _save_order(cache, plan.ordinal, drawn)
+    with cache.catalogue.transaction() as tables:
+        tables.forget_old_passes()
+        tables.insert_pass(plan.to_json(), plan.length, int(tables.meta("evicted_shards", 0)))
+
+
+def _remove_orders(directory: Directory) -> None:
+    """Only the pass at hand needs what was drawn for it."""
+    for name in os.listdir(directory.worker):
+        if name.startswith("order-"):
+            os.unlink(directory.worker_file(name))
+
+
+def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
+    """Write what was drawn, within the limit like all else."""
+    path = order_file(cache.directory, ordinal)
+    owner = Owner(cache.directory, f"order-{secrets.token_hex(6)}")
+    try:
+        size_bytes = disk_footprint(drawn.nbytes + 4096)
+        reserved = cache.admission.reserve(size_bytes, owner.name)
+        if reserved is None:
+            raise CacheFullError(
+                f"no space for the order of {len(drawn)} units: {cache.admission.shortage(size_bytes)}"
+            )
+        try:
+            with open(path + ".new", "wb", opener=_private) as file:
+                np.save(file, drawn)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path + ".new", path)
+        finally:
+            cache.admission.cancel(reserved)
+    finally:
+        owner.release()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

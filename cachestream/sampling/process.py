@@ -18,7 +18,7 @@ from typing import Final
 
 from cachestream.errors import WorkerError
 from cachestream.sampling.filler import Filler
-from cachestream.sampling.job import Job, read_frame, unpack
+from cachestream.sampling.job import Job, load_shared, read_frame, unpack
 from cachestream.sampling.outbox import LimitTooSmallError
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
@@ -42,7 +42,8 @@ def main() -> None:
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first
     stream = sys.stdin.buffer
-    job, index, owner = read_frame(stream)
+    job_fd, index, owner = read_frame(stream)
+    job = load_shared(job_fd)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_watch_parent, args=(stream, stop), name="parent", daemon=True).start()
@@ -56,20 +57,21 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
     board = Board(Directory(job.root).worker_file("board"))
     slot = board.slot(index)
     slot["pid"], slot["state"], slot["beat_s"] = os.getpid(), STARTING, time.monotonic()
+    code = 0
     try:
         payload = unpack(job.payload)
         cache = Cache(job.root, eviction=payload.eviction)
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()
     except LimitTooSmallError:
-        return EXIT_RESTART
+        code = EXIT_RESTART
     except WorkerError:
         traceback.print_exc()
-        return EXIT_FATAL
+        code = EXIT_FATAL
     except BaseException:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
         traceback.print_exc()
-        return 1
-    slot["state"] = ENDED
-    return 0
+        code = 1
+    slot["state"] = ENDED  # tells this end from one that a sample or a signal made
+    return code
 
 
 def _watch_parent(stream: object, stop: threading.Event) -> None:

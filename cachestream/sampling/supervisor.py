@@ -22,8 +22,8 @@ import numpy as np
 from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
-from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop
-from cachestream.sampling.job import Job, read_frame, unpack, write_frame
+from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop, longest_pause_s
+from cachestream.sampling.job import Job, Payload, read_frame, share, unpack, write_frame
 from cachestream.sampling.order import check_drawn
 from cachestream.sampling.passes import begin, go_on
 from cachestream.sampling.process import EXIT_FATAL, EXIT_RESTART
@@ -38,7 +38,7 @@ __all__ = ["Supervisor", "main"]
 _TICK_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _STOP_S: Final = 4.0
-_BACKOFF_S: Final = (0.5, 60.0)
+_LEAVE_S: Final = 1.0
 _LOG_BYTES: Final = 64 * 1024
 _LOCK_TIMEOUT_S: Final = 1.0
 
@@ -56,15 +56,19 @@ class _GiveUpError(Exception):
 class Supervisor:
     """Runs the processes of one job until it is stopped; `run` returns the process's exit code."""
 
-    def __init__(self, job: Job, cache: Cache) -> None:
+    def __init__(self, job: Job, cache: Cache, lock: HeldFile) -> None:
         self._job = job
         self._cache = cache
+        self._lock = lock
         self._board = Board(cache.directory.worker_file("board"))
         self._board.reset(os.getpid(), job.num_workers, time.monotonic())
-        self._children = [Child(job, index, self._board) for index in range(job.num_workers)]
+        job_fd = share(job)
+        self._children = [Child(job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)]
         self._wardens = Wardens(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
+        self._payload: Payload | None = None
+        self._leaving: HeldFile | None = None
         self._resting = False
         self._state = ""
         self._stop = threading.Event()
@@ -80,20 +84,27 @@ class Supervisor:
     def run(self) -> int:
         """Watch until asked to stop, until nobody needs the worker any more, or until it fails."""
         try:
-            leaving = None
-            while leaving is None:
+            while not (self._should_end() and self._leave()):
+                self._try_tick()
                 self._stop.wait(_TICK_S)
-                self._tick(time.monotonic())
-                if self._should_end():
-                    leaving = self._leave()
             self._end()
-        except _GiveUpError as error:
-            self._end()
-            self._say("failed", str(error), error.words)
+        except Exception as error:  # the supervisor's main: what ends it is told to all who wait
+            words = error.words if isinstance(error, _GiveUpError) else traceback.format_exc()
+            logger.exception("giving up")
+            self._give_up(str(error) or type(error).__name__, words)
             return 1
         if self._state == "filling":
             self._say("stopped")
         return 0
+
+    def _give_up(self, message: str, words: str) -> None:
+        try:
+            if self._lock.is_ours:
+                self._leave()  # nobody shall attach to a worker that has failed
+                self._end()
+                self._say("failed", message, words)
+        except (CacheStreamError, OSError):
+            logger.exception("the end could not be recorded")  # the children die with us
 
     def start(self) -> None:
         """Start the sampling processes."""
@@ -101,20 +112,33 @@ class Supervisor:
         for child in self._children:
             child.start(time.monotonic())
 
-    def _leave(self) -> HeldFile | None:
-        """The attach lock, held until we are gone; None when somebody attached at the last moment."""
-        lock = self._wardens.attach_lock()
+    def _leave(self) -> bool:
+        """Take the attach lock, until we are gone; False when somebody attached at the last moment."""
+        try:
+            self._leaving = self._wardens.attach_lock(_LEAVE_S)
+        except CacheLockedError:
+            return (
+                self._stop.is_set()
+            )  # a process was stopped while it attached: a signal does not wait for it
         if self._should_end():
-            return lock
-        lock.release()
-        return None
+            return True
+        self._leaving.release()
+        return False
 
     def _should_end(self) -> bool:
         if self._stop.is_set() or self._wardens.stop_requested():
             return True
         if self._state == "full" and self._job.when_full == "stop":
             return True
-        return not self._job.detach and self._wardens.nobody_left()
+        return not self._job.detach and not self._wardens.is_detached() and self._wardens.nobody_left()
+
+    def _try_tick(self) -> None:
+        if not self._lock.is_ours:
+            raise _GiveUpError(f"{self._lock.path} is gone: the cache was removed", "")
+        try:
+            self._tick(time.monotonic())
+        except CacheLockedError:
+            logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
 
     def _tick(self, now_s: float) -> None:
         for child in self._children:
@@ -123,11 +147,10 @@ class Supervisor:
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._keep_house()
-        if not any(child.running or child.not_before_s for child in self._children):
+        if not any(child.running or child.start_at_s is not None for child in self._children):
             self._next_pass(now_s)
         for child in self._children:
-            if child.not_before_s and now_s >= child.not_before_s and not child.running:
-                child.not_before_s = 0.0
+            if child.start_at_s is not None and now_s >= child.start_at_s:
                 child.start(now_s)
         if not self._resting:
             self._say("full" if self._is_full() else "filling")
@@ -137,27 +160,25 @@ class Supervisor:
         if ended is None:
             return
         death, suspects, pass_id = ended
-        if death.returncode == 0:
+        if death.orderly and death.returncode == 0:
             return
-        if death.returncode == EXIT_RESTART:
-            child.not_before_s = now_s
+        if death.orderly and death.returncode == EXIT_RESTART:
+            child.start_at_s = now_s
             return
         logger.warning("sampling process %d %s", child.index, death)
-        if death.returncode == EXIT_FATAL:
-            raise _GiveUpError("the worker cannot go on", child.last_words)
+        if death.orderly and death.returncode == EXIT_FATAL:
+            raise _GiveUpError(_last_error(child.last_words), child.last_words)
+        self._deaths.append(death)
+        if is_crash_loop(self._deaths, now_s, self._job.num_workers):
+            count = len(self._deaths)
+            raise _GiveUpError(
+                f"the sampling processes died {count} times: what they read {death}", child.last_words
+            )
+        self._board.count_restart()
+        child.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
         with self._cache.catalogue.transaction() as tables:
             for suspicion in suspects:
                 tables.add_suspect(pass_id, suspicion.position, suspicion.weight, str(death))
-        self._deaths.append(death)
-        if is_crash_loop(self._deaths, now_s):
-            count = len(self._deaths)
-            raise _GiveUpError(
-                f"the sampling processes died {count} times, the last one {death}", child.last_words
-            )
-        self._board.count_restart()
-        failures = 0 if death.progressed else sum(not d.progressed for d in self._deaths[-8:])
-        first_s, longest_s = _BACKOFF_S
-        child.not_before_s = now_s + random.uniform(0.0, min(longest_s, first_s * 2**failures))
 
     def _next_pass(self, now_s: float) -> None:
         """All processes have ended for want of claims: begin another pass, or rest."""
@@ -177,10 +198,14 @@ class Supervisor:
             return ""
         return f"{sum(f.count for f in failures)} skipped, most often: {failures[0].reason}"
 
-    def draw(self) -> IntArray:
-        """What the user's sampler gives for the next pass."""
-        payload = unpack(self._job.payload)
-        return check_drawn(np.fromiter(iter(payload.sampler), np.int64), self._job.num_units)
+    def draw(self, ordinal: int) -> IntArray:
+        """What the user's sampler gives for pass `ordinal`."""
+        if self._payload is None:
+            self._payload = unpack(self._job.payload)  # kept: a sampler goes on where its generator is
+        sampler = self._payload.sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(ordinal)
+        return check_drawn(np.fromiter(iter(sampler), np.int64), self._job.num_units)
 
     def _is_full(self) -> bool:
         if self._job.when_full == "evict" and self._cache.eviction != "none":
@@ -223,8 +248,9 @@ class Supervisor:
             time.sleep(0.01)
         for child in self._children:
             child.kill()
+        self._wardens.clear_requests()
+        self._cache.recover()  # what was killed in the middle of a shard leaves nothing
         self._keep_house()
-        self._wardens.clear_stop_request()
 
 
 def main() -> None:
@@ -236,7 +262,7 @@ def main() -> None:
         lock = _become_the_supervisor(cache)
         _open_log(cache)
         removed = cache.recover()
-        supervisor = Supervisor(job, cache)
+        supervisor = Supervisor(job, cache, lock)
         begin(cache, job, supervisor.draw)
         supervisor.start()
         write_frame(answer, "ready")
@@ -248,14 +274,17 @@ def main() -> None:
         raise
     logger.info("started, %d left-over files removed", removed)
     _let_go_of_terminal()
-    code = 1
     try:
         code = supervisor.run()
-    except CacheStreamError:
-        logger.exception("the supervisor ended")
     finally:
         lock.release()
     sys.exit(code)
+
+
+def _last_error(words: str) -> str:
+    """The message of the error whose traceback ends `words`."""
+    lines = words.strip().splitlines()
+    return (lines[-1].partition(": ")[2] or lines[-1]) if lines else "the worker cannot go on"
 
 
 def _become_the_supervisor(cache: Cache) -> HeldFile:

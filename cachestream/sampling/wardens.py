@@ -18,7 +18,7 @@ from cachestream.storage.locks import HeldFile, is_held, lock_file
 __all__ = ["Wardens"]
 
 _SUFFIX: Final = ".attached"
-_ATTACH_TIMEOUT_S: Final = 60.0
+ATTACH_TIMEOUT_S: Final = 60.0
 
 
 class Wardens:
@@ -27,20 +27,18 @@ class Wardens:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
 
-    def attach_lock(self) -> HeldFile:
+    def attach_lock(self, timeout_s: float = ATTACH_TIMEOUT_S) -> HeldFile:
         """Held while deciding whether a worker is there; raises CacheLockedError past the deadline."""
         path = self._directory.worker_file("attach.lock")
-        lock = lock_file(path, timeout_s=_ATTACH_TIMEOUT_S)
+        lock = lock_file(path, timeout_s=timeout_s)
         if lock is None:
-            raise CacheLockedError(
-                f"{path} was held for {_ATTACH_TIMEOUT_S:.0f} s; look for a stopped process"
-            )
+            raise CacheLockedError(f"{path} was held for {timeout_s:.0f} s; look for a stopped process")
         return lock
 
     def attach(self) -> HeldFile:
         """Need the worker until the file is released or this process ends."""
         name = f"{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}"
-        held = lock_file(self._directory.worker_file(name), timeout_s=_ATTACH_TIMEOUT_S)
+        held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
         return held
@@ -61,12 +59,24 @@ class Wardens:
 
     def request_stop(self) -> None:
         """Ask the worker to stop."""
-        path = self._directory.worker_file("stop")
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._ask("stop")
 
     def stop_requested(self) -> bool:
         return os.path.exists(self._directory.worker_file("stop"))
 
-    def clear_stop_request(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._directory.worker_file("stop"))
+    def detach(self) -> None:
+        """Ask the worker to go on when nobody needs it any more."""
+        self._ask("detached")
+
+    def is_detached(self) -> bool:
+        return os.path.exists(self._directory.worker_file("detached"))
+
+    def clear_requests(self) -> None:
+        """Forget what was asked of the worker before."""
+        for name in ("stop", "detached"):
+            with suppress(FileNotFoundError):
+                os.unlink(self._directory.worker_file(name))
+
+    def _ask(self, name: str) -> None:
+        path = self._directory.worker_file(name)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,33 +78,40 @@ class Worker:
 
     def is_alive(self) -> bool:
         """Whether the worker runs (resting after a complete pass counts)."""
-        if self._process is not None:
-            self._process.poll()
         return self.cache.has_worker()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the pass over the remote is complete, or the worker has ended; False at the deadline.
 
-        Raises WorkerError, with the traceback from the background, if the worker crashed.
+        The next pass, over what was evicted, may be under way then. Raises WorkerError, with the traceback
+        from the background, if the worker crashed.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        first = None
         while True:
             alive = self.is_alive()
-            state = self.cache.fill_state()
+            state, last = self._progress()
+            first = last if first is None else first
             if state == "failed":
                 self._raise_failure()
-            if state == "complete" or not alive:
+            if state == "complete" or last != first:
+                return True
+            if not alive and not self.is_alive():
                 break
             if time.monotonic() >= deadline:
                 return False
             time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
-        with self.cache.catalogue.reading() as tables:
-            died = tables.meta("fill_state") == "filling"
-        if died and not self.cache.has_worker():
+        if state == "filling":
             raise WorkerError(
                 f"the worker of {self.cache.path} was killed; start it again: it goes on where it stopped"
             )
         return True
+
+    def _progress(self) -> tuple[str, int]:
+        """The state of the filling as the worker recorded it, and which pass it is at."""
+        with self.cache.catalogue.reading() as tables:
+            passes = tables.passes()
+            return str(tables.meta("fill_state", "none")), passes[-1].id if passes else 0
 
     def _raise_failure(self) -> None:
         with self.cache.catalogue.reading() as tables:
@@ -146,7 +154,7 @@ class Worker:
                 )
             time.sleep(_TICK_S)
         if self._process is not None:
-            self._process.wait(timeout=timeout_s)
+            self._process.wait(timeout=timeout_s)  # it has let go of its lock, and is about to be gone
 
     def __enter__(self) -> Self:
         return self
@@ -217,9 +225,11 @@ def start_worker(
             process = None
             if cache.has_worker():
                 _check_same_source(cache, job)
+                if detach:
+                    wardens.detach()
                 logger.info("attached to the worker that already fills %s", cache.path)
             else:
-                wardens.clear_stop_request()
+                wardens.clear_requests()
                 process = _spawn(job)
         except BaseException:
             if warden is not None:
@@ -352,6 +362,8 @@ def _spawn(job: Job) -> subprocess.Popen[bytes]:
     if isinstance(answer, CacheStreamError):
         process.wait(timeout=_START_TIMEOUT_S)
         raise answer
+    # Reaps it whenever it ends, and keeps the Popen from complaining when the Worker is dropped.
+    threading.Thread(target=process.wait, name="cachestream-worker", daemon=True).start()
     return process
 
 

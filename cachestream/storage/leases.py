@@ -92,7 +92,7 @@ class Leases:
         paths = [
             os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(_SUFFIX)
         ]
-        return sum(map(is_held, paths))
+        return sum(is_held(path, shared=True) for path in paths)
 
     @staticmethod
     def _is_live(path: str) -> bool:

@@ -31,6 +31,11 @@ class HeldFile:
     def held(self) -> bool:
         return self._fd >= 0
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the lock is held, and still on the file that others see at the path."""
+        return self.held and _still_there(self.path, self._fd)
+
     def release(self, unlink: bool = False) -> None:
         """Drop the lock; with `unlink`, remove the file first, while nobody else can take it."""
         fd, self._fd = self._fd, -1
@@ -84,10 +89,14 @@ def lock_file(
         time.sleep(0.01)  # flock has no timeout; bounded by the deadline
 
 
-def is_held(path: str) -> bool:
-    """Whether a live process holds a lock on `path`; False when there is no such file."""
+def is_held(path: str, *, shared: bool = False) -> bool:
+    """Whether a live process holds a lock on `path`; False when there is no such file.
+
+    `shared`: whether holders share the lock. Where they do not, neither do two who ask at the same time
+    take one another for a holder.
+    """
     try:
-        probe = lock_file(path, create=False)
+        probe = lock_file(path, shared=not shared, create=False)
     except FileNotFoundError:
         return False
     if probe is None:
