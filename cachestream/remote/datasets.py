@@ -55,7 +55,7 @@ class DatasetSource:
     def num_units(self) -> int:
         return self._num_units
 
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:  # noqa: ARG002
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield `dataset[unit]`; SampleError if that raises."""
         with self._calls.one(), foreign_errors(f"{self._name}[{unit}]"):
             sample = self._dataset[unit]

@@ -91,6 +91,7 @@ class _S3Stream:
         bucket, key, version = filesystem.split_path(path)
         self._target = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
         self._body: Any = None
+        self._arrived = 0  # in this step; less than `_have` where a server begins anew
         self._restart()
 
     def _restart(self) -> None:
@@ -101,7 +102,7 @@ class _S3Stream:
     def read(self) -> memoryview:
         failures, delays = 0, backoff_delays(random)
         while self._buffer is None or self._have < len(self._buffer):
-            before = self._have
+            self._arrived = 0
             try:
                 _run(self._filesystem.loop, self._advance(), PIECE_TIMEOUT_S)
             except Exception as error:
@@ -113,11 +114,11 @@ class _S3Stream:
                 failures += 1
                 if kind == "changed":
                     self._restart()
-                pulse.fetched(max(0, self._have - before))
+                pulse.fetched(self._arrived)
                 pulse.wait(next(delays))
             else:
                 failures = 0
-                pulse.fetched(self._have - before)
+                pulse.fetched(self._arrived)
         return self._buffer
 
     async def _advance(self) -> None:
@@ -133,6 +134,7 @@ class _S3Stream:
                 raise ConnectionError(f"the body ended after {self._have} of {len(buffer)} bytes")
             buffer[self._have : self._have + len(data)] = data
             self._have += len(data)
+            self._arrived += len(data)
         if self._have == len(buffer):
             await self._body.read()  # its end: only then is the connection free for the next request
             self._body.close()

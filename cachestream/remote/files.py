@@ -84,7 +84,7 @@ class FileSource:
             name = redact(name)
         return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
 
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ARG002
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the one sample of the file `unit`. Raises as `Source.read` says."""
         key = self.key(unit)
         where = self._shown_root + key

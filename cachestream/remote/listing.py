@@ -146,7 +146,7 @@ class _LocalFinder(_Finder):
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
-    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:  # noqa: ARG002
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
         path = _local_path(url)
         if os.path.isdir(path):
             return path.rstrip("/") + "/", list(_walk(path, recursive))

@@ -76,11 +76,13 @@ def test_folders_wildcards_ranges_and_single_objects_are_found(s3_server, bucket
     assert read_one(source)[1]["array"].shape == (2500,)
 
 
-def test_one_small_object_costs_one_request(s3_server, s3_proxy, bucket):
+def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(s3_server, s3_proxy, bucket):
     source = source_through(s3_proxy, s3_server, bucket)
+    s3_proxy.connections = 0
     for unit in range(source.num_units):
         read_one(source, unit)
     assert s3_proxy.requests == 40
+    assert s3_proxy.connections == 1
 
 
 def test_latency_overlaps_between_threads(s3_server, s3_proxy, bucket):

@@ -44,7 +44,7 @@ class FaultyProxy:
 
     `latency_s` is added to every request, half before it is passed on and half before the answer
     is. `bytes_per_s` limits the bodies of all answers together. `requests` counts requests that
-    arrived; `in_flight_peak` how many waited for an answer at once.
+    arrived, `connections` those that carried them; `in_flight_peak` how many waited for an answer at once.
     """
 
     def __init__(self, target_port: int, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -52,6 +52,7 @@ class FaultyProxy:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
         self.requests = 0
+        self.connections = 0
         self.in_flight_peak = 0
         self._in_flight = 0
         self._paid_s = 0.0
@@ -136,6 +137,7 @@ class FaultyProxy:
 
     async def _serve(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
         self._clients.add(client_out)
+        self.connections += 1
         server_out: asyncio.StreamWriter | None = None
         try:
             server_in, server_out = await asyncio.open_connection(
