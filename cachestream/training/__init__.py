@@ -1,0 +1,1 @@
+"""Epochs: frozen data sets of the cache, batches at memory speed, ranks that agree."""

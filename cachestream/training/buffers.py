@@ -1,0 +1,101 @@
+"""Batch memory that is used again: a buffer returns to its pool when the last tensor on it dies.
+
+Fresh memory of a batch's size costs page faults that are slower than the gather itself. So tensors are made
+on borrowed memory, and the borrowing ends with them, wherever and whenever that is: no batch is aliased by a
+later one while any tensor of it lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["BufferPool", "Loan", "as_tensor"]
+
+Bytes = npt.NDArray[np.uint8]
+_SMALL_BYTES: Final = 64 * 1024  # below this malloc reuses its memory as well as a pool does, and is quicker
+
+
+class _Buffer:
+    """Memory of a pool, 64-byte aligned, and pinned on demand; `rows` caches views of it."""
+
+    __slots__ = ("_rows", "memory", "type")
+
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.type = ctypes.c_uint8 * num_bytes
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def rows(self, count: int, row_bytes: int) -> torch.Tensor:
+        """uint8 `[count, row_bytes]` at the start. The last view asked for is kept: batches are alike."""
+        rows = self._rows.get(row_bytes)
+        if rows is None or len(rows) != count:
+            rows = self.memory[: count * row_bytes].view(count, row_bytes)
+            self._rows = {row_bytes: rows}
+        return rows
+
+
+class Loan:
+    """Memory for one batch of one field: `array` is uint8 `[num_bytes]`; views of it keep it on loan."""
+
+    __slots__ = ("_buffer", "array")
+
+    def __init__(self, array: Bytes, buffer: _Buffer | None) -> None:
+        self.array = array
+        self._buffer = buffer
+
+    def rows(self, count: int, row_bytes: int) -> torch.Tensor:
+        """The first `count * row_bytes` bytes as a tensor `[count, row_bytes]`, valid while the loan is held."""
+        if self._buffer is None:
+            return torch.from_numpy(self.array[: count * row_bytes].reshape(count, row_bytes))
+        return self._buffer.rows(count, row_bytes)
+
+
+class BufferPool:
+    """Lends memory; keeps at most `keep` free buffers of a size. Thread-safe.
+
+    Loans end in finalizers, which run in any thread at any time, also in the midst of a call of `lend`:
+    so the free lists are deques, whose operations are atomic, and no finalizer takes a lock.
+    """
+
+    def __init__(self, keep: int, *, pinned: bool = False) -> None:
+        self._keep = keep
+        self._pinned = pinned
+        self._free: dict[int, deque[_Buffer]] = {}
+
+    def lend(self, num_bytes: int) -> Loan:
+        """Memory of `num_bytes` or more: uninitialised."""
+        if num_bytes < _SMALL_BYTES and not self._pinned:
+            return Loan(np.empty(num_bytes, np.uint8), None)
+        num_bytes = max(num_bytes, 1)
+        free = self._free.setdefault(num_bytes, deque(maxlen=self._keep))
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = _Buffer(num_bytes, self._pinned)
+        # Views of an array whose base is no array refer to that array itself, not to what is below it:
+        # so `array` lives exactly as long as the last view or tensor on it.
+        array = np.frombuffer(memoryview(buffer.type.from_address(buffer.memory.data_ptr())), np.uint8)
+        loan = weakref.finalize(array, free.append, buffer)
+        loan.atexit = False
+        return Loan(array, buffer)
+
+    def lend_rounded(self, num_bytes: int) -> Loan:
+        """As `lend`, for sizes that vary: a power of two, so that buffers fit again."""
+        return self.lend(1 << max(num_bytes - 1, 0).bit_length())
+
+    def __repr__(self) -> str:
+        free = sum(size * len(buffers) for size, buffers in self._free.copy().items())
+        return f"<BufferPool {free} bytes free>"
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:
+    """`array`, in the numpy dtype that torch dtype `dtype` is stored as, as a tensor without a copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

@@ -1,0 +1,147 @@
+"""One epoch's samples as an ordinary map-style dataset: frozen, leased, for any DataLoader and sampler."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch.utils.data
+
+from cachestream.errors import EpochError
+from cachestream.model import IntArray, Snapshot
+from cachestream.storage.leases import Lease, join_lease
+from cachestream.training.batches import SampleBatch, packed
+from cachestream.training.buffers import BufferPool
+from cachestream.training.gather import Columns, Gatherer
+from cachestream.training.maps import EpochMaps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["EpochDataset"]
+
+_KEEP_BUFFERS: Final = 4
+_KEYS_AT_ONCE: Final = 65_536
+
+
+class EpochDataset(torch.utils.data.Dataset[Any]):
+    """A frozen snapshot of a cache as a dataset: `len()`, `[i]`, and whole batches at memory speed.
+
+    A sample is what the source gave: a dict (or tuple, or bare value) of tensors, str and bytes. The snapshot's
+    shards stay on disk until `close` (or the process ends), whatever is cached and evicted meanwhile.
+    Thread-safe; usable in forked and spawned DataLoader workers, which hold the lease themselves.
+
+    Raises CorruptShardError for a sample whose shard is damaged or missing, IndexError past the end, and
+    EpochError after `close`.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, lease: Lease | None = None, *, maps: EpochMaps | None = None
+    ) -> None:
+        self.snapshot = snapshot
+        self._lease = lease
+        self._maps = maps
+        self._closed = False
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        """What belongs to one process: its locks, its buffers. A forked child starts its own."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._pool = BufferPool(_KEEP_BUFFERS)
+        self._gatherer: Gatherer | None = None
+
+    def __len__(self) -> int:
+        return self.snapshot.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index` (negative ones count from the end); its tensors own their memory."""
+        columns = self._gather(self._checked([operator.index(index)]))
+        return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
+
+    def __getitems__(self, indices: Sequence[int]) -> SampleBatch:
+        """The samples at `indices`, gathered as one; what a DataLoader asks for."""
+        where = self._checked(indices)
+        return SampleBatch(self._gather(where), self.snapshot.schema, len(where))
+
+    def keys(self, indices: Sequence[int] | None = None) -> list[str]:
+        """The keys that the source gave the samples at `indices` (None: all of them, in order)."""
+        where = self._checked(range(len(self)) if indices is None else indices)
+        found: list[str] = []
+        for start in range(0, len(where), _KEYS_AT_ONCE):
+            with self._opened(where[start : start + _KEYS_AT_ONCE]) as (gatherer, shards, rows):
+                found += gatherer.keys(shards, rows)
+        return found
+
+    def close(self) -> None:
+        """Give the shards free for eviction. Tensors handed out stay good."""
+        self._closed = True
+        self._maps = None
+        self._gatherer = None
+        if self._lease is not None:
+            self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._closed:
+            raise EpochError("this EpochDataset is closed; take a new snapshot for other processes")
+        return {"snapshot": self.snapshot}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Joined here, while the sender still holds it: its process starts children and waits for them.
+        snapshot = state["snapshot"]
+        self.__init__(snapshot, join_lease(snapshot.lease))  # type: ignore[misc]
+
+    def _checked(self, indices: npt.ArrayLike) -> IntArray:
+        """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others."""
+        where = np.array(indices, np.int64).reshape(-1)
+        size = self.snapshot.num_samples
+        where[where < 0] += size
+        if len(where) and (int(where.min()) < 0 or int(where.max()) >= size):
+            raise IndexError(f"index {indices!r} is outside of a dataset of {size} samples")
+        return where
+
+    def _gather(self, where: IntArray) -> Columns:
+        with self._opened(where) as (gatherer, shards, rows):
+            return gatherer.gather(gatherer.block(shards, rows), 0, len(rows))
+
+    @contextlib.contextmanager
+    def _opened(self, where: IntArray) -> Iterator[tuple[Gatherer, IntArray, IntArray]]:
+        """All that is needed to gather the samples `where`, mapped, and to this thread alone."""
+        if self._pid != os.getpid():
+            self._follow_fork()
+        with self._lock:
+            if self._closed:
+                raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
+            if self._gatherer is None:
+                self._maps = EpochMaps(self.snapshot, self._maps)
+                self._gatherer = Gatherer(self._maps, self._pool)
+            maps = self._gatherer.maps
+            shards, rows = maps.locate(where)
+            damaged = maps.open(shards)
+            if damaged:
+                raise damaged[0][1]
+            yield self._gatherer, shards, rows
+
+    def _follow_fork(self) -> None:
+        """In a forked child: hold the lease oneself; the parent's locks may be in any state."""
+        if self._maps is not None:
+            self._maps.after_fork()
+        if self._lease is not None and not self._closed:
+            self._lease = join_lease(self.snapshot.lease)
+        self._begin_process()
+
+    def __repr__(self) -> str:
+        state = "closed, " if self._closed else ""
+        return f"<EpochDataset {state}{len(self)} samples in {self.snapshot.num_shards} shards>"

@@ -1,0 +1,123 @@
+"""What is prepared ahead: an epoch's segments, and what is asked for to get them.
+
+An epoch is a chain of segments, each a pass over one snapshot: one segment, unless `epoch_size` asks for more
+samples than are cached; then further passes follow over snapshots taken anew, until it is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cachestream.model import Snapshot
+from cachestream.training.dataset import EpochDataset
+from cachestream.training.maps import EpochMaps
+from cachestream.training.plan import Order, Plan
+from cachestream.training.resume import Record
+from cachestream.training.samplers import SamplerLike
+
+__all__ = ["EpochSettings", "Request", "Segment"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSettings:
+    """What an `EpochLoader` was asked for; see there."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    epoch_size: int | None
+    min_samples: int | None
+    turnover: float
+    drop_last: bool
+    sampler: SamplerLike | None
+    timeout_s: float
+
+    def to_compare(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
+        return {name: getattr(self, name) for name in names} | {"sampler": self.sampler is not None}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What is to be prepared: segment `index` of `epoch`, after `done` batches of it, for which `drawn` samples were
+    taken from this rank's order.
+
+    `total` is the epoch's number of batches, None until its first segment is agreed. `generation` counts the
+    times that the trainer jumped (set_epoch, load_state_dict): what was prepared before is void.
+    `records` are the segment to take up again, from a checkpoint, for each cache by its id.
+    """
+
+    generation: int
+    epoch: int
+    index: int = 0
+    done: int = 0
+    drawn: int = 0
+    total: int | None = None
+    records: Mapping[str, Record] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.generation}.{self.epoch}.{self.index}"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A prepared pass: everything that is needed to gather its batches on this rank.
+
+    `place` is this rank's place among the `plan.ranks` that share the order. `missing` counts the samples that a
+    checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
+    the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
+    """
+
+    request: Request
+    dataset: EpochDataset
+    maps: EpochMaps
+    order: Order
+    plan: Plan
+    place: int
+    total: int
+    record: Record
+    missing: int = 0
+    others: dict[str, tuple[Record, int]] = field(default_factory=dict)
+    opened_ahead: bool = False
+
+    @property
+    def last(self) -> bool:
+        """Whether the epoch ends with this segment."""
+        return self.request.done + self.plan.num_batches >= self.total
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.dataset.snapshot
+
+    def next_request(self) -> Request:
+        """What comes after this: the epoch's next segment, or the next epoch."""
+        request = self.request
+        if self.last:
+            return Request(request.generation, request.epoch + 1)
+        return Request(
+            request.generation,
+            request.epoch,
+            request.index + 1,
+            request.done + self.plan.num_batches,
+            request.drawn + self.plan.position(self.plan.num_batches),
+            self.total,
+        )
+
+    def share_drawn(self, batches: int) -> float:
+        """Which share of the snapshot the first `batches` batches of all ranks are."""
+        return self.plan.position(batches) / max(1, self.snapshot.num_samples)
+
+    def records_after(self, batches: int) -> dict[str, Record]:
+        """What is left after `batches` batches of this segment, for each cache of the job by its id."""
+        left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
+        for cache_id, (record, ranks) in self.others.items():
+            left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
+        return left
+
+    def close(self) -> None:
+        """Give the shards free; maps in use by a gather stay until it ends."""
+        self.dataset.close()

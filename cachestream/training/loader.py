@@ -1,0 +1,375 @@
+"""The loader that training iterates: each iteration is an epoch over what is cached by then."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from cachestream.config import reject_unknown
+from cachestream.errors import ConfigError, EpochError
+from cachestream.training.dataset import EpochDataset
+from cachestream.training.epoch import EpochSettings, Request, Segment
+from cachestream.training.prefetch import Engine, close_all
+from cachestream.training.prepare import Preparer
+from cachestream.training.ranks import Deadlines, find_ranks
+from cachestream.training.samplers import SamplerLike, check_sampler
+from cachestream.training.schedule import Schedule
+from cachestream.training.state import from_state, to_state
+from cachestream.training.stats import LoaderStats, Meter, Reuse
+from cachestream.training.transfer import BatchTransform, Transfer, make_transfer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cachestream.storage.cache import Cache
+
+__all__ = ["EpochLoader"]
+
+_instances = itertools.count()
+_RANKS_DEADLINE_S: Final = 60.0
+_OPTIONS: Final = [
+    "shuffle",
+    "seed",
+    "epoch_size",
+    "min_samples",
+    "turnover",
+    "drop_last",
+    "device",
+    "sampler",
+    "batch_transform",
+    "prefetch",
+    "timeout_s",
+]
+_HINTS: Final = {
+    "weights": "give sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))",
+    "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
+    "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
+    "batch_sampler": "give it as sampler=",
+    "generator": "give seed=",
+    **dict.fromkeys(
+        ("num_replicas", "rank", "world_size"),
+        "the ranks are found from torch.distributed, once it is initialised",
+    ),
+    **dict.fromkeys(
+        ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
+        "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",
+    ),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Cursor:
+    """Where the trainer is: after `batches` of `epoch`, the last from `segment`."""
+
+    epoch: int
+    batches: int
+    segment: Segment | None = None
+    finished: bool = False
+
+
+class EpochLoader:
+    """Batches of a growing cache; every `iter()` is the next epoch, drawn from what is cached by then.
+
+    A batch is a dict of tensors `[batch_size, ...]` (lists for str, bytes and fields whose shape varies), or a tuple
+    or a bare value if the samples are. Tensors own their memory: change them, keep them. The next epoch is prepared
+    during this one, so there is no gap between them. Under `torch.distributed` the ranks agree by themselves: all
+    make the same number of steps, and no sample comes twice in an epoch.
+
+    Args:
+        cache: the `Cache` to draw from.
+        batch_size: samples in a batch, on each rank.
+        shuffle: a new pseudo-random order every epoch, from `seed`; otherwise in order of arrival.
+        epoch_size: samples in an epoch, over all ranks. None: all that are cached, once. Fewer: the least used first.
+            More: further passes over refreshed snapshots, so that epochs of a fixed length run over a growing cache.
+        min_samples: how many must be cached before an epoch begins (None: one batch for each rank).
+        turnover: the share of a full cache that an epoch leaves for the filling to replace.
+        drop_last: whole batches only. Otherwise the rest makes one more batch, if it has a sample for each rank.
+        device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, copied on a stream of its own).
+        sampler: a torch sampler, or a function that gets the epoch's dataset and returns one; `shuffle` is ignored.
+        batch_transform: called with every batch, on its device, in the thread that gathers.
+        prefetch: batches gathered ahead.
+        timeout_s: the longest wait for a batch; after it EpochError says what is going on.
+
+    Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
+    EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        epoch_size: int | None = None,
+        min_samples: int | None = None,
+        turnover: float = 0.25,
+        drop_last: bool = True,
+        device: torch.device | str | int | None = None,
+        sampler: SamplerLike | None = None,
+        batch_transform: BatchTransform | None = None,
+        prefetch: int = 4,
+        timeout_s: float = 120.0,
+        **unknown: object,
+    ) -> None:
+        _refuse(unknown)
+        if not hasattr(cache, "take_snapshot"):
+            raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
+        _check_count("batch_size", batch_size)
+        _check_count("prefetch", prefetch)
+        for name, value in (("epoch_size", epoch_size), ("min_samples", min_samples)):
+            if value is not None:
+                _check_count(name, value)
+        if not 0 <= turnover < 1:
+            raise ConfigError(f"turnover={turnover!r}: give a share from 0 up to, not with, 1")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
+        if sampler is not None:
+            check_sampler(sampler)
+        self.cache = cache
+        self.batch_size = batch_size
+        self._settings = EpochSettings(
+            batch_size, shuffle, seed, epoch_size, min_samples, turnover, drop_last, sampler, timeout_s
+        )
+        self._schedule = Schedule(prefetch)
+        self._engine = self._make_engine(make_transfer(device, prefetch + 2), batch_transform)
+        # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
+        weakref.finalize(self, self._engine.stop, join=False).atexit = False
+        self._cursor: _Cursor | None = None
+        self._planned = Request(0, 0)
+        self._wanted_epoch: int | None = None
+        self._loaded: dict[str, Any] = {}
+        self._meter = Meter()
+        self._reuse = Reuse()
+
+    def _make_engine(self, transfer: Transfer, transform: BatchTransform | None) -> Engine:
+        settings, cache, closed = self._settings, self.cache, threading.Event()
+        find = functools.partial(
+            find_ranks,
+            next(_instances),
+            settings.to_compare(),
+            cache.cache_id,
+            Deadlines(0.9 * settings.timeout_s, min(_RANKS_DEADLINE_S, 0.9 * settings.timeout_s)),
+            closed,
+        )
+        preparer = Preparer(cache, settings, find, closed)
+        return Engine(self._schedule, preparer, transfer, transform, cache.quarantine, closed)
+
+    # --- iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch; one that was left early ends."""
+        began_s = self._meter.clock()
+        self._engine.start()
+        self._leave()
+        self._apply_wanted_epoch()
+        request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
+        close_all(self._schedule.begin(None, request.epoch))
+        self._cursor = _Cursor(request.epoch, request.done)
+        self._meter.epoch_begins()
+        self._meter.between(self._meter.clock() - began_s)
+        return _Batches(self, self._cursor)
+
+    def _next(self, cursor: _Cursor) -> Any:
+        if cursor is not self._cursor:
+            raise EpochError(
+                f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
+                "set_epoch or load_state_dict"
+            )
+        if cursor.finished:
+            raise StopIteration
+        began_s = self._meter.clock()
+        try:
+            item = self._schedule.take(cursor.epoch, self._settings.timeout_s)
+        except Exception:
+            if self._schedule.has_failed and cursor.segment is None:
+                self._planned = Request(
+                    0, cursor.epoch
+                )  # nothing of it was delivered: the next iteration tries again
+            raise
+        if item.segment is not cursor.segment:
+            self._enter(cursor, item.segment)
+        wait_s = self._meter.clock() - began_s
+        if item.staged is None:
+            self._leave()
+            self._meter.between(wait_s)
+            raise StopIteration
+        batch = self._engine.transfer.receive(item.staged)
+        cursor.batches = item.number
+        self._meter.delivered(item.size, item.skipped, wait_s)
+        return batch
+
+    def _enter(self, cursor: _Cursor, segment: Segment) -> None:
+        """The first item of `segment` has come."""
+        self._count_reuse(cursor)
+        close_all(self._schedule.passed(segment))
+        cursor.segment = segment
+        if segment.missing:
+            warnings.warn(
+                f"{segment.missing} samples of epoch {cursor.epoch} were evicted since its state was saved, and are "
+                "skipped",
+                stacklevel=4,
+            )
+
+    def _leave(self) -> None:
+        """The running epoch is over, at its end or before."""
+        cursor = self._cursor
+        if cursor is None or cursor.finished:
+            return
+        self._count_reuse(cursor)
+        cursor.finished = True
+        if cursor.segment is not None:
+            close_all(self._schedule.ended(cursor.segment))
+
+    def _count_reuse(self, cursor: _Cursor) -> None:
+        segment = cursor.segment
+        if segment is not None:
+            self._reuse.add(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
+
+    def _apply_wanted_epoch(self) -> None:
+        """Go where `set_epoch` has pointed, unless that is where the loader goes anyway."""
+        wanted, self._wanted_epoch = self._wanted_epoch, None
+        if wanted is not None and wanted != self._planned.epoch:
+            self._jump(Request(0, wanted))
+
+    def _jump(self, request: Request) -> None:
+        self._planned = request
+        close_all(self._schedule.jump(request))
+
+    @property
+    def _running(self) -> _Cursor | None:
+        return self._cursor if self._cursor is not None and not self._cursor.finished else None
+
+    # --- epochs
+
+    def __len__(self) -> int:
+        """Batches on each rank in the running epoch, or else in the next one, which is then prepared."""
+        cursor = self._running
+        epoch = self._upcoming() if cursor is None else cursor.epoch
+        return self._schedule.length(epoch, self._settings.timeout_s)
+
+    def _upcoming(self) -> int:
+        self._engine.start()
+        self._apply_wanted_epoch()
+        return self._planned.epoch
+
+    @property
+    def epoch(self) -> int:
+        """The running epoch, or else the next one; the first is 0."""
+        if self._wanted_epoch is not None:
+            return self._wanted_epoch
+        return self._planned.epoch if self._running is None else self._running.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next one. Its order depends on the seed and this number."""
+        if type(epoch) is not int or epoch < 0:
+            raise ConfigError(f"set_epoch({epoch!r}): give the number of an epoch, 0 or more")
+        self._wanted_epoch = epoch
+
+    @property
+    def dataset(self) -> EpochDataset:
+        """The samples that the running epoch is drawn from, or else the next one; good until that epoch ends."""
+        cursor = self._running
+        epoch = self._upcoming() if cursor is None else cursor.epoch
+        self._schedule.length(epoch, self._settings.timeout_s)
+        segment = self._schedule.current(epoch)
+        if segment is None:
+            raise EpochError(f"epoch {epoch} has been left; iterate the loader to begin the next one")
+        return segment.dataset
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is, as plain values: after the batches delivered, whatever was gathered ahead.
+
+        Mid-epoch it names the shards and their order, and `load_state_dict` goes on at the exact next batch.
+        """
+        cursor = self._running
+        if cursor is None or cursor.segment is None:
+            planned = self._planned if cursor is None else Request(0, cursor.epoch)
+            return dict(self._loaded) if planned.records is not None else to_state(self.epoch, 0, None)
+        if cursor.batches >= cursor.segment.total:
+            return to_state(cursor.epoch + 1, 0, None)
+        return to_state(cursor.epoch, cursor.batches, cursor.segment)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`: the next iteration is its epoch, from the next batch on.
+
+        Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for another value.
+        """
+        request = from_state(state)
+        self._leave()
+        self._cursor = None
+        self._wanted_epoch = None
+        self._loaded = state
+        self._jump(request)
+
+    @property
+    def stats(self) -> LoaderStats:
+        """What was delivered and waited for, up to now."""
+        cursor, meter = self._cursor, self._meter
+        snapshot = None if cursor is None or cursor.segment is None else cursor.segment.snapshot
+        return LoaderStats(
+            epoch=self.epoch if cursor is None else cursor.epoch,
+            epoch_samples=0 if snapshot is None else snapshot.num_samples,
+            shards=0 if snapshot is None else snapshot.num_shards,
+            samples=meter.samples,
+            batches=meter.batches,
+            skipped=meter.skipped,
+            wait_s=meter.wait_s,
+            wait_share=meter.wait_share,
+            gap_s=meter.gap_s,
+            samples_per_s=meter.samples_per_s,
+            reuse_factor=self._reuse.factor,
+            prepare_s=self._engine.preparer.last_s,
+        )
+
+    # --- the end
+
+    def close(self) -> None:
+        """End the threads and free the shards. Batches handed out stay good."""
+        self._leave()
+        self._engine.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        running = "" if self._running is None else f" after {self._running.batches} batches"
+        return (
+            f"<EpochLoader epoch {self.epoch}{running}, batch_size {self.batch_size}, of {self.cache.path}>"
+        )
+
+
+class _Batches(Iterator[Any]):
+    """One iteration of a loader."""
+
+    def __init__(self, loader: EpochLoader, cursor: _Cursor) -> None:
+        self._loader = loader
+        self._cursor = cursor
+
+    def __next__(self) -> Any:
+        return self._loader._next(self._cursor)
+
+
+def _refuse(unknown: dict[str, object]) -> None:
+    for name in unknown:
+        if name in _HINTS:
+            raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
+    reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *_OPTIONS))
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: give a whole number, 1 or more")

@@ -1,0 +1,108 @@
+"""Memory seen as rows that begin at any byte, so that one call gathers rows of any number of mapped files.
+
+All maps that a batch may draw from lie in one window of the address space. A tensor over the window whose
+rows overlap (one begins at every byte) turns a gather across thousands of shards into a single
+`torch.index_select` with the rows' addresses as indices: one release of the GIL, at the speed of memcpy,
+whatever the number of shards. Holes between the maps are never touched: no index names them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import numpy as np
+import torch
+
+from cachestream.model import IntArray
+
+__all__ = ["SpanLayout", "Window", "gather_rows"]
+
+_MAX_ELEMENTS: Final = 1 << 62  # torch counts the elements of the overlapping rows in an int64
+_LARGE_SPAN_BYTES: Final = 32 * 1024
+_CHUNKS: Final = (256, 64, 16)  # multiples of every dtype's width, 16 at most
+_ALIGNMENT: Final = 64
+
+
+class Window:
+    """The addresses [low, high) as bytes. Immutable; it keeps nothing alive: its users keep the maps."""
+
+    __slots__ = ("_bytes", "_rows", "high", "low")
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low = low
+        self.high = high
+        span = (ctypes.c_uint8 * (high - low)).from_address(low)
+        self._bytes = torch.from_numpy(np.frombuffer(memoryview(span), np.uint8))
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def covers(self, low: int, high: int) -> bool:
+        return self.low <= low and high <= self.high
+
+    def rows(self, row_bytes: int) -> torch.Tensor:
+        """uint8 `[bytes, row_bytes]`: row i begins at byte i, and overlaps the next ones."""
+        view = self._rows.get(row_bytes)
+        if view is None:
+            count = min(self.high - self.low - row_bytes + 1, _MAX_ELEMENTS // row_bytes)
+            view = self._rows[row_bytes] = self._bytes.as_strided((count, row_bytes), (1, 1))
+        return view
+
+    def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """uint8 `[num_bytes]`, a view."""
+        start = address - self.low
+        return self._bytes[start : start + num_bytes]
+
+    def index(self, addresses: IntArray) -> torch.Tensor:
+        """`addresses` as row numbers of `rows`, int64 `[n]`."""
+        return torch.from_numpy(addresses - self.low)
+
+
+def gather_rows(window: Window, addresses: IntArray, width: int) -> IntArray:
+    """`width` int64 numbers from each of `addresses`, int64 `[n, width]`."""
+    out = torch.empty((len(addresses), 8 * width), dtype=torch.uint8)
+    torch.index_select(window.rows(8 * width), 0, window.index(addresses), out=out)
+    return out.numpy().view(np.int64)
+
+
+class SpanLayout:
+    """Where runs of bytes of different lengths go in one buffer, and how they get there.
+
+    Short runs are cut into chunks that are gathered by one call, the last chunk of each ending with the run:
+    what is read too much lies *before* a run, in the same file (there is at least the header), never after the
+    end of a map. Long runs are copied one by one.
+    """
+
+    __slots__ = ("_addresses", "_chunk", "_lengths", "_rows", "num_bytes", "starts")
+
+    def __init__(self, addresses: IntArray, lengths: IntArray, room_before: int) -> None:
+        self._addresses = addresses
+        self._lengths = lengths
+        fits = [chunk for chunk in _CHUNKS if chunk <= room_before]
+        large = not fits or (len(lengths) and int(lengths.sum()) >= _LARGE_SPAN_BYTES * len(lengths))
+        self._chunk = 0 if large else fits[0]
+        unit = self._chunk or _ALIGNMENT
+        self._rows = -(-lengths // unit)
+        stops = np.cumsum(self._rows) * unit
+        self.num_bytes = int(stops[-1]) if len(stops) else 0
+        # Where each run begins in the buffer, int64 [n]: at its chunks' end, or aligned at their start.
+        self.starts: IntArray = stops - (lengths if self._chunk else self._rows * unit)
+
+    @property
+    def row_bytes(self) -> int:
+        """How wide the rows are that `copy` wants its target in."""
+        return self._chunk or _ALIGNMENT
+
+    def copy(self, window: Window, out: torch.Tensor) -> None:
+        """Copy the runs into `out`, uint8 `[num_bytes / row_bytes, row_bytes]`."""
+        if not self._chunk:
+            flat = out.view(-1)
+            for address, start, length in zip(
+                self._addresses.tolist(), self.starts.tolist(), self._lengths.tolist(), strict=True
+            ):
+                flat[start : start + length].copy_(window.bytes_at(address, length))
+            return
+        chunk, rows = self._chunk, self._rows
+        before = np.cumsum(rows) - rows
+        firsts = self._addresses + self._lengths - (rows + before) * chunk
+        addresses = np.repeat(firsts, rows) + np.arange(len(out), dtype=np.int64) * chunk
+        torch.index_select(window.rows(chunk), 0, window.index(addresses), out=out)

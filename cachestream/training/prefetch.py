@@ -1,0 +1,214 @@
+"""Two threads that work ahead: one prepares segments, one gathers batches, and they flow from epoch to epoch.
+
+The gathering thread goes on into the next prepared segment, up to `prefetch` batches ahead of the trainer, so an
+epoch's first batch is there before the last one of the epoch before is consumed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import numpy as np
+import torch
+
+from cachestream.errors import CorruptShardError, EpochError
+from cachestream.training.batches import packed
+from cachestream.training.epoch import Request, Segment
+from cachestream.training.prepare import Preparer
+from cachestream.training.ranks import Cancelled
+from cachestream.training.reading import Gathered, read_batches
+from cachestream.training.schedule import Item, Schedule
+from cachestream.training.transfer import BatchTransform, Transfer
+
+__all__ = ["Engine"]
+
+_LISTEN_S: Final = 0.25  # how often a rank looks whether another one asks for the next segment
+_JOIN_S: Final = 5.0
+_URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
+_AHEAD_OPEN_S: Final = 600.0
+_OPEN_AT_ONCE: Final = 16
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """Owns the two threads; they end with `stop`, with their loader, and with the interpreter."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        preparer: Preparer,
+        transfer: Transfer,
+        transform: BatchTransform | None,
+        quarantine: Callable[[int, str], None],
+        closed: threading.Event,
+    ) -> None:
+        self.schedule = schedule
+        self.preparer = preparer
+        self.transfer = transfer
+        self._transform = transform
+        self._quarantine = quarantine
+        self._closed = closed
+        self._pid = os.getpid()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
+        if self._pid != os.getpid():
+            raise EpochError(
+                f"this EpochLoader belongs to process {self._pid}: threads do not survive a fork; make one in "
+                "each process"
+            )
+        if self._closed.is_set():
+            raise EpochError("this EpochLoader is closed; make a new one")
+        if self._threads:
+            return
+        _stop_all_at_exit()
+        _engines.add(self)
+        for name, target in (("prepare", self._prepare_loop), ("gather", self._gather_loop)):
+            thread = threading.Thread(target=target, name=f"cachestream-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self, join: bool = True) -> None:
+        """End the threads and the leases. Without `join` it does not wait for them (garbage collection)."""
+        if self._pid != os.getpid():
+            return
+        self._closed.set()
+        close_all(self.schedule.stop())
+        for thread in self._threads:
+            if join and thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+        if join:
+            self._threads.clear()
+
+    # --- preparing
+
+    def _prepare_loop(self) -> None:
+        schedule, preparer = self.schedule, self.preparer
+        while True:
+            schedule.doing["prepare"] = "waiting for its time"
+            asks = schedule.wait_request(2 * preparer.last_s, self._patience_s())
+            if asks is None:
+                return
+            request, due = asks
+            try:
+                if not due and not self._asked_by_another(request):
+                    self._open_some()
+                    continue
+                schedule.doing["prepare"] = f"preparing epoch {request.epoch}"
+                self._prepare(request)
+            except Cancelled:
+                continue
+            except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
+                schedule.fail(request, error)
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for the next request without looking at anything else."""
+        if self.schedule.to_open() is not None:
+            return 0.0
+        return None if self.preparer.alone else _LISTEN_S
+
+    def _asked_by_another(self, request: Request) -> bool:
+        return self.schedule.may_follow(request) and self.preparer.requested(request)
+
+    def _prepare(self, request: Request) -> None:
+        budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
+        segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
+        if not self.schedule.add(segment):
+            segment.close()
+
+    def _open_some(self) -> None:
+        """Open a few more shards of the running segment, before its batches ask for them."""
+        segment = self.schedule.to_open()
+        if segment is None:
+            return
+        maps = segment.maps
+        self.schedule.doing["prepare"] = "opening shards"
+        room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
+        missing = np.flatnonzero(~maps.mapped)[:room]
+        # Damage is dealt with by the thread that gathers, when it comes to those shards.
+        if not len(missing) or maps.open(missing):
+            segment.opened_ahead = True
+
+    # --- gathering
+
+    def _gather_loop(self) -> None:
+        _use_one_thread()
+        schedule = self.schedule
+        while True:
+            schedule.doing["gather"] = "waiting for a prepared epoch"
+            segment = schedule.next_segment()
+            if segment is None:
+                return
+            schedule.doing["gather"] = f"gathering epoch {segment.request.epoch}"
+            try:
+                self._gather(segment)
+            except Cancelled:
+                continue
+            except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
+                schedule.fail(segment.request, error)
+
+    def _gather(self, segment: Segment) -> None:
+        number = segment.request.done
+        for gathered in read_batches(
+            segment, self.transfer.pool, lambda *damage: self._on_damage(segment, *damage)
+        ):
+            number += 1
+            if not gathered.size:
+                if self.preparer.alone:
+                    continue
+                raise CorruptShardError(
+                    f"all samples of a batch of epoch {segment.request.epoch} lie in damaged shards, and the ranks "
+                    "must make the same steps; run 'cachestream verify CACHE --repair' and start again"
+                )
+            if not self.schedule.put(self._staged(segment, number, gathered)):
+                return
+        if segment.last:
+            self.schedule.put(Item(segment, number, None))
+
+    def _staged(self, segment: Segment, number: int, gathered: Gathered) -> Item:
+        batch = packed(gathered.columns, segment.snapshot.schema)
+        staged = self.transfer.send(batch, self._transform)
+        return Item(segment, number, staged, gathered.size, gathered.skipped)
+
+    def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
+        if self.schedule.stale(segment.request):
+            raise Cancelled  # its lease has ended: the shard may be gone by right
+        self._quarantine(shard_id, str(error))
+
+
+def close_all(segments: Iterable[Segment]) -> None:
+    """Give the shards of `segments` free."""
+    for segment in segments:
+        segment.close()
+
+
+def _use_one_thread() -> None:
+    """Let torch work with one thread in this thread, and leave all others as they are.
+
+    A gather runs at memory speed on one thread. A second OpenMP team beside the trainer's made it six times
+    slower here, because both spin for the same cores. `set_num_threads` is meant for this thread only, but also
+    sets what new threads start with: a short-lived thread puts that back.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(before,), daemon=True)
+    restore.start()
+    restore.join()
+
+
+def _stop_all_at_exit() -> None:
+    """Before the interpreter goes: a daemon thread that comes back from torch after that crashes the process."""
+    atexit.unregister(_stop_all)
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    for engine in list(_engines):
+        engine.stop()

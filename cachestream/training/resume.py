@@ -1,0 +1,133 @@
+"""An epoch's segment as plain values, from which its exact order is made again in another process.
+
+A record names the shards, how their samples were ordered, and where the order was cut since: at each resume
+the part already trained on is cut off, and with it the samples of shards that are gone by then. Cuts hold
+for any batch size and world size, because a plan's batches are runs of the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from cachestream.errors import ConfigError
+from cachestream.model import IntArray, Snapshot
+from cachestream.permutation import Permutation
+from cachestream.training.plan import ListedOrder, Order, SequentialOrder, ShuffledOrder, TailOrder
+
+__all__ = ["Cut", "OrderKind", "Record", "rebuild", "translate"]
+
+OrderKind = Literal["shuffled", "sequential", "listed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The order from `position` on, without the samples of the shards `gone`."""
+
+    position: int
+    gone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A segment of an epoch: `drawn` samples of the shards, in a recorded order, less the cuts.
+
+    `key` seeds the permutation of a "shuffled" order; `listed` and `bounds` are what a sampler gave.
+    """
+
+    shard_ids: IntArray
+    counts: IntArray
+    kind: OrderKind
+    drawn: int
+    key: int = 0
+    listed: IntArray | None = None
+    bounds: IntArray | None = None
+    cuts: tuple[Cut, ...] = ()
+
+    def cut(self, position: int, gone: tuple[int, ...] = ()) -> Record:
+        """The record from `position` of its present order on."""
+        return replace(self, cuts=(*self.cuts, Cut(position, gone))) if position or gone else self
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings, as checkpoints want them."""
+        state: dict[str, Any] = {
+            "shards": self.shard_ids.tolist(),
+            "counts": self.counts.tolist(),
+            "kind": self.kind,
+            "drawn": self.drawn,
+            "key": self.key,
+            "cuts": [[cut.position, list(cut.gone)] for cut in self.cuts],
+        }
+        if self.listed is not None:
+            state["listed"] = self.listed.tolist()
+        if self.bounds is not None:
+            state["bounds"] = self.bounds.tolist()
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Record:
+        """Raises ConfigError for what `to_state` has not made."""
+        try:
+            return cls(
+                shard_ids=np.array(state["shards"], np.int64),
+                counts=np.array(state["counts"], np.int64),
+                kind=state["kind"],
+                drawn=int(state["drawn"]),
+                key=int(state["key"]),
+                listed=_integers(state.get("listed")),
+                bounds=_integers(state.get("bounds")),
+                cuts=tuple(Cut(int(position), tuple(gone)) for position, gone in state["cuts"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"this is no state of an EpochLoader ({error!r}); pass what state_dict() gave"
+            ) from error
+
+
+def _integers(values: list[int] | None) -> IntArray | None:
+    return None if values is None else np.array(values, np.int64)
+
+
+def rebuild(record: Record) -> tuple[Order, IntArray | None]:
+    """The order that `record` describes, in the numbers of its own shards, and the bounds of a batch sampler."""
+    starts = _starts(record.counts)
+    order, bounds = _base(record, int(starts[-1])), record.bounds
+    for cut in record.cuts:
+        tail = TailOrder(order, min(cut.position, order.size))
+        if bounds is not None:
+            bounds = bounds[np.searchsorted(bounds, cut.position) :] - cut.position
+        if not cut.gone:
+            order = tail
+            continue
+        indices = tail.at(np.arange(tail.size, dtype=np.int64))
+        shards = np.searchsorted(starts, indices, side="right") - 1
+        keep = ~np.isin(record.shard_ids[shards], cut.gone)
+        order = ListedOrder(indices[keep])
+        if bounds is not None:
+            bounds = np.unique(np.concatenate([[0], np.cumsum(keep)])[bounds])
+    return order, bounds
+
+
+def translate(order: Order, record: Record, snapshot: Snapshot) -> Order:
+    """`order` in the sample numbers of `snapshot`, which holds the record's shards less those that are gone."""
+    if np.array_equal(record.shard_ids, snapshot.shard_ids):
+        return order
+    starts = _starts(record.counts)
+    indices = order.at(np.arange(order.size, dtype=np.int64))
+    shards = np.searchsorted(starts, indices, side="right") - 1
+    places = np.searchsorted(snapshot.shard_ids, record.shard_ids[shards])
+    return ListedOrder(_starts(snapshot.counts)[places] + (indices - starts[shards]))
+
+
+def _starts(counts: IntArray) -> IntArray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _base(record: Record, num_samples: int) -> Order:
+    if record.listed is not None:
+        return ListedOrder(record.listed)
+    if record.kind == "sequential":
+        return SequentialOrder(record.drawn)
+    return ShuffledOrder(record.drawn, Permutation(num_samples, record.key))

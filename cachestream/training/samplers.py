@@ -1,0 +1,113 @@
+"""What a user's sampler means for an epoch: a list of samples, the same on every rank, different every epoch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, DistributedSampler, Sampler
+
+from cachestream.errors import ConfigError
+from cachestream.model import IntArray
+
+__all__ = ["SamplerLike", "Selection", "check_sampler", "evaluate"]
+
+SamplerLike = Sampler[Any] | Iterable[int] | Callable[[Any], Iterable[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """What a sampler gave: `indices` int64 `[n]`; `bounds` int64 `[batches + 1]` where it cut batches itself.
+
+    `shared`: the list is for all ranks together, to be split between them. Otherwise it is this rank's.
+    """
+
+    indices: IntArray
+    bounds: IntArray | None
+    shared: bool
+
+
+def check_sampler(sampler: object) -> None:
+    """Raise ConfigError for what cannot be a sampler."""
+    if not (callable(sampler) or isinstance(sampler, Sampler) or hasattr(sampler, "__iter__")):
+        raise ConfigError(
+            f"sampler={sampler!r}: give a torch sampler, a sampler class, or a function that gets "
+            "the epoch's dataset and returns one"
+        )
+    if isinstance(sampler, Iterable) and inspect.isgenerator(sampler):
+        raise ConfigError(
+            "sampler is a generator, which ends after one epoch; give a function that returns one"
+        )
+
+
+def evaluate(sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int) -> Selection:
+    """The samples that `sampler` draws from `dataset` (of this length) in `epoch`.
+
+    A sampler without a generator of its own gets one seeded from `key`: the order is then the same on all ranks
+    and after a resume, and torch's global generator, which the training thread uses, is left alone.
+    Raises ConfigError for indices that are outside of the dataset.
+    """
+    made = sampler if isinstance(sampler, Sampler) or not callable(sampler) else sampler(dataset)
+    fitted = _fitted(made, dataset, epoch)
+    seeded = _without_generator(fitted)
+    for part in seeded:
+        part.generator = torch.Generator().manual_seed(key & (2**63 - 1))
+    try:
+        drawn = list(fitted)
+    finally:
+        for part in seeded:
+            part.generator = None
+    shared = isinstance(fitted, DistributedSampler) or not hasattr(fitted, "num_replicas")
+    return _selection(drawn, len(dataset), shared)  # type: ignore[arg-type]
+
+
+def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
+    """`sampler` for this epoch's dataset: an instance was made for another one, of another length."""
+    if isinstance(sampler, DistributedSampler):
+        # All ranks' samples, without the padding: the plan splits them between the ranks.
+        sampler = copy.copy(sampler)
+        sampler.dataset, sampler.num_replicas, sampler.rank = dataset, 1, 0
+        sampler.num_samples = sampler.total_size = len(dataset)  # type: ignore[arg-type]
+    elif hasattr(sampler, "data_source"):
+        sampler = copy.copy(sampler)
+        sampler.data_source = dataset
+    elif hasattr(getattr(sampler, "sampler", None), "__iter__"):
+        sampler = copy.copy(sampler)
+        sampler.sampler = _fitted(sampler.sampler, dataset, epoch)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return sampler
+
+
+def _without_generator(sampler: Any) -> list[Any]:
+    """`sampler` and the samplers inside it (BatchSampler) that would draw from torch's global generator."""
+    inner = getattr(sampler, "sampler", None)
+    found = _without_generator(inner) if inner is not None else []
+    if getattr(sampler, "generator", False) is None:
+        found.append(sampler)
+    return found
+
+
+def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
+    bounds: IntArray | None = None
+    if drawn and isinstance(drawn[0], list | tuple | np.ndarray | torch.Tensor) and np.ndim(drawn[0]) == 1:
+        batches = [np.asarray(batch, np.int64) for batch in drawn]
+        bounds = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])]).astype(np.int64)
+        indices = np.concatenate(batches)
+    else:
+        try:
+            indices = np.array(drawn, np.int64).reshape(-1)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"the sampler yields something else than sample numbers ({error})") from error
+    outside = indices[(indices < 0) | (indices >= size)]
+    if len(outside):
+        raise ConfigError(
+            f"the sampler asks for sample {outside[0]} of a dataset of {size}: the cache, and with it the "
+            "dataset, changes from epoch to epoch; give a function that gets the dataset and returns a sampler"
+        )
+    return Selection(indices, bounds, shared)

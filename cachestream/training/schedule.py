@@ -1,0 +1,286 @@
+"""What is prepared, gathered and waiting, and what comes next: the state that three threads share.
+
+The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
+happens under one condition and does no work: what has to be closed is returned, and closed by the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cachestream.errors import EpochError
+from cachestream.training.epoch import Request, Segment
+from cachestream.training.transfer import Staged
+
+__all__ = ["Item", "Schedule"]
+
+_PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
+_LEAST_AHEAD_S: Final = 1.0
+_MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
+_PACE_SMOOTHING: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """A batch that waits for the trainer, of `size` samples; None marks the end of an epoch.
+
+    `number` counts the epoch's batches up to and with this one; `skipped` samples of it are damaged.
+    """
+
+    segment: Segment
+    number: int
+    staged: Staged | None
+    size: int = 0
+    skipped: int = 0
+
+
+class Schedule:
+    """The state of a loader's epochs. Thread-safe.
+
+    Invariants: `_next` is the one segment not yet prepared that follows all others; a request is stale once its
+    generation or its epoch is past, and nothing stale is ever delivered; at most `prefetch` batches wait.
+    """
+
+    def __init__(self, prefetch: int) -> None:
+        self._prefetch = prefetch
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._next = Request(0, 0)
+        self._prepared: deque[Segment] = deque()
+        self._gathering: Segment | None = None
+        self._gathered = 0
+        self._queue: deque[Item] = deque()
+        self._open: list[Segment] = []
+        self._failure: tuple[Request, BaseException] | None = None
+        self._raised = False
+        self._generation = 0
+        self._trained_epoch = -1
+        self._totals: dict[tuple[int, int], int] = {}
+        self._pace_s: float | None = None
+        self._paced = 0
+        self._last_take_s = 0.0
+        self.doing = {"prepare": "not started", "gather": "not started"}
+
+    # --- the trainer
+
+    def begin(self, request: Request | None, epoch: int) -> list[Segment]:
+        """The trainer goes on to `epoch`, or jumps to `request`; returns the segments to close."""
+        with self._changed:
+            if request is not None or self._raised:
+                # A new generation gives the rounds that ranks agree in new names, also to try a failed one again.
+                failed = self._failure[0] if self._failure is not None else None
+                again = failed if failed is not None and failed.epoch == epoch else Request(0, epoch)
+                self._generation += 1
+                self._next = replace(request or again, generation=self._generation)
+                self._failure, self._raised = None, False
+            elif self._next.epoch < epoch:
+                self._next = Request(self._generation, epoch)
+            self._trained_epoch = epoch
+            self._pace_s, self._paced = None, 0
+            self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
+            self._queue = deque(item for item in self._queue if not self._stale(item.segment.request))
+            if self._failure is not None and self._stale(self._failure[0]):
+                self._failure = None
+            self._totals = {key: total for key, total in self._totals.items() if key[1] >= epoch}
+            self._changed.notify_all()
+            return self._retire(lambda segment: self._stale(segment.request))
+
+    def jump(self, request: Request) -> list[Segment]:
+        """Prepare `request` next, before the trainer begins its epoch; returns the segments to close."""
+        closing = self.begin(request, request.epoch)
+        with self._changed:
+            self._trained_epoch = request.epoch - 1
+        return closing
+
+    def take(self, epoch: int, timeout_s: float) -> Item:
+        """The next item of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
+        give_up = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._queue or self._queue[0].segment.request.epoch != epoch:
+                self._wait_for(epoch, give_up, timeout_s)
+            item = self._queue.popleft()
+            self._note_pace()
+            self._changed.notify_all()
+            return item
+
+    def length(self, epoch: int, timeout_s: float) -> int:
+        """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
+        give_up = time.monotonic() + timeout_s
+        with self._changed:
+            while (total := self._totals.get((self._generation, epoch))) is None:
+                self._wait_for(epoch, give_up, timeout_s)
+            return total
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the trainer was given an error that ends its epoch."""
+        return self._raised
+
+    def passed(self, segment: Segment) -> list[Segment]:
+        """The trainer has come to `segment`: the ones before it can be closed."""
+        with self._changed:
+            place = self._open.index(segment) if segment in self._open else 0
+            before, self._open = self._open[:place], self._open[place:]
+            return before
+
+    def ended(self, segment: Segment) -> list[Segment]:
+        """The trainer has had all of `segment`."""
+        with self._changed:
+            return self._retire(lambda other: other is segment)
+
+    def current(self, epoch: int) -> Segment | None:
+        """The oldest segment of `epoch` that is still open."""
+        with self._changed:
+            return next((s for s in self._open if s.request.epoch == epoch), None)
+
+    def stop(self) -> list[Segment]:
+        """End everything; returns the segments to close."""
+        with self._changed:
+            self._stopped = True
+            self._queue.clear()
+            self._prepared.clear()
+            self._changed.notify_all()
+            return self._retire(lambda _: True)
+
+    # --- the thread that prepares
+
+    def wait_request(self, ahead_s: float, timeout_s: float | None) -> tuple[Request, bool] | None:
+        """The next request, and whether it is due now; None when all is over. Waits `timeout_s` for it to be due.
+
+        It is due when the gathering thread waits for it, or soon will: when what is left of the running segment
+        lasts no longer than `ahead_s`. As late as that, so that the snapshot is fresh.
+        """
+        with self._changed:
+            if not self._stopped and not self._is_due(ahead_s):
+                self._changed.wait(timeout_s)
+            return None if self._stopped else (self._next, self._is_due(ahead_s))
+
+    def may_follow(self, request: Request) -> bool:
+        """Whether `request` may be prepared because another rank asks for it."""
+        with self._changed:
+            return self._next is request and self._failure is None and len(self._prepared) < _MOST_AHEAD
+
+    def stale(self, request: Request) -> bool:
+        """Whether nobody waits for `request` any more."""
+        with self._changed:
+            return self._stale(request)
+
+    def superseded(self, request: Request) -> bool:
+        """Whether `request` is no longer what comes next."""
+        return self._stopped or self._next is not request
+
+    def urgent(self) -> bool:
+        """Whether the trainer has nothing to train on."""
+        return self._gathering is None and not self._queue
+
+    def add(self, segment: Segment) -> bool:
+        """Take `segment` in, if it still is what comes next."""
+        with self._changed:
+            if self.superseded(segment.request):
+                return False
+            self._prepared.append(segment)
+            self._open.append(segment)
+            self._next = segment.next_request()
+            self._totals[segment.request.generation, segment.request.epoch] = segment.total
+            self._changed.notify_all()
+            return True
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """A thread failed on `request`: the trainer will get `error` when it comes there."""
+        with self._changed:
+            if not self._stale(request) and self._failure is None:
+                self._failure = request, error
+                self._changed.notify_all()
+
+    def to_open(self) -> Segment | None:
+        """The segment being gathered, if not all of its shards are open."""
+        segment = self._gathering
+        if segment is None or segment.opened_ahead or segment.maps.all_mapped:
+            return None
+        return segment
+
+    # --- the thread that gathers
+
+    def next_segment(self) -> Segment | None:
+        """The next prepared segment, waited for; None when all is over."""
+        with self._changed:
+            self._gathering, self._gathered = None, 0
+            self._changed.notify_all()
+            while not self._prepared:
+                if self._stopped:
+                    return None
+                self._changed.wait()
+            self._gathering = self._prepared.popleft()
+            self._changed.notify_all()
+            return self._gathering
+
+    def put(self, item: Item) -> bool:
+        """Queue `item` when there is room; False when nobody wants it any more."""
+        with self._changed:
+            while not self._unwanted(item) and item.staged is not None and len(self._queue) >= self._prefetch:
+                self._changed.wait()
+            if self._unwanted(item):
+                return False
+            self._queue.append(item)
+            self._gathered += item.staged is not None
+            self._changed.notify_all()
+            return True
+
+    # --- under the condition
+
+    def _unwanted(self, item: Item) -> bool:
+        return self._stopped or self._stale(item.segment.request)
+
+    def _stale(self, request: Request) -> bool:
+        return request.generation != self._generation or request.epoch < self._trained_epoch
+
+    def _is_due(self, ahead_s: float) -> bool:
+        if self._prepared or self._failure is not None or self._next.epoch > self._trained_epoch + 1:
+            return False
+        if self._gathering is None:
+            return True
+        batches = self._gathering.plan.num_batches
+        if self._gathered >= _PREPARE_AT * batches:
+            return True
+        if self._pace_s is None or self._paced < self._prefetch:
+            return False
+        left = batches - self._gathered + len(self._queue)
+        return left * self._pace_s <= max(_LEAST_AHEAD_S, ahead_s)
+
+    def _note_pace(self) -> None:
+        now = time.monotonic()
+        if self._paced:
+            took_s = now - self._last_take_s
+            before_s = took_s if self._pace_s is None else self._pace_s
+            self._pace_s = before_s + _PACE_SMOOTHING * (took_s - before_s)
+        self._last_take_s = now
+        self._paced += 1
+
+    def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
+        closing = [segment for segment in self._open if done(segment)]
+        self._open = [segment for segment in self._open if not done(segment)]
+        return closing
+
+    def _wait_for(self, epoch: int, give_up_s: float, timeout_s: float) -> None:
+        """Wait for a change; raises when there is nothing to wait for."""
+        if self._failure is not None and self._failure[0].epoch <= epoch:
+            self._raised = True
+            raise self._failure[1]
+        if self._stopped:
+            raise EpochError("this EpochLoader is closed; make a new one")
+        left_s = give_up_s - time.monotonic()
+        if left_s <= 0:
+            raise EpochError(self._diagnosis(epoch, timeout_s))
+        self._changed.wait(left_s)
+
+    def _diagnosis(self, epoch: int, timeout_s: float) -> str:
+        return (
+            f"no batch of epoch {epoch} within {timeout_s:.0f} s (timeout_s): preparation: {self.doing['prepare']}; "
+            f"gathering: {self.doing['gather']}; {len(self._queue)} batches are waiting. Is the disk hanging, or the "
+            "batch_transform?"
+        )
