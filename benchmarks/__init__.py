@@ -1,0 +1,1 @@
+"""What cachestream reaches on this machine: `python -m benchmarks` (or `make bench`)."""

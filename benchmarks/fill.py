@@ -1,0 +1,63 @@
+"""How fast a local source is cached: `python -m benchmarks.fill [files|function] [processes]`.
+
+Raw float32 arrays of 128 KiB, 1 GiB in all. "steady" is from the first 64 samples to the last,
+"with_start" from the call of start_worker.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import cachestream as cs
+from benchmarks.measure import emit, scratch
+
+SAMPLES = 8192
+FLOATS = 32 * 1024
+
+
+def write_arrays(folder: Path, samples: int = SAMPLES) -> None:
+    """`samples` .npy files of 128 KiB, all different."""
+    folder.mkdir()
+    data = np.random.default_rng(0).random((64, FLOATS), dtype=np.float32)
+    for i in range(samples):
+        data[i % 64, 0] = i
+        np.save(folder / f"{i:06d}.npy", data[i % 64])
+
+
+def windows() -> object:
+    """A function that cuts random windows of 128 KiB out of an array in memory."""
+    signal = np.random.default_rng(0).random(1 << 22, dtype=np.float32)
+
+    def window(rng: np.random.Generator) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        start = int(rng.integers(0, len(signal) - FLOATS))
+        return signal[start : start + FLOATS]
+
+    return window
+
+
+def main(kind: str = "files", processes: int = 2) -> None:
+    with scratch() as folder:
+        if kind == "files":
+            write_arrays(folder / "remote")
+        source = cs.open_source(str(folder / "remote")) if kind == "files" else cs.open_source(windows())
+        cache = cs.Cache(folder / "cache", size_limit="4GB")
+        begun_s = time.perf_counter()
+        with cs.start_worker(cache, source, num_workers=processes):
+            first = cache.wait(64, timeout_s=60)
+            first_s = time.perf_counter()
+            last = cache.wait(SAMPLES * 95 // 100, timeout_s=120)
+            last_s = time.perf_counter()
+        sample_mb = FLOATS * 4 / 1e6
+        emit(
+            first_samples_s=first_s - begun_s,
+            steady_mb_per_s=(last - first) * sample_mb / (last_s - first_s),
+            with_start_mb_per_s=last * sample_mb / (last_s - begun_s),
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
