@@ -33,7 +33,7 @@ def put_image(path: Path, value: int) -> None:
     Image.fromarray(np.full((4, 5, 3), value, np.uint8)).save(path)
 
 
-def test_a_folder_of_classes_is_read_as_torchvision_users_expect(tmp_path):
+def test_a_folder_of_classes_is_read_as_torchvision_users_expect(tmp_path: Path) -> None:
     for value, name in enumerate(["dog/1.png", "cat/2.png", "cat/1.png", "ant/9.png"]):
         put_image(tmp_path / name, value)
     source = FileSource(tmp_path)
@@ -48,14 +48,14 @@ def test_a_folder_of_classes_is_read_as_torchvision_users_expect(tmp_path):
     assert samples["ant/9.png"]["image"].shape == (3, 4, 5)
 
 
-def test_the_same_class_in_several_splits_has_one_label(tmp_path):
+def test_the_same_class_in_several_splits_has_one_label(tmp_path: Path) -> None:
     for name in ("train/cat/1.png", "train/dog/1.png", "val/cat/2.png"):
         put_image(tmp_path / name, 0)
     samples = read_all(FileSource(tmp_path))
     assert [sample["label"] for sample in samples.values()] == [0, 1, 0]
 
 
-def test_images_without_folders_have_no_label_nor_do_other_files_in_folders(tmp_path):
+def test_images_without_folders_have_no_label_nor_do_other_files_in_folders(tmp_path: Path) -> None:
     put_image(tmp_path / "flat" / "1.png", 0)
     source = FileSource(tmp_path / "flat")
     assert source.label_names == ()
@@ -65,7 +65,7 @@ def test_images_without_folders_have_no_label_nor_do_other_files_in_folders(tmp_
     assert read_all(FileSource(tmp_path / "texts")) == {"a/1.txt": {"text": "hello"}}
 
 
-def test_labels_can_be_switched_off_or_made_by_a_function_for_every_file(tmp_path):
+def test_labels_can_be_switched_off_or_made_by_a_function_for_every_file(tmp_path: Path) -> None:
     put_image(tmp_path / "cat" / "1.png", 0)
     (tmp_path / "cat" / "2.txt").write_text("hello")
     assert all("label" not in sample for sample in read_all(FileSource(tmp_path, label=None)).values())
@@ -76,13 +76,13 @@ def test_labels_can_be_switched_off_or_made_by_a_function_for_every_file(tmp_pat
         FileSource(tmp_path, label="parent")
 
 
-def test_a_label_function_that_raises_fails_the_sample_and_names_the_path(tmp_path):
+def test_a_label_function_that_raises_fails_the_sample_and_names_the_path(tmp_path: Path) -> None:
     put_image(tmp_path / "cat" / "1.png", 0)
     with pytest.raises(SampleError, match=r"label\('cat/1.png'\) raised KeyError"):
-        read_all(FileSource(tmp_path, label={}.__getitem__))
+        read_all(FileSource(tmp_path, label=dict[str, int]().__getitem__))
 
 
-def test_every_kind_of_file_has_its_fields(tmp_path):
+def test_every_kind_of_file_has_its_fields(tmp_path: Path) -> None:
     put_image(tmp_path / "a.png", 7)
     np.save(tmp_path / "b.npy", np.arange(3.0))
     np.savez(tmp_path / "c.npz", x=np.arange(2), y=np.ones(1))
@@ -103,7 +103,7 @@ def test_every_kind_of_file_has_its_fields(tmp_path):
     assert read_all(FileSource(tmp_path / "g.bin")) == {"g.bin": {"data": b""}}
 
 
-def test_a_file_that_vanished_or_was_cut_fails_as_one_sample(tmp_path):
+def test_a_file_that_vanished_or_was_cut_fails_as_one_sample(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(1000.0))
     np.save(tmp_path / "b.npy", np.arange(1000.0))
     source = FileSource(tmp_path)
@@ -115,7 +115,7 @@ def test_a_file_that_vanished_or_was_cut_fails_as_one_sample(tmp_path):
         list(source.read(1, RNG))
 
 
-def test_a_named_pipe_does_not_block_the_reader(tmp_path):
+def test_a_named_pipe_does_not_block_the_reader(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"1")
     source = FileSource(tmp_path / "a.bin")
     os.unlink(tmp_path / "a.bin")
@@ -124,7 +124,7 @@ def test_a_named_pipe_does_not_block_the_reader(tmp_path):
         list(source.read(0, RNG))
 
 
-def test_all_bytes_are_reported_in_pieces_as_they_arrive(tmp_path):
+def test_all_bytes_are_reported_in_pieces_as_they_arrive(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(20 << 20))
     source = FileSource(tmp_path)
     seen: list[int] = []
@@ -137,7 +137,7 @@ def test_all_bytes_are_reported_in_pieces_as_they_arrive(tmp_path):
     assert max(seen) <= 8 << 20
 
 
-def test_sixteen_threads_read_what_one_reads(tmp_path):
+def test_sixteen_threads_read_what_one_reads(tmp_path: Path) -> None:
     for number in range(64):
         np.save(tmp_path / f"{number:02d}.npy", np.full(5000, number))
     source = FileSource(tmp_path)
@@ -147,7 +147,7 @@ def test_sixteen_threads_read_what_one_reads(tmp_path):
                for unit, (key, sample) in enumerate(found))  # fmt: skip
 
 
-def test_a_source_survives_pickling_with_its_labels(tmp_path):
+def test_a_source_survives_pickling_with_its_labels(tmp_path: Path) -> None:
     put_image(tmp_path / "cat" / "1.png", 1)
     source = FileSource(tmp_path)
     again = pickle.loads(pickle.dumps(source))
@@ -156,7 +156,7 @@ def test_a_source_survives_pickling_with_its_labels(tmp_path):
     assert read_all(again)["cat/1.png"]["label"] == 0
 
 
-def test_a_synchronous_filesystem_is_read_from_many_threads():
+def test_a_synchronous_filesystem_is_read_from_many_threads() -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe({f"/data/{number}.txt": str(number).encode() for number in range(10)})
     try:
@@ -168,7 +168,7 @@ def test_a_synchronous_filesystem_is_read_from_many_threads():
     assert found == {f"{number}.txt": {"text": str(number)} for number in range(10)}
 
 
-def test_files_in_a_zip_archive_are_read_by_a_chained_url(tmp_path):
+def test_files_in_a_zip_archive_are_read_by_a_chained_url(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.zip.npz", x=np.arange(3))
     source = FileSource(f"zip://*.npy::file://{tmp_path}/a.zip.npz")
     assert read_all(source)["x.npy"]["array"].tolist() == [0, 1, 2]
@@ -194,7 +194,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     thread.join(5)
 
 
-def test_web_files_are_read_by_url_list_and_index_page(tmp_path, web):
+def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str) -> None:
     (tmp_path / "d").mkdir()
     for number in range(3):
         np.save(tmp_path / "d" / f"{number}.npy", np.full(3, number))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
@@ -57,7 +58,7 @@ def source_through(
 # --- reading -----------------------------------------------------------------------------------
 
 
-def test_a_bucket_is_read_from_sixteen_threads(s3_server, bucket):
+def test_a_bucket_is_read_from_sixteen_threads(s3_server: S3Server, bucket: Path) -> None:
     source = FileSource(f"s3://{bucket.name}", storage_options=s3_server.storage_options)
     with ThreadPoolExecutor(16) as pool:
         found = dict(pool.map(lambda unit: read_one(source, unit), range(40)))
@@ -70,13 +71,17 @@ def test_a_bucket_is_read_from_sixteen_threads(s3_server, bucket):
     [("/odd", 20), ("/odd/", 20), ("/odd/00*.npy", 5), ("/*/*.npy", 40), ("/**/01?.npy", 10), ("/odd/001.npy", 1),
      ("/odd/{001..039..2}.npy", 20)],
 )  # fmt: skip
-def test_folders_wildcards_ranges_and_single_objects_are_found(s3_server, bucket, path, count):
+def test_folders_wildcards_ranges_and_single_objects_are_found(
+    s3_server: S3Server, bucket: Path, path: str, count: int
+) -> None:
     source = FileSource(f"s3://{bucket.name}{path}", storage_options=s3_server.storage_options)
     assert source.num_units == count
     assert read_one(source)[1]["array"].shape == (2500,)
 
 
-def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(s3_server, s3_proxy, bucket):
+def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
+) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     s3_proxy.connections = 0
     for unit in range(source.num_units):
@@ -85,7 +90,7 @@ def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(s
     assert s3_proxy.connections == 1
 
 
-def test_latency_overlaps_between_threads(s3_server, s3_proxy, bucket):
+def test_latency_overlaps_between_threads(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     read_one(source)
     s3_proxy.latency_s = 0.1
@@ -96,13 +101,15 @@ def test_latency_overlaps_between_threads(s3_server, s3_proxy, bucket):
     assert s3_proxy.in_flight_peak >= 12
 
 
-def test_an_empty_object_is_empty_data(s3_server, s3_bucket):
+def test_an_empty_object_is_empty_data(s3_server: S3Server, s3_bucket: Path) -> None:
     (s3_bucket / "empty.bin").write_bytes(b"")
     source = FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
     assert read_one(source) == ("empty.bin", {"data": b""})
 
 
-def test_a_large_object_is_reported_piece_by_piece(s3_server, s3_bucket, large):
+def test_a_large_object_is_reported_piece_by_piece(
+    s3_server: S3Server, s3_bucket: Path, large: npt.NDArray[np.uint8]
+) -> None:
     source = FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
     seen: list[int] = []
     pulse.install(seen.append)
@@ -121,7 +128,7 @@ def read_in_child(source: FileSource, results: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_children_open_connections_of_their_own(s3_server, bucket, method):
+def test_children_open_connections_of_their_own(s3_server: S3Server, bucket: Path, method: str) -> None:
     source = FileSource(f"s3://{bucket.name}", storage_options=s3_server.storage_options)
     read_one(source)  # the parent's connection is open
     context: Any = multiprocessing.get_context(method)
@@ -151,7 +158,9 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_credentials")
-def test_credentials_come_from_the_environment(s3_server, bucket, monkeypatch):
+def test_credentials_come_from_the_environment(
+    s3_server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_server.endpoint_url)
@@ -160,7 +169,7 @@ def test_credentials_come_from_the_environment(s3_server, bucket, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_credentials")
-def test_credentials_come_from_the_usual_aws_files(s3_server, bucket, tmp_path):
+def test_credentials_come_from_the_usual_aws_files(s3_server: S3Server, bucket: Path, tmp_path: Path) -> None:
     (tmp_path / "credentials").write_text(
         f"[lab]\naws_access_key_id = {s3_server.key}\naws_secret_access_key = {s3_server.secret}\n"
     )
@@ -177,7 +186,9 @@ def test_credentials_come_from_the_usual_aws_files(s3_server, bucket, tmp_path):
     [{"secret": "CANARYWRONG"}, {"key": "CANARYWRONG"}, {"key": None, "secret": None}, {"profile": "none"}],
     ids=["secret", "key", "none", "profile"],
 )
-def test_wrong_credentials_are_an_error_that_says_where_to_put_right_ones(s3_server, s3_proxy, bucket, wrong):
+def test_wrong_credentials_are_an_error_that_says_where_to_put_right_ones(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, wrong: dict[str, Any]
+) -> None:
     with pytest.raises(
         SourceError, match=r"no valid credentials; give storage_options.*AWS_ACCESS"
     ) as caught:
@@ -187,7 +198,9 @@ def test_wrong_credentials_are_an_error_that_says_where_to_put_right_ones(s3_ser
     assert s3_proxy.requests <= 2  # no retry storm
 
 
-def test_credentials_that_become_invalid_fail_the_source_not_the_sample(s3_server, bucket):
+def test_credentials_that_become_invalid_fail_the_source_not_the_sample(
+    s3_server: S3Server, bucket: Path
+) -> None:
     source = FileSource(f"s3://{bucket.name}", storage_options=s3_server.storage_options)
     source._remote._options["secret"] = "CANARYEXPIRED"
     with pytest.raises(SourceError, match="no valid credentials") as caught:
@@ -195,7 +208,7 @@ def test_credentials_that_become_invalid_fail_the_source_not_the_sample(s3_serve
     assert type(caught.value) is SourceError
 
 
-def test_options_of_the_user_win_over_ours(s3_server, bucket):
+def test_options_of_the_user_win_over_ours(s3_server: S3Server, bucket: Path) -> None:
     options = s3_server.storage_options | {"config_kwargs": {"read_timeout": 3}, "use_listings_cache": True}
     source = FileSource(f"s3://{bucket.name}", storage_options=options)
     read_one(source)
@@ -204,7 +217,7 @@ def test_options_of_the_user_win_over_ours(s3_server, bucket):
     assert options["config_kwargs"] == {"read_timeout": 3}
 
 
-def test_an_option_that_the_driver_does_not_know_is_a_config_error(s3_server, bucket):
+def test_an_option_that_the_driver_does_not_know_is_a_config_error(s3_server: S3Server, bucket: Path) -> None:
     with pytest.raises(ConfigError, match=r"storage_options do not suit 's3'.*bananas"):
         FileSource(f"s3://{bucket.name}", storage_options=s3_server.storage_options | {"bananas": 1})
 
@@ -225,7 +238,9 @@ def test_an_option_that_the_driver_does_not_know_is_a_config_error(s3_server, bu
         ("s3://*/a.npy", "names one bucket"),
     ],
 )
-def test_what_is_missing_is_an_error_at_once_that_names_it(s3_server, bucket, url, message):
+def test_what_is_missing_is_an_error_at_once_that_names_it(
+    s3_server: S3Server, bucket: Path, url: str, message: str
+) -> None:
     start = time.monotonic()
     with pytest.raises(SourceError, match=message) as caught:
         FileSource(url.replace("{bucket}", bucket.name), storage_options=s3_server.storage_options)
@@ -233,12 +248,14 @@ def test_what_is_missing_is_an_error_at_once_that_names_it(s3_server, bucket, ur
     assert time.monotonic() - start < 5
 
 
-def test_an_empty_bucket_is_an_error(s3_server, s3_bucket):
+def test_an_empty_bucket_is_an_error(s3_server: S3Server, s3_bucket: Path) -> None:
     with pytest.raises(SourceError, match="no files found"):
         FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
 
 
-def test_an_object_that_vanished_fails_as_one_sample_with_one_request(s3_server, s3_proxy, bucket):
+def test_an_object_that_vanished_fails_as_one_sample_with_one_request(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
+) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     (bucket / "even" / "000.npy").unlink()
     with pytest.raises(SampleError, match=rf"s3://{bucket.name}/even/000\.npy: not found"):
@@ -256,15 +273,15 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_LIMIT_S", 0.02)
 
 
-def test_a_503_while_listing_is_tried_again(s3_server, s3_proxy, bucket):
+def test_a_503_while_listing_is_tried_again(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     s3_proxy.answer_busy(2)
     assert source_through(s3_proxy, s3_server, bucket).num_units == 40
 
 
 @pytest.mark.parametrize("fault", ["busy", "refuse"])
 def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_does(
-    s3_server, s3_proxy, bucket, fault
-):
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, fault: str
+) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     read_one(source)
     start = time.monotonic()
@@ -280,14 +297,18 @@ def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_doe
     assert read_one(source)[0] == "even/000.npy"
 
 
-def test_an_endpoint_that_does_not_exist_is_unavailable_at_open(s3_server, bucket, monkeypatch):
+def test_an_endpoint_that_does_not_exist_is_unavailable_at_open(
+    s3_server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filesystem, "LIST_ATTEMPTS", 2)
     options = s3_server.storage_options | {"endpoint_url": "http://no-such-host.invalid:9"}
     with pytest.raises(SourceUnavailableError, match=r"s3://bucket.*check the network and the endpoint"):
         FileSource(f"s3://{bucket.name}", storage_options=options)
 
 
-def test_a_hanging_request_ends_at_the_read_timeout_and_shows_life_until_then(s3_server, s3_proxy, bucket):
+def test_a_hanging_request_ends_at_the_read_timeout_and_shows_life_until_then(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
+) -> None:
     source = source_through(s3_proxy, s3_server, bucket, config_kwargs={"read_timeout": 2})
     read_one(source)
     s3_proxy.hang()
@@ -304,7 +325,13 @@ def test_a_hanging_request_ends_at_the_read_timeout_and_shows_life_until_then(s3
 
 
 @pytest.mark.usefixtures("short_waits")
-def test_a_trickling_body_is_given_up(s3_server, s3_proxy, s3_bucket, large, monkeypatch):
+def test_a_trickling_body_is_given_up(
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    s3_bucket: Path,
+    large: npt.NDArray[np.uint8],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fetch, "PIECE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(fetch, "RESUMES", 1)
     source = source_through(s3_proxy, s3_server, s3_bucket)
@@ -317,7 +344,9 @@ def test_a_trickling_body_is_given_up(s3_server, s3_proxy, s3_bucket, large, mon
 
 @pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("fault", ["reset", "truncate"])
-def test_a_broken_body_is_resumed_where_it_broke(s3_server, s3_proxy, s3_bucket, large, fault):
+def test_a_broken_body_is_resumed_where_it_broke(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8], fault: str
+) -> None:
     source = source_through(s3_proxy, s3_server, s3_bucket)
     getattr(s3_proxy, fault)(times=3, after_bytes=5 << 20)
     seen: list[int] = []
@@ -332,7 +361,9 @@ def test_a_broken_body_is_resumed_where_it_broke(s3_server, s3_proxy, s3_bucket,
 
 
 @pytest.mark.usefixtures("short_waits")
-def test_a_body_that_breaks_for_ever_is_unavailable_after_few_tries(s3_server, s3_proxy, s3_bucket, large):
+def test_a_body_that_breaks_for_ever_is_unavailable_after_few_tries(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
+) -> None:
     source = source_through(s3_proxy, s3_server, s3_bucket)
     s3_proxy.truncate(times=1000, after_bytes=1000)
     with pytest.raises(SourceUnavailableError, match=r"large\.bin"):
@@ -344,8 +375,8 @@ def test_a_body_that_breaks_for_ever_is_unavailable_after_few_tries(s3_server, s
 
 @pytest.mark.usefixtures("short_waits")
 def test_an_object_overwritten_while_it_is_read_comes_whole_from_one_version(
-    s3_server, s3_proxy, s3_bucket, large
-):
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
+) -> None:
     source = source_through(s3_proxy, s3_server, s3_bucket)
     s3_proxy.truncate(times=1, after_bytes=5 << 20)
     other = np.roll(large, 1).tobytes()
@@ -366,7 +397,7 @@ def test_an_object_overwritten_while_it_is_read_comes_whole_from_one_version(
 # --- secrets -----------------------------------------------------------------------------------
 
 
-def test_secrets_show_in_no_text(s3_server, s3_proxy, bucket):
+def test_secrets_show_in_no_text(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     shown = [repr(source), str(source), repr(source._remote), source.fingerprint, source.listing_digest]
     shown.append(source.key(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.files import FileSource
 from cachestream.remote.listing import expand_braces
 from cachestream.remote.names import Names
+from tests.support.s3 import S3Server
 
 
 def keys(source: FileSource) -> list[str]:
@@ -39,30 +41,30 @@ def make(root: Path, *names: str) -> None:
         ("plain", ["plain"]),
     ],
 )
-def test_braces_expand_as_in_a_shell(pattern, expected):
+def test_braces_expand_as_in_a_shell(pattern: str, expected: Any) -> None:
     assert expand_braces(pattern) == expected
 
 
 @pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}", "{1..5..0}"])
-def test_a_range_that_would_fill_the_memory_is_refused(pattern):
+def test_a_range_that_would_fill_the_memory_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError):
         expand_braces(pattern)
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=30))
-def test_names_are_kept_exactly_also_over_pickle(texts):
+def test_names_are_kept_exactly_also_over_pickle(texts: list[str]) -> None:
     names = pickle.loads(pickle.dumps(Names(texts)))
     assert list(names) == texts
     assert len(names) == len(texts)
     assert names.digest == Names(texts).digest
 
 
-def test_two_lists_with_the_same_letters_have_different_digests():
+def test_two_lists_with_the_same_letters_have_different_digests() -> None:
     assert Names(["ab", "c"]).digest != Names(["a", "bc"]).digest
     assert Names([]).digest != Names([""]).digest
 
 
-def test_200_000_names_take_little_more_than_their_letters(s3_server, s3_bucket):
+def test_200_000_names_take_little_more_than_their_letters(s3_server: S3Server, s3_bucket: Path) -> None:
     make(s3_bucket, "train/sample-000000.npy")
     url = f"s3://{s3_bucket.name}/train/sample-{{000000..199999}}.npy"
     source = FileSource(url, storage_options=s3_server.storage_options)
@@ -72,49 +74,51 @@ def test_200_000_names_take_little_more_than_their_letters(s3_server, s3_bucket)
     assert not source.label_names
 
 
-def test_a_folder_is_listed_below_it_in_order_without_hidden_files(tmp_path):
+def test_a_folder_is_listed_below_it_in_order_without_hidden_files(tmp_path: Path) -> None:
     make(tmp_path, "b/2.bin", "b/1.bin", "a.bin", "c/d/e.bin", ".hidden.bin", ".git/x.bin", "b/.cache/y.bin")
     assert keys(FileSource(tmp_path)) == ["a.bin", "b/1.bin", "b/2.bin", "c/d/e.bin"]
     assert keys(FileSource(tmp_path, recursive=False)) == ["a.bin"]
 
 
-def test_extensions_keep_only_such_files(tmp_path):
+def test_extensions_keep_only_such_files(tmp_path: Path) -> None:
     make(tmp_path, "a.JPG", "b.png", "c.txt")
     assert keys(FileSource(tmp_path, extensions=["jpg", ".png"])) == ["a.JPG", "b.png"]
     with pytest.raises(SourceError, match=r"none of 3 files ends in \.gif"):
         FileSource(tmp_path, extensions=".gif")
 
 
-def test_wildcards_ranges_and_lists_name_files_below_their_common_root(tmp_path):
+def test_wildcards_ranges_and_lists_name_files_below_their_common_root(tmp_path: Path) -> None:
     make(tmp_path, *(f"{part}/{number:03d}.bin" for part in ("train", "val") for number in range(5)))
     assert keys(FileSource(tmp_path / "train" / "00[12].bin")) == ["001.bin", "002.bin"]
     assert keys(FileSource(f"{tmp_path}/*/000.bin")) == ["train/000.bin", "val/000.bin"]
     assert keys(FileSource(f"{tmp_path}/train/{{003..004}}.bin")) == ["003.bin", "004.bin"]
     assert len(keys(FileSource(f"{tmp_path}/**/*.bin"))) == 10
-    listed = [f"{tmp_path}/val", tmp_path / "train" / "001.bin", f"{tmp_path}/val/000.bin"]
+    listed: list[str | Path] = [f"{tmp_path}/val", tmp_path / "train" / "001.bin", f"{tmp_path}/val/000.bin"]
     assert keys(FileSource(listed)) == ["train/001.bin", *(f"val/{number:03d}.bin" for number in range(5))]
 
 
-def test_a_relative_path_and_a_file_url_name_the_same_files(tmp_path, monkeypatch):
+def test_a_relative_path_and_a_file_url_name_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, "data/a.bin")
     monkeypatch.chdir(tmp_path)
     assert keys(FileSource("data")) == keys(FileSource(f"file://{tmp_path}/data")) == ["a.bin"]
     assert FileSource("data").fingerprint == FileSource(tmp_path / "data").fingerprint
 
 
-def test_a_name_with_wildcard_signs_is_taken_literally_if_it_exists(tmp_path):
+def test_a_name_with_wildcard_signs_is_taken_literally_if_it_exists(tmp_path: Path) -> None:
     make(tmp_path, "a[1]/x.bin", "b{1,2}.bin")
     assert keys(FileSource(tmp_path / "a[1]")) == ["x.bin"]
     assert keys(FileSource(tmp_path / "b{1,2}.bin")) == ["b{1,2}.bin"]
 
 
-def test_links_that_form_a_circle_are_followed_once(tmp_path):
+def test_links_that_form_a_circle_are_followed_once(tmp_path: Path) -> None:
     make(tmp_path, "a/x.bin")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     assert keys(FileSource(tmp_path)) == ["a/x.bin"]
 
 
-def test_a_name_that_is_not_utf8_is_read_and_has_a_printable_key(tmp_path):
+def test_a_name_that_is_not_utf8_is_read_and_has_a_printable_key(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/caf\xe9.bin"
     try:
         with open(path, "wb") as file:
@@ -127,7 +131,7 @@ def test_a_name_that_is_not_utf8_is_read_and_has_a_printable_key(tmp_path):
     assert sample == {"data": b"1"}
 
 
-def test_nothing_found_is_an_error_that_names_the_place(tmp_path):
+def test_nothing_found_is_an_error_that_names_the_place(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for url in ("empty", "*.jpg"):
         with pytest.raises(SourceError, match=r"no files found; check"):
@@ -137,11 +141,13 @@ def test_nothing_found_is_an_error_that_names_the_place(tmp_path):
             FileSource(tmp_path / url)
 
 
-def test_an_unreadable_folder_is_an_error_that_names_it(tmp_path, monkeypatch):
+def test_an_unreadable_folder_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, "open/a.bin", "closed/b.bin")
     scandir = os.scandir
 
-    def guarded(path):  # as root, permissions hold nobody back
+    def guarded(path: str) -> Any:  # as root, permissions hold nobody back
         if str(path).endswith("closed"):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
@@ -151,13 +157,13 @@ def test_an_unreadable_folder_is_an_error_that_names_it(tmp_path, monkeypatch):
         FileSource(tmp_path)
 
 
-def test_urls_of_different_schemes_do_not_go_together(tmp_path):
+def test_urls_of_different_schemes_do_not_go_together(tmp_path: Path) -> None:
     make(tmp_path, "a.bin")
     with pytest.raises(ConfigError, match="same scheme"):
         FileSource([str(tmp_path / "a.bin"), "s3://bucket/b.bin"])
 
 
-def test_an_unknown_scheme_and_a_missing_driver_say_what_to_do():
+def test_an_unknown_scheme_and_a_missing_driver_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"unknown scheme 'foo://'.*s3://"):
         FileSource("foo://bucket/x")
     with pytest.raises(ConfigError, match="pip install gcsfs"):
@@ -165,12 +171,12 @@ def test_an_unknown_scheme_and_a_missing_driver_say_what_to_do():
 
 
 @pytest.mark.parametrize("urls", [[], "", [""], [1]])
-def test_what_is_no_url_is_refused(urls):
+def test_what_is_no_url_is_refused(urls: Any) -> None:
     with pytest.raises(ConfigError, match="path or URL"):
         FileSource(urls)
 
 
-def test_the_digest_changes_with_the_listing_and_the_fingerprint_does_not(tmp_path):
+def test_the_digest_changes_with_the_listing_and_the_fingerprint_does_not(tmp_path: Path) -> None:
     make(tmp_path, "a.bin", "b.bin")
     before = FileSource(tmp_path)
     make(tmp_path, "c.bin")

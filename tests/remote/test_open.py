@@ -73,10 +73,14 @@ def draw(rng: np.random.Generator) -> dict[str, Any]:
     return {"x": rng.random(3)}
 
 
+def scaled(rng: np.random.Generator, scale: float) -> dict[str, Any]:
+    return {"x": rng.random(3) * scale}
+
+
 # --- choosing ----------------------------------------------------------------------------------
 
 
-def test_paths_urls_and_lists_become_file_sources(tmp_path):
+def test_paths_urls_and_lists_become_file_sources(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"1")
     for what in (
         tmp_path,
@@ -91,7 +95,7 @@ def test_paths_urls_and_lists_become_file_sources(tmp_path):
         assert source.num_units == 1
 
 
-def test_datasets_functions_and_sources_are_told_apart():
+def test_datasets_functions_and_sources_are_told_apart() -> None:
     assert type(open_source(Squares())) is DatasetSource
     assert type(open_source([{"x": 1}, {"x": 2}])) is DatasetSource
     assert type(open_source(np.zeros((3, 2)))) is DatasetSource
@@ -101,7 +105,7 @@ def test_datasets_functions_and_sources_are_told_apart():
     assert open_source(source) is source
 
 
-def test_torch_datasets_are_read_without_conversion():
+def test_torch_datasets_are_read_without_conversion() -> None:
     data = pytest.importorskip("torch.utils.data")
     torch = pytest.importorskip("torch")
     source = open_source(data.TensorDataset(torch.arange(4), torch.arange(4) * 2))
@@ -132,7 +136,7 @@ def test_torch_datasets_are_read_without_conversion():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_read_is_refused_with_a_way_out(what, message):
+def test_what_cannot_be_read_is_refused_with_a_way_out(what: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"open_source\(\) cannot read {message}.*(give|wrap)"):
         open_source(what)
 
@@ -149,12 +153,12 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(what, message):
         "https://h/a.tar?sig=1",
     ],
 )
-def test_formats_of_the_future_say_so_and_offer_a_way_today(url):
+def test_formats_of_the_future_say_so_and_offer_a_way_today(url: str) -> None:
     with pytest.raises(ConfigError, match=r"not supported yet; read them in a function"):
         open_source(url)
 
 
-def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path):
+def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"1")
     with pytest.raises(ConfigError, match=r"no argument 'lable'; here it is called 'label'"):
         open_source(tmp_path, lable=None)
@@ -169,7 +173,7 @@ def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path):
 # --- datasets ----------------------------------------------------------------------------------
 
 
-def test_a_dataset_is_read_by_index_and_its_errors_become_ours():
+def test_a_dataset_is_read_by_index_and_its_errors_become_ours() -> None:
     source = pickle.loads(pickle.dumps(open_source(Squares())))
     assert source.num_units == 5
     assert list(source.read(2, RNG)) == [("2", (2, 4))]
@@ -179,7 +183,7 @@ def test_a_dataset_is_read_by_index_and_its_errors_become_ours():
         list(source.read(4, RNG))
 
 
-def test_a_datasets_fingerprint_names_its_class_length_and_own_fingerprint():
+def test_a_datasets_fingerprint_names_its_class_length_and_own_fingerprint() -> None:
     plain = open_source(Squares(5))
     named = Squares(5)
     named.fingerprint = "v2"  # type: ignore[attr-defined]
@@ -189,7 +193,7 @@ def test_a_datasets_fingerprint_names_its_class_length_and_own_fingerprint():
 
 
 @pytest.mark.parametrize("what", [Squares(0), Numbers(), Table(), {"a": 1}, "text"])
-def test_a_dataset_without_samples_or_index_is_refused(what):
+def test_a_dataset_without_samples_or_index_is_refused(what: Any) -> None:
     with pytest.raises(ConfigError):
         DatasetSource(what)
 
@@ -216,7 +220,7 @@ class Overlap:
 
 
 @pytest.mark.parametrize(("thread_safe", "peak"), [(False, 1), (True, 4)])
-def test_calls_into_a_dataset_overlap_only_if_it_is_thread_safe(thread_safe, peak):
+def test_calls_into_a_dataset_overlap_only_if_it_is_thread_safe(thread_safe: bool, peak: int) -> None:
     dataset = Overlap()
     source = DatasetSource(dataset, thread_safe=thread_safe)
     with ThreadPoolExecutor(4) as pool:
@@ -224,7 +228,7 @@ def test_calls_into_a_dataset_overlap_only_if_it_is_thread_safe(thread_safe, pea
     assert dataset.peak == peak
 
 
-def test_who_waits_for_a_slow_call_shows_life():
+def test_who_waits_for_a_slow_call_shows_life() -> None:
     started, finish = threading.Event(), threading.Event()
 
     def slow(_: np.random.Generator) -> int:
@@ -252,7 +256,7 @@ def test_who_waits_for_a_slow_call_shows_life():
 # --- functions ---------------------------------------------------------------------------------
 
 
-def test_a_function_is_endless_or_makes_passes_and_is_reproducible():
+def test_a_function_is_endless_or_makes_passes_and_is_reproducible() -> None:
     source = open_source(draw)
     assert source.num_units is None
     assert open_source(draw, num_units=9).num_units == 9
@@ -262,7 +266,7 @@ def test_a_function_is_endless_or_makes_passes_and_is_reproducible():
     assert np.array_equal(first["x"], again["x"])
 
 
-def test_a_function_may_return_none_to_skip_and_its_errors_fail_the_sample():
+def test_a_function_may_return_none_to_skip_and_its_errors_fail_the_sample() -> None:
     assert list(CallableSource(lambda _: None).read(0, RNG)) == []
     with pytest.raises(SampleError, match=r"<lambda>\(rng\) for unit 7 raised ZeroDivisionError"):
         list(CallableSource(lambda _: 1 // 0).read(7, RNG))
@@ -271,18 +275,18 @@ def test_a_function_may_return_none_to_skip_and_its_errors_fail_the_sample():
 
 
 @pytest.mark.parametrize("fn", [lambda: 1, lambda a, b: a + b, 3, lambda *, rng: rng])
-def test_a_function_that_cannot_take_a_generator_is_refused(fn):
+def test_a_function_that_cannot_take_a_generator_is_refused(fn: Any) -> None:
     with pytest.raises(ConfigError, match=r"fn\(rng\)"):
         CallableSource(fn)
 
 
 @pytest.mark.parametrize("num_units", [0, -1, True])
-def test_a_pass_without_units_is_refused(num_units):
+def test_a_pass_without_units_is_refused(num_units: int) -> None:
     with pytest.raises(ConfigError, match="num_units"):
         CallableSource(draw, num_units=num_units)
 
 
-def test_a_functions_fingerprint_changes_with_its_code_constants_and_bound_values():
+def test_a_functions_fingerprint_changes_with_its_code_constants_and_bound_values() -> None:
     def windows(size: int, scale: float = 1.0) -> Any:
         return lambda rng: rng.random(size) * scale
 
@@ -295,8 +299,8 @@ def test_a_functions_fingerprint_changes_with_its_code_constants_and_bound_value
         windows(3),
         windows(4),
         windows(3, 2.0),
-        functools.partial(draw, scale=1),
-        functools.partial(draw, scale=2),
+        functools.partial(scaled, scale=1),
+        functools.partial(scaled, scale=2),
         draw,
         len,
         Squares(5).__getitem__,
@@ -324,7 +328,7 @@ print(json.dumps([fingerprint_of(f) for f in (sample, Draw(), functools.partial(
 """
 
 
-def test_a_fingerprint_is_the_same_in_every_process():
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
     found = [
         json.loads(subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env={"PYTHONHASHSEED": seed},
                                   capture_output=True, check=True, timeout=60).stdout)
@@ -334,7 +338,7 @@ def test_a_fingerprint_is_the_same_in_every_process():
     assert len(set(found[0])) == 3
 
 
-def test_opening_sources_loads_neither_torch_nor_any_driver():
+def test_opening_sources_loads_neither_torch_nor_any_driver() -> None:
     script = (
         "import sys, cachestream.remote.open as o; o.open_source('cachestream');"
         "print([m for m in ('torch', 's3fs', 'aiobotocore', 'botocore', 'aiohttp', 'pandas') if m in sys.modules])"
@@ -345,7 +349,7 @@ def test_opening_sources_loads_neither_torch_nor_any_driver():
     assert done.stdout.strip() == b"[]"
 
 
-def test_listing_is_done_once_and_not_by_the_children(tmp_path):
+def test_listing_is_done_once_and_not_by_the_children(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.bin").write_bytes(b"1")
     source = open_source(tmp_path)

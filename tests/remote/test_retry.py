@@ -6,9 +6,10 @@ import errno
 import itertools
 import random
 import socket
+from typing import Any
 
 import aiohttp
-import botocore.exceptions as boto
+import botocore.exceptions as boto  # type: ignore[import-untyped]
 import multidict
 import pytest
 import yarl
@@ -22,10 +23,11 @@ from cachestream.remote.retry import backoff_delays, map_errors, redact, redact_
 
 
 def client_error(code: str, status: int = 400) -> Exception:
-    return boto.ClientError(
+    error: Exception = boto.ClientError(
         {"Error": {"Code": code, "Message": "as asked"}, "ResponseMetadata": {"HTTPStatusCode": status}},
         "GetObject",
     )
+    return error
 
 
 def http_error(status: int) -> Exception:
@@ -62,7 +64,7 @@ UNAVAILABLE = [
 
 @pytest.mark.parametrize("one_of_many", [False, True])
 @pytest.mark.parametrize("error", UNAVAILABLE, ids=lambda e: f"{type(e).__name__}-{str(e)[:30]}")
-def test_what_passes_by_itself_is_unavailable(error, one_of_many):
+def test_what_passes_by_itself_is_unavailable(error: Exception, one_of_many: bool) -> None:
     with (
         pytest.raises(SourceUnavailableError, match="s3://b/k"),
         map_errors("s3://b/k", one_of_many=one_of_many),
@@ -84,7 +86,7 @@ def test_what_passes_by_itself_is_unavailable(error, one_of_many):
     ],
     ids=str,
 )
-def test_what_one_object_lacks_fails_that_object_alone(error, next_step):
+def test_what_one_object_lacks_fails_that_object_alone(error: Exception, next_step: str) -> None:
     with pytest.raises(SourceError, match=next_step) as caught, map_errors("s3://b/k"):
         raise error
     assert type(caught.value) is SourceError
@@ -106,20 +108,20 @@ def test_what_one_object_lacks_fails_that_object_alone(error, next_step):
     ],
     ids=str,
 )
-def test_what_all_objects_lack_fails_the_source(error, next_step):
+def test_what_all_objects_lack_fails_the_source(error: Exception, next_step: str) -> None:
     with pytest.raises(SourceError, match=next_step) as caught, map_errors("s3://b/k", one_of_many=True):
         raise error
     assert type(caught.value) is SourceError
 
 
-def test_our_own_errors_pass_unchanged():
+def test_our_own_errors_pass_unchanged() -> None:
     mine = ConfigError("mine")
     with pytest.raises(ConfigError) as caught, map_errors("x"):
         raise mine
     assert caught.value is mine
 
 
-def test_the_original_error_is_not_shown_beside_ours():
+def test_the_original_error_is_not_shown_beside_ours() -> None:
     with pytest.raises(SourceError) as caught, map_errors("x", secrets=["CANARY"]):
         raise OSError("at https://user:CANARY@host/a?sig=CANARY2 with token=CANARY3, CANARY")
     assert caught.value.__suppress_context__
@@ -143,18 +145,18 @@ def test_the_original_error_is_not_shown_beside_ours():
         ("relative/user@home", "relative/user@home"),
     ],
 )
-def test_redact_strips_user_info_and_query_and_leaves_the_rest(url, expected):
+def test_redact_strips_user_info_and_query_and_leaves_the_rest(url: str, expected: Any) -> None:
     assert redact(url) == expected
     assert redact(expected) == expected
 
 
 @given(st.text("abc/?=&@:", max_size=20), st.sampled_from(["https", "s3", "ftp"]))
-def test_no_user_info_survives_redaction(rest, scheme):
+def test_no_user_info_survives_redaction(rest: str, scheme: str) -> None:
     assert "CANARY" not in redact(f"{scheme}://user:CANARY@host/{rest}")
     assert "CANARY" not in redact_text(f"failed: '{scheme}://user:CANARY@host/' twice")
 
 
-def test_back_off_is_jittered_and_its_bound_doubles_from_half_a_second_to_a_minute():
+def test_back_off_is_jittered_and_its_bound_doubles_from_half_a_second_to_a_minute() -> None:
     class Highest:
         def uniform(self, low: float, high: float, /) -> float:
             assert low == 0

@@ -43,7 +43,7 @@ def spend_for(throttle: Throttle, seconds: float, barrier: Barrier, results: Any
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_processes_together_hold_the_rate_within_5_percent(tmp_path, method):
+def test_processes_together_hold_the_rate_within_5_percent(tmp_path: Path, method: str) -> None:
     rate = 20e6
     context: Any = multiprocessing.get_context(method)
     throttle = Throttle(str(tmp_path / "budget"), rate)
@@ -63,14 +63,14 @@ def test_processes_together_hold_the_rate_within_5_percent(tmp_path, method):
     results.join_thread()
 
 
-def test_only_a_tenth_of_a_second_passes_at_once_after_an_idle_time(tmp_path):
+def test_only_a_tenth_of_a_second_passes_at_once_after_an_idle_time(tmp_path: Path) -> None:
     throttle = Throttle(str(tmp_path / "budget"), 1e6)
     assert throttle.reserve(int(1e6 * BURST_S)) < 0.01
     assert 0.9 < throttle.reserve(1_000_000) < 1.01
     throttle.close()
 
 
-def test_the_budget_belongs_to_the_file_not_to_the_object(tmp_path):
+def test_the_budget_belongs_to_the_file_not_to_the_object(tmp_path: Path) -> None:
     first = Throttle(str(tmp_path / "budget"), 1e6)
     first.reserve(5_000_000)
     second = pickle.loads(pickle.dumps(first))
@@ -80,7 +80,7 @@ def test_the_budget_belongs_to_the_file_not_to_the_object(tmp_path):
     second.close()
 
 
-def test_a_state_of_another_boot_does_not_block(tmp_path):
+def test_a_state_of_another_boot_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "budget"
     throttle = Throttle(str(path), 1.0)
     throttle.reserve(1_000_000)
@@ -100,7 +100,7 @@ def hold_lock(path: Path, ready: Any) -> None:
         signal.pause()
 
 
-def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(tmp_path):
+def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     throttle = Throttle(str(tmp_path / "budget"), 1e9)
@@ -118,7 +118,7 @@ def test_a_stopped_process_that_holds_the_lock_does_not_stop_the_others(tmp_path
     throttle.close()
 
 
-def test_a_long_wait_shows_life(tmp_path):
+def test_a_long_wait_shows_life(tmp_path: Path) -> None:
     throttle = Throttle(str(tmp_path / "budget"), 1e6)
     ticks: list[float] = []
     throttle.spend(1_700_000, on_wait=lambda: ticks.append(time.monotonic()))
@@ -128,13 +128,13 @@ def test_a_long_wait_shows_life(tmp_path):
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
-def test_a_rate_that_lets_nothing_through_is_refused(tmp_path, rate):
+def test_a_rate_that_lets_nothing_through_is_refused(tmp_path: Path, rate: float) -> None:
     with pytest.raises(ConfigError, match="bandwidth"):
         Throttle(str(tmp_path / "budget"), rate)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=30))
-def test_what_is_paid_for_never_lags_behind_what_was_spent(steps):
+def test_what_is_paid_for_never_lags_behind_what_was_spent(steps: list[tuple[float, float]]) -> None:
     paid, now, spent = 0.0, 0.0, 0.0
     for wait, cost in steps:
         now += wait
@@ -144,7 +144,7 @@ def test_what_is_paid_for_never_lags_behind_what_was_spent(steps):
         assert paid >= now
 
 
-def test_pulse_reports_to_whoever_is_installed_and_to_nobody_by_default():
+def test_pulse_reports_to_whoever_is_installed_and_to_nobody_by_default() -> None:
     seen: list[int] = []
     pulse.fetched(5)
     pulse.install(seen.append)
