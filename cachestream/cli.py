@@ -172,27 +172,29 @@ def worker(
     options = _pairs(source_option or (), "--source-option")
     if storage_option:
         options["storage_options"] = _pairs(storage_option, "--storage-option")
-    filled = Cache(cache, size_limit, min_free=min_free, eviction=eviction)
-    started = start_worker(
-        filled,
-        _source_of(source, options),
-        num_workers=workers,
-        transform=None if transform is None else _load(transform, "--transform"),
-        shard_size=shard_size,
-        order=order,
-        seed=seed,
-        bandwidth_limit=bandwidth_limit,
-        when_full=when_full,
-        detach=detach,
-    )
-    if detach:
-        typer.echo(f"filling {filled.path} in the background; see: cachestream status {cache}", err=True)
-        return
-    try:
-        with started:
-            terminal.follow(started)
-    finally:  # also after Ctrl-C: what is there stays, and can be gone on with
-        terminal.say(terminal.one_line(filled.status()))
+    function = None if transform is None else _load(transform, "--transform")
+    opened = _source_of(source, options)
+    with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:
+        started = start_worker(
+            filled,
+            opened,
+            num_workers=workers,
+            transform=function,
+            shard_size=shard_size,
+            order=order,
+            seed=seed,
+            bandwidth_limit=bandwidth_limit,
+            when_full=when_full,
+            detach=detach,
+        )
+        if detach:
+            terminal.say(f"filling {filled.path} in the background; see: cachestream status {cache}")
+            return
+        try:
+            with started:
+                terminal.follow(started)
+        finally:  # also after Ctrl-C: what is there stays, and can be gone on with
+            terminal.say(terminal.one_line(filled.status()))
 
 
 @app.command()
@@ -203,12 +205,12 @@ def stop(
 
     What it has sampled stays, and the next worker goes on from there.
     """
-    filled = _open(cache)
-    if filled.has_worker():
-        Worker(filled, None, None).stop(timeout_s)
-        typer.echo(f"stopped: {terminal.one_line(filled.status())}", err=True)
-    else:
-        typer.echo(f"no worker is running for {filled.path}", err=True)
+    with _open(cache) as filled:
+        if filled.has_worker():
+            Worker(filled, None, None).stop(timeout_s)
+            typer.echo(f"stopped: {terminal.one_line(filled.status())}", err=True)
+        else:
+            typer.echo(f"no worker is running for {filled.path}", err=True)
 
 
 @app.command()
@@ -219,11 +221,11 @@ def status(
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
 ) -> None:
     """Show what CACHE holds and what its worker does."""
-    filled = _open(cache)
-    if watch:
-        terminal.watch(filled, interval_s, as_json=as_json)
-    else:
-        terminal.show(filled.status(), as_json=as_json)
+    with _open(cache) as filled:
+        if watch:
+            terminal.watch(filled, interval_s, as_json=as_json)
+        else:
+            terminal.show(filled.status(), as_json=as_json)
 
 
 @app.command()
@@ -234,11 +236,11 @@ def limit(
 
     It takes effect at once, also while a worker fills it; lowering it evicts.
     """
-    filled = _open(cache)
-    filled.size_limit = parse_size(size, "SIZE")
-    used = filled.size_bytes
-    typer.echo(f"{filled.path}: {format_size(used)} of {format_size(filled.size_limit)}", err=True)
-    _report_shortfall(used, filled.size_limit)
+    with _open(cache) as filled:
+        filled.size_limit = parse_size(size, "SIZE")
+        used = filled.size_bytes
+        typer.echo(f"{filled.path}: {format_size(used)} of {format_size(filled.size_limit)}", err=True)
+        _report_shortfall(used, filled.size_limit)
 
 
 @app.command()
@@ -249,13 +251,13 @@ def evict(
 
     Epochs in use keep their shards until they end.
     """
-    filled = _open(cache)
-    to_bytes = parse_size(to, "--to")
-    freed = filled.evict(to_bytes)
-    used = filled.size_bytes
-    typer.echo(f"freed {format_size(freed)}; {filled.path} takes {format_size(used)}", err=True)
-    if filled.num_shards:
-        _report_shortfall(used, to_bytes)
+    with _open(cache) as filled:
+        to_bytes = parse_size(to, "--to")
+        freed = filled.evict(to_bytes)
+        used = filled.size_bytes
+        typer.echo(f"freed {format_size(freed)}; {filled.path} takes {format_size(used)}", err=True)
+        if filled.num_shards:
+            _report_shortfall(used, to_bytes)
 
 
 def _report_shortfall(used_bytes: int, wanted_bytes: int) -> None:
@@ -274,10 +276,10 @@ def clear(cache: CacheArgument) -> None:
 
     The progress of its filling goes too; its settings stay.
     """
-    filled = _open(cache)
-    held = filled.num_samples
-    filled.clear()
-    typer.echo(f"removed {held:,} samples from {filled.path}", err=True)
+    with _open(cache) as filled:
+        held = filled.num_samples
+        filled.clear()
+        typer.echo(f"removed {held:,} samples from {filled.path}", err=True)
 
 
 @app.command()
@@ -290,12 +292,12 @@ def verify(
 
     Every shard against its checksums, and the catalogue against the directory.
     """
-    filled = _open(cache)
-    with terminal.progress("verifying") as advance:
-        report = filled.verify(repair=repair, on_progress=advance)
-    terminal.show_verification(report, as_json=as_json)
-    if not report.ok:
-        raise typer.Exit(PROBLEM)
+    with _open(cache) as filled:
+        with terminal.progress("verifying") as advance:
+            report = filled.verify(repair=repair, on_progress=advance)
+        terminal.show_verification(report, as_json=as_json)
+        if not report.ok:
+            raise typer.Exit(PROBLEM)
 
 
 @app.command()
@@ -306,10 +308,10 @@ def plot(
     ),
 ) -> None:
     """Draw how CACHE grew."""
-    filled = _open(cache)
-    rows = read_history(filled.directory.worker_file("history"))
-    plot_growth(rows, output, f"{filled.path}: {filled.num_samples:,} samples")
-    typer.echo(str(output))
+    with _open(cache) as filled:
+        rows = read_history(filled.directory.worker_file("history"))
+        plot_growth(rows, output, f"{filled.path}: {filled.num_samples:,} samples")
+        typer.echo(str(output))
 
 
 @app.command()

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ import pytest
 from PIL import Image
 
 from cachestream import Cache
+from cachestream.cli import main
 from cachestream.storage.history import ROW
 from cachestream.storage.status import CacheStatus
 from tests.support.caches import fill
+from tests.support.s3 import S3Server
 
 COUNT: Final = 60
 TIMEOUT_S: Final = 60
@@ -104,6 +107,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def restored_signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
@@ -175,6 +185,19 @@ def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
     done(cli(*fill_command(images, cache)))
     assert look(cache).num_samples == COUNT
     assert json.loads(done(cli("verify", cache, "--json")))["ok"] is True
+
+
+def test_a_bucket_is_read_with_options_for_its_driver_and_secrets_from_the_environment(
+    images: Path, cache: Path, s3_server: S3Server, s3_bucket: Path
+) -> None:
+    shutil.copytree(images, s3_bucket, dirs_exist_ok=True)
+    command = fill_command(Path("SOURCE"), cache)
+    command[1] = f"s3://{s3_bucket.name}/"
+    options = (f"endpoint_url={s3_server.endpoint_url}", "client_kwargs.region_name=us-east-1")
+    more = [word for option in options for word in ("--storage-option", option)]
+    secrets = {"AWS_ACCESS_KEY_ID": s3_server.key, "AWS_SECRET_ACCESS_KEY": s3_server.secret}
+    done(cli(*command, *more, environment=secrets))
+    assert look(cache).num_samples == COUNT
 
 
 def test_a_source_and_a_transform_may_be_named_as_module_and_object(tmp_path: Path, cache: Path) -> None:
@@ -249,14 +272,24 @@ def test_what_epochs_hold_stays_and_the_command_says_so(cache: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_use_is_one_clear_message_and_leaves_nothing(
-    arguments: list[str], said: str, images: Path, cache: Path
+    arguments: list[str],
+    said: str,
+    images: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    restored_signals: None,
 ) -> None:
+    """In this process, for speed: any exception but the exit would fail the test."""
     places = {"CACHE": str(cache), "IMAGES": str(images)}
-    result = cli(*(places.get(argument, argument) for argument in arguments))
+    with pytest.raises(SystemExit) as exit_:
+        main([places.get(argument, argument) for argument in arguments])
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
     # A remote that is missing is a problem found; the rest is wrong use.
-    assert said in refused(result, 1 if "/no/such/folder" in arguments else 2)
-    if arguments[0] != "worker":
-        assert not cache.exists()
+    assert exit_.value.code == (1 if "/no/such/folder" in arguments else 2)
+    # What is wrong in itself is found before a cache is made.
+    assert cache.exists() == ("--order" in arguments)
 
 
 def test_what_is_given_for_the_storage_driver_is_not_repeated_in_a_message(cache: Path) -> None:
