@@ -111,14 +111,17 @@ def _value(name: str, value: Any) -> _Value:
 
 
 def _tensor(name: str, tensor: Any) -> _Value:
-    if getattr(tensor, "is_sparse", False):
+    if str(tensor.layout) != "torch.strided":
         raise SampleError(f"field '{name}' is a sparse tensor: call .to_dense() on it in the transform")
-    dense = tensor.detach().cpu().contiguous()
-    dtype = str(dense.dtype).removeprefix("torch.")
-    if dtype == "bfloat16":  # numpy has no such type: its bits travel as uint16
-        bits = dense.view(sys.modules["torch"].uint16).numpy()
-        return "tensor", dtype, tuple(dense.shape), _bytes_of(bits)
-    return _array(name, dense.numpy())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    try:
+        dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if dtype == "bfloat16":  # numpy has no such type: its bits travel as uint16
+            bits = dense.view(sys.modules["torch"].uint16).numpy()
+            return "tensor", dtype, tuple(dense.shape), _bytes_of(bits)
+        return _array(name, dense.numpy())
+    except (RuntimeError, TypeError) as error:
+        raise SampleError(f"field '{name}' is a tensor that cannot be stored ({error})") from error
 
 
 def _array(name: str, value: Any) -> _Value:

@@ -1,0 +1,242 @@
+"""Several units in flight, delivered in order, within bounds. Every interleaving is staged with Events."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachestream.sampling.fetch import Fetcher, Flight
+
+DEADLINE_S = 20.0
+Item = tuple[int, str, Any, int]
+
+
+def flight(position: int) -> Flight:
+    return Flight(position, position, 0, lambda _: False)
+
+
+class Remote:
+    """A source under the test's control: each unit yields when the test lets it, and says that it began."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, threading.Event] = {}
+        self.given: dict[int, list[Item | BaseException | None]] = {}
+        self.put: list[tuple[int, int]] = []  # (unit, items put so far): after each item the fetcher took
+        self._changed = threading.Condition()
+
+    def of(self, *units: int) -> list[Flight]:
+        for unit in units:
+            self.begun[unit], self.given[unit] = threading.Event(), []
+        return [flight(unit) for unit in units]
+
+    def give(self, unit: int, *items: Item | BaseException | None) -> None:
+        """Let `unit` yield items, raise an error, or end (None)."""
+        with self._changed:
+            self.given[unit] += items
+            self._changed.notify_all()
+
+    def wait_until_taken(self, unit: int, count: int) -> None:
+        """Wait until the fetcher has room for `count` items of `unit` and has come back for more."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: (unit, count) in self.put, DEADLINE_S)
+
+    def read(self, flight: Flight, number: int) -> Iterator[Item]:
+        unit, taken = flight.unit, 0
+        self.begun[unit].set()
+        while True:
+            with self._changed:
+                self.put.append((unit, taken))
+                self._changed.notify_all()
+                while len(self.given[unit]) <= taken:
+                    assert self._changed.wait(DEADLINE_S)
+                item = self.given[unit][taken]
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            taken += 1
+
+
+def item(offset: int, nbytes: int = 1) -> Item:
+    return offset, f"key {offset}", offset, nbytes
+
+
+@contextmanager
+def fetching(
+    read: Callable[[Flight, int], Iterator[Item]], threads: int = 2, max_bytes: int = 100
+) -> Iterator[Fetcher]:
+    before = set(threading.enumerate())
+    fetcher = Fetcher(read, threads, max_bytes, lambda _: None)
+    try:
+        yield fetcher
+    finally:
+        fetcher.stop()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]:
+    """All that comes: (position, offsets, error) of each unit, in the order of delivery."""
+    found: list[tuple[int, list[int], BaseException | None]] = []
+    offsets: list[int] = []
+    while len(fetcher):
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        offsets += [offset for offset, *_ in delivery.items]
+        if delivery.finished:
+            found.append((delivery.flight.position, offsets, delivery.flight.error))
+            offsets = []
+    return found
+
+
+def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, item(0), None)
+        assert remote.begun[0].wait(DEADLINE_S)
+        remote.wait_until_taken(1, 1)
+        assert fetcher.next(0.0) is None, "unit 1 is done, but unit 0 comes first"
+        remote.give(0, item(0), item(1), None)
+        assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
+
+
+def test_samples_of_the_next_unit_come_before_it_is_done() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        fetcher.submit(remote.of(0))
+        remote.give(0, item(0))
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        assert [offset for offset, *_ in delivery.items] == [0]
+        assert not delivery.finished
+        remote.give(0, None)
+        last = fetcher.next(DEADLINE_S)
+        assert last is not None
+        assert (last.items, last.finished) == ([], True)
+
+
+def test_an_error_comes_with_its_own_unit_after_the_samples_before_it() -> None:
+    remote, error = Remote(), ValueError("torn")
+    with fetching(remote.read) as fetcher:
+        fetcher.submit(remote.of(0, 1, 2))
+        remote.give(1, item(0), error)
+        remote.give(0, item(0), None)
+        remote.give(2, None)
+        assert drain(fetcher) == [(0, [0], None), (1, [0], error), (2, [], None)]
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()])
+def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseException) -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=1) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(0, error)
+        remote.give(1, item(0), None)
+        assert drain(fetcher) == [(0, [], error), (1, [0], None)]
+
+
+def test_a_unit_that_is_finished_already_is_only_delivered_in_its_turn() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        one, two, three = remote.of(0, 1, 2)
+        two.finished = two.covered = True
+        fetcher.submit([one, two, three])
+        remote.give(2, None)
+        remote.give(0, None)
+        assert [position for position, *_ in drain(fetcher)] == [0, 1, 2]
+        assert not remote.begun[1].is_set(), "it was read although the cache has it"
+
+
+def test_later_units_wait_at_the_bound_and_go_on_when_they_are_next() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, item(0, 6), item(1, 6), item(2, 6), None)
+        remote.wait_until_taken(1, 2)
+        assert (1, 3) not in remote.put, "12 bytes of 10 wait: no more"
+        remote.give(0, item(0, 1), None)
+        assert drain(fetcher) == [(0, [0], None), (1, [0, 1, 2], None)]
+
+
+def test_the_next_unit_goes_on_although_later_ones_have_filled_the_memory() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, item(0, 50))
+        remote.wait_until_taken(1, 1)
+        remote.give(0, item(0, 5), item(1, 5), None)
+        remote.wait_until_taken(0, 2)
+        remote.give(1, None)
+        assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
+
+
+def test_the_next_unit_has_a_bound_too_while_nobody_takes_its_samples() -> None:
+    """A tar of any size, while the packing waits for space."""
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10) as fetcher:
+        fetcher.submit(remote.of(0))
+        remote.give(0, *[item(offset, 4) for offset in range(9)], None)
+        remote.wait_until_taken(0, 3)
+        assert (0, 4) not in remote.put
+        assert drain(fetcher) == [(0, list(range(9)), None)]
+
+
+def test_only_as_many_threads_as_are_in_use_begin_units() -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=3) as fetcher:
+        fetcher.use(1)
+        fetcher.submit(remote.of(0, 1, 2))
+        assert remote.begun[0].wait(DEADLINE_S)
+        assert not remote.begun[1].is_set()
+        fetcher.use(2)
+        assert remote.begun[1].wait(DEADLINE_S)
+        assert not remote.begun[2].is_set()
+        for unit in range(3):
+            remote.give(unit, None)
+        assert len(drain(fetcher)) == 3
+
+
+def test_waiting_ends_at_its_deadline_with_nothing() -> None:
+    with fetching(Remote().read) as fetcher:
+        assert fetcher.next(0.01) is None
+
+
+def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=1) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, item(0, 5), item(1, 5))
+        remote.wait_until_taken(1, 1)
+        remote.give(0, item(0, 5), item(1, 5))
+        remote.wait_until_taken(0, 1)
+    # `fetching` has seen all threads end.
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 60),
+    st.integers(1, 5),
+)
+def test_everything_comes_once_and_in_order_whatever_the_sizes(
+    units: list[list[int]], threads: int, max_bytes: int, group: int
+) -> None:
+    def read(flight: Flight, number: int) -> Iterator[Item]:
+        for offset, nbytes in enumerate(units[flight.unit]):
+            yield item(offset, nbytes)
+
+    with fetching(read, threads, max_bytes) as fetcher:
+        for start in range(0, len(units), group):
+            fetcher.submit([flight(unit) for unit in range(len(units))[start : start + group]])
+        found = drain(fetcher)
+    assert found == [(i, list(range(len(sizes))), None) for i, sizes in enumerate(units)]

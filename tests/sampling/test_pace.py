@@ -1,0 +1,59 @@
+"""When a shard is published: small first, then large, and never larger than the limit can turn over."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.sampling.pace import FIRST_BYTES, Concurrency, is_due, max_age_s, target_bytes
+
+
+def test_shards_double_up_to_the_full_size() -> None:
+    sizes = [target_bytes(published, 64 * 2**20, 10**12) for published in range(12)]
+    assert sizes[:3] == [FIRST_BYTES, 2 * FIRST_BYTES, 4 * FIRST_BYTES]
+    assert sizes[8:] == [64 * 2**20] * 4
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**12), st.integers(1, 10**15))
+def test_a_shard_is_never_empty_nor_larger_than_asked_nor_than_an_eighth_of_the_limit(
+    published: int, shard_bytes: int, limit_bytes: int
+) -> None:
+    target = target_bytes(published, shard_bytes, limit_bytes)
+    assert 1 <= target <= max(1, min(shard_bytes, limit_bytes // 8))
+
+
+@given(st.floats(0, 10**7), st.floats(0, 10**7))
+def test_samples_wait_longer_as_the_worker_grows_older_but_never_over_a_minute(
+    one_s: float, other_s: float
+) -> None:
+    early_s, late_s = sorted((one_s, other_s))
+    assert 0.25 <= max_age_s(early_s) <= max_age_s(late_s) <= 60.0
+
+
+def test_a_shard_is_due_when_it_is_full_or_old_and_not_before() -> None:
+    assert is_due(100, 0.0, 100, 0.0)
+    assert is_due(1, 0.25, 100, 0.0)
+    assert is_due(1, 2.0, 100, 10.0)
+    assert not is_due(99, 0.2, 100, 0.0)
+    assert not is_due(99, 1.9, 100, 10.0)
+
+
+@given(st.integers(1, 64), st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1)), max_size=60))
+def test_the_number_of_reads_stays_within_its_bounds_whatever_is_measured(
+    most: int, turns: list[tuple[float, float]]
+) -> None:
+    state = Concurrency(min(4, most), min(4, most))
+    for rate, waiting in turns:
+        state = state.next(rate, waiting, most)
+        assert 1 <= state.active <= most
+
+
+def test_reads_double_while_that_pays_and_go_back_when_it_does_not() -> None:
+    state = Concurrency(4, 4)
+    for _ in range(10):
+        state = state.next(100.0 * state.active, 1.0, 64)  # latency-bound: each read brings as much
+    assert state.active == 64
+    state = Concurrency(4, 4)
+    for _ in range(3):
+        state = state.next(100.0, 1.0, 64)  # bound by something else
+    assert state.active == 4
