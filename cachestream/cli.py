@@ -315,6 +315,19 @@ def plot(
 
 
 @app.command()
+def bench(
+    cache: CacheArgument,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure.")] = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the loader over CACHE, beside memcpy."""
+    with _open(cache) as filled:
+        report = _late("bench").bench(filled, batch_size, seconds)
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what it makes.")] = Path(
         "demo-output"
@@ -324,8 +337,12 @@ def demo(
 
     Two ranks train on a growing cache, without a network.
     """
-    # Loaded here, because torch takes seconds that no other command should wait for.
-    raise typer.Exit(int(importlib.import_module("cachestream.demo").run(output) or DONE))
+    raise typer.Exit(int(_late("demo").run(output) or DONE))
+
+
+def _late(name: str) -> Any:
+    """A module that brings torch, which takes seconds that no other command should wait for."""
+    return importlib.import_module(f"cachestream.{name}")
 
 
 if __name__ == "__main__":

@@ -370,8 +370,18 @@ def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> Non
     assert "pip install 'cachestream[plot]'" in refused(result, 2)
 
 
+def test_the_loader_is_measured_beside_memcpy(cache: Path) -> None:
+    fill(cache, 4, 64).close()
+    told = json.loads(done(cli("bench", cache, "--seconds", 0.2, "--batch-size", 32, "--json")))
+    # Samples are 5 float32 and one int64: 28 bytes.
+    assert told["bytes_per_s"] == pytest.approx(28 * told["samples_per_s"])
+    assert told["num_batches"] >= 8
+    assert told["share_of_memcpy"] == pytest.approx(told["bytes_per_s"] / told["memcpy_bytes_per_s"])
+    assert "less than a batch of 1000" in refused(cli("bench", cache, "--batch-size", 1000), 1)
+
+
 def test_every_command_explains_itself_and_the_version_is_shown() -> None:
-    commands = ["worker", "stop", "status", "limit", "evict", "clear", "verify", "plot", "demo"]
+    commands = ["worker", "stop", "status", "limit", "evict", "clear", "verify", "plot", "bench", "demo"]
     listed = done(cli("--help"))
     for command in commands:
         assert f"  {command}" in listed

@@ -14,6 +14,8 @@ from typing import Final
 
 import pytest
 
+from cachestream.cli import app
+
 ROOT: Final = Path(__file__).parents[1]
 PAGES_THAT_RUN: Final = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 PAGES: Final = sorted(
@@ -86,11 +88,25 @@ def test_every_link_inside_the_documentation_leads_somewhere(page: Path) -> None
     assert not broken
 
 
+def code_of(page: Path) -> list[str]:
+    """The blocks and the inline pieces of code of a page."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [block.partition("\n")[2] for block in CODE.findall(text)]
+    return [*blocks, *re.findall(r"`([^`\n]+)`", CODE.sub("", text))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_command_that_a_page_names_exists(page: Path) -> None:
+    named = {
+        name for piece in code_of(page) for name in re.findall(r"^cachestream ([a-z]+)", piece, re.MULTILINE)
+    }
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert named <= commands
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    code = [*CODE.findall(text), *re.findall(r"`([^`\n]+)`", CODE.sub("", text))]
-    named = {name for piece in code for name in re.findall(r"\bmake ((?!PYTHON)[a-z-]+)", piece)}
+    named = {name for piece in code_of(page) for name in re.findall(r"\bmake ((?!PYTHON)[a-z-]+)", piece)}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert named <= targets
 
