@@ -77,15 +77,15 @@ class Permutation:
         return f"Permutation(n={self.n}, key={self.key})"
 
     def _walk(self, numbers: npt.ArrayLike, *, forward: bool) -> IntArray:
-        given = np.asarray(numbers, dtype=np.int64)
-        if given.size and (int(given.min()) < 0 or int(given.max()) >= self.n):
+        given = np.ascontiguousarray(numbers, dtype=np.int64)
+        flat = given.reshape(-1).view(np.uint64)  # a negative number becomes a huge one
+        if flat.size and int(flat.max()) >= self.n:
             raise IndexError(f"a position outside range({self.n})")
         table = self._table if forward else self._inverse_table
         if table is not None:
             return table[given]
-        flat = given.reshape(-1).astype(np.uint64)
         result = np.empty(given.shape, np.int64)
-        out = result.reshape(-1)
+        out = result.reshape(-1).view(np.uint64)
         for start in range(0, len(flat), _BLOCK):
             out[start : start + _BLOCK] = self._walk_block(flat[start : start + _BLOCK], forward)
         return result

@@ -20,6 +20,7 @@ from cachestream.training.batches import SampleBatch, packed
 from cachestream.training.buffers import BufferPool
 from cachestream.training.gather import Columns, Gatherer
 from cachestream.training.maps import EpochMaps
+from cachestream.training.threads import one_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +76,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         where = self._checked(range(len(self)) if indices is None else indices)
         found: list[str] = []
         for start in range(0, len(where), _KEYS_AT_ONCE):
-            with self._opened(where[start : start + _KEYS_AT_ONCE]) as (gatherer, shards, rows):
+            part = where[start : start + _KEYS_AT_ONCE]
+            with self._opened(part) as (gatherer, shards, rows), one_thread():
                 found += gatherer.keys(shards, rows)
         return found
 
@@ -113,7 +115,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return where
 
     def _gather(self, where: IntArray) -> Columns:
-        with self._opened(where) as (gatherer, shards, rows):
+        with self._opened(where) as (gatherer, shards, rows), one_thread():
             return gatherer.gather(gatherer.block(shards, rows), 0, len(rows))
 
     @contextlib.contextmanager

@@ -23,23 +23,28 @@ __all__ = ["Block", "Columns", "Gatherer", "numpy_dtype"]
 
 Columns = dict[str, Any]  # field name → tensor [n, *shape], or a list of tensors, str or bytes
 
-# Narrow columns are gathered a block of batches at a time: a call for a few hundred bytes is all overhead.
-_NARROW_BYTES: Final = 64
+# Fields are gathered for as many batches at a time as fit in this: a call for a few kilobytes is all overhead.
+_RUN_BYTES: Final = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What is gathered of one field of a block: samples `start` to `stop`, as `[stop - start, *shape]`."""
+
+    index: torch.Tensor
+    start: int = 0
+    stop: int = 0
+    values: np.ndarray[Any, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A run of samples about to be gathered: their places, and what is worked out for all of them at once.
-
-    `indices` are the rows of the wide fields in `window`, `narrow` the values of the narrow ones.
-    """
+    """A run of samples about to be gathered: their places, and their rows in `window` for each field."""
 
     window: Window
-
     shards: IntArray
     rows: IntArray
-    indices: dict[str, torch.Tensor]
-    narrow: dict[str, np.ndarray[Any, Any]]
+    runs: dict[str, _Run]
 
 
 class Gatherer:
@@ -49,51 +54,52 @@ class Gatherer:
         self.maps = maps
         self._pool = pool
         self._batch_size = batch_size
-        self._fields = maps.snapshot.schema.fields
+        self._fields = [(field, fixed_row_bytes(field)) for field in maps.snapshot.schema.fields]
 
     def block(self, shards: IntArray, rows: IntArray) -> Block:
         """Prepare for gathering samples `rows` of `shards`, both int64 `[n]`, in parts."""
-        indices: dict[str, torch.Tensor] = {}
-        narrow: dict[str, np.ndarray[Any, Any]] = {}
-        window = self.maps.window
-        for field in self._fields:
-            row_bytes = fixed_row_bytes(field)
-            if not row_bytes:
-                continue
-            index = window.index(self.maps.fields[field.name].base[shards] + rows * row_bytes)
-            if row_bytes > _NARROW_BYTES:
-                indices[field.name] = index
-                continue
-            values = np.empty(len(rows) * row_bytes, np.uint8)
-            target = torch.from_numpy(values.reshape(len(rows), row_bytes))
-            torch.index_select(window.rows(row_bytes), 0, index, out=target)
-            narrow[field.name] = shaped(values, field, len(rows))
-        return Block(window, shards, rows, indices, narrow)
+        window, runs = self.maps.window, {}
+        for field, row_bytes in self._fields:
+            if row_bytes:
+                index = self.maps.fields[field.name].base[shards] + rows * row_bytes
+                runs[field.name] = _Run(window.index(index))
+        return Block(window, shards, rows, runs)
 
     def gather(self, block: Block, start: int, stop: int) -> Columns:
         """Samples `start` to `stop` of `block`, in memory of their own."""
         columns: Columns = {}
-        for field in self._fields:
-            if field.name in block.narrow:
-                columns[field.name] = as_tensor(block.narrow[field.name][start:stop], field.dtype)
-            elif field.shape is not None:
-                columns[field.name] = self._fixed(field, block, start, stop)
-            else:
+        for field, row_bytes in self._fields:
+            if field.shape is None:
                 columns[field.name] = self._varying(field, block, start, stop)
+            elif not row_bytes or start == stop:
+                columns[field.name] = torch.empty(
+                    (stop - start, *field.shape), dtype=getattr(torch, field.dtype)
+                )
+            else:
+                run = block.runs[field.name]
+                if run.values is None or stop > run.stop:
+                    self._fill(run, block.window, field, row_bytes, (start, stop))
+                part = run.values[start - run.start : stop - run.start]  # type: ignore[index]
+                columns[field.name] = as_tensor(part, field.dtype)
         return columns
+
+    def _fill(self, run: _Run, window: Window, field: Field, row_bytes: int, wanted: tuple[int, int]) -> None:
+        """Gather the next batches of one field, `wanted` being the first of them."""
+        start, stop = wanted
+        batch = max(stop - start, self._batch_size)
+        rows = max(1, _RUN_BYTES // (batch * row_bytes)) * batch
+        run.start, run.stop = start, max(stop, min(start + rows, len(run.index)))
+        run.values = None  # before the next buffer is taken: it may be the one that this gives back
+        count = run.stop - start
+        loan = self._pool.lend(max(rows, count) * row_bytes)
+        torch.index_select(
+            window.rows(row_bytes), 0, run.index[start : run.stop], out=loan.rows(count, row_bytes)
+        )
+        run.values = shaped(loan.array[: count * row_bytes], field, count)
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """The keys of samples `rows` of `shards`."""
         return _texts(self._spans(self.maps.fields["__key__"], shards, rows)[0])
-
-    def _fixed(self, field: Field, block: Block, start: int, stop: int) -> torch.Tensor:
-        count, row_bytes = stop - start, fixed_row_bytes(field)
-        loan = self._pool.lend(max(count, self._batch_size) * row_bytes)
-        if row_bytes and count:
-            rows = block.window.rows(row_bytes)
-            index = block.indices[field.name][start:stop]
-            torch.index_select(rows, 0, index, out=loan.rows(count, row_bytes))
-        return as_tensor(shaped(loan.array[: count * row_bytes], field, count), field.dtype)
 
     def _varying(self, field: Field, block: Block, start: int, stop: int) -> list[Any]:
         places = self.maps.fields[field.name]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
-import torch
 
 from cachestream.errors import CorruptShardError, EpochError
 from cachestream.training.batches import packed
@@ -23,6 +22,7 @@ from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
 from cachestream.training.reading import Gathered, read_batches
 from cachestream.training.schedule import Item, Schedule
+from cachestream.training.threads import use_one_thread
 from cachestream.training.transfer import BatchTransform, Transfer
 
 __all__ = ["Engine"]
@@ -139,7 +139,7 @@ class Engine:
     # --- gathering
 
     def _gather_loop(self) -> None:
-        _use_one_thread()
+        use_one_thread()
         schedule = self.schedule
         while True:
             schedule.doing["gather"] = "waiting for a prepared epoch"
@@ -187,20 +187,6 @@ def close_all(segments: Iterable[Segment]) -> None:
     """Give the shards of `segments` free."""
     for segment in segments:
         segment.close()
-
-
-def _use_one_thread() -> None:
-    """Let torch work with one thread in this thread, and leave all others as they are.
-
-    A gather runs at memory speed on one thread. A second OpenMP team beside the trainer's made it six times
-    slower here, because both spin for the same cores. `set_num_threads` is meant for this thread only, but also
-    sets what new threads start with: a short-lived thread puts that back.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(before,), daemon=True)
-    restore.start()
-    restore.join()
 
 
 def _stop_all_at_exit() -> None:
