@@ -80,7 +80,7 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
 def format_size(size_bytes: float) -> str:
     """`size_bytes` for a person: "0 B", "812 kB", "1.5 GB"."""
     for factor, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(size_bytes) >= factor:
+        if abs(size_bytes) >= 0.9995 * factor:  # what would round up to 1000 has the next unit
             return f"{size_bytes / factor:.3g} {unit}"
     return f"{int(size_bytes)} B"
 

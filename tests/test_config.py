@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cachestream.config import PEER_KEYWORDS, format_size, parse_size, reject_unknown
@@ -54,6 +54,9 @@ def test_a_whole_number_survives_as_text_to_the_byte(size_bytes: int) -> None:
 
 
 @given(st.integers(0, 10**17))
+@example(999_999)
+@example(999_499)
+@example(999_999_999_999)
 def test_what_is_shown_can_be_typed_again_and_is_right_to_three_digits(size_bytes: int) -> None:
     again = parse_size(format_size(size_bytes))
     assert abs(again - size_bytes) <= 0.005 * size_bytes + (0.5 if size_bytes < 1000 else 0)
@@ -61,7 +64,15 @@ def test_what_is_shown_can_be_typed_again_and_is_right_to_three_digits(size_byte
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (812_345, "812 kB"), (1.5e9, "1.5 GB"), (3e15, "3 PB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (812_345, "812 kB"),
+        (999_999, "1 MB"),
+        (1.5e9, "1.5 GB"),
+        (3e15, "3 PB"),
+    ],
 )
 def test_sizes_are_shown_with_the_unit_that_keeps_them_short(size_bytes: float, text: str) -> None:
     assert format_size(size_bytes) == text
