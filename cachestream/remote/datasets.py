@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cachestream.errors import ConfigError
+from cachestream.remote.filelist import check_unit
 from cachestream.remote.foreign import Calls, foreign_errors
 
 __all__ = ["DatasetSource", "is_map_style"]
@@ -57,6 +58,7 @@ class DatasetSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield `dataset[unit]`; SampleError if that raises."""
+        check_unit(self, unit, self._num_units)
         with self._calls.one(), foreign_errors(f"{self._name}[{unit}]"):
             sample = self._dataset[unit]
         yield str(unit), sample

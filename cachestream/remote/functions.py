@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from cachestream.errors import ConfigError
+from cachestream.remote.filelist import check_unit
 from cachestream.remote.foreign import Calls, foreign_errors
 
 __all__ = ["CallableSource", "fingerprint_of"]
@@ -50,6 +51,7 @@ class CallableSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the one sample of `unit`, or none; SampleError if `fn` raises."""
+        check_unit(self, unit, self._num_units)
         with self._calls.one(), foreign_errors(f"{_name(self._fn)}(rng) for unit {unit}"):
             sample = self._fn(rng)
         if sample is not None:
