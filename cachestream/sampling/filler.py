@@ -123,7 +123,8 @@ class Filler:
         if now > self._limit_until_s:  # the limit may be changed while we run
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
-        return target_bytes(self._outbox.published, self._job.shard_bytes, self._limit_bytes)
+        share_bytes = self._limit_bytes // self._job.num_workers
+        return target_bytes(self._outbox.published, self._job.shard_bytes, share_bytes)
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state

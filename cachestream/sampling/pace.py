@@ -20,14 +20,14 @@ STARVED: Final = 0.5
 REST_TURNS: Final = 30
 
 
-def target_bytes(published: int, shard_bytes: int, limit_bytes: int) -> int:
+def target_bytes(published: int, shard_bytes: int, share_bytes: int) -> int:
     """The size at which a process publishes its shard, after `published` ones before it.
 
-    Doubles from 256 KiB up to `shard_bytes`, and takes no more than an eighth of the limit, so that
-    eviction has something to choose from.
+    Doubles from 256 KiB up to `shard_bytes`, and takes no more than an eighth of the process's share of the
+    limit: shards being written are no good to anybody, and eviction needs something to choose from.
     """
     ramp = FIRST_BYTES << min(published, 40)
-    return max(1, min(ramp, shard_bytes, limit_bytes // 8))
+    return max(1, min(ramp, shard_bytes, share_bytes // 8))
 
 
 def max_age_s(elapsed_s: float) -> float:
