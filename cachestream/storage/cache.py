@@ -158,11 +158,11 @@ class Cache:
             failures = tuple(tables.failures())
             leased_bytes = self.admission.leased_bytes(tables)
             reserved = tables.reserved_bytes()
-            open_units = sum(c.stop - c.position for c, _ in tables.claims(passes[-1].id)) if passes else 0
+            positions_done = tables.positions_done(passes[-1]) if passes else 0
         current = passes[-1] if passes else None
         done = None
         if current is not None and current.length is not None:
-            done = 1.0 if not current.length else (current.next_position - open_units) / current.length
+            done = 1.0 if not current.length else positions_done / current.length
         schema = meta.get("schema")
         return CacheStatus(
             path=self.path,
@@ -247,8 +247,16 @@ class Cache:
         policy = self._policy_now(tables)
         if not turnover or policy == "none" or self.fill_state() != "filling":
             return nothing
-        room, shard_bytes = self.admission.room(tables), tables.totals()[2]
-        leave_bytes = snapshots.bytes_to_leave(room, shard_bytes, turnover, tables.passes())
+        passes = tables.passes()
+        if not passes:
+            return nothing
+        filling = snapshots.Filling(
+            done=tables.positions_done(passes[-1]),
+            length=passes[-1].length,
+            shard_bytes=tables.totals()[2],
+            lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
+        )
+        leave_bytes = snapshots.bytes_to_leave(self.admission.room(tables), turnover, filling)
         if not leave_bytes:
             return nothing
         rows = self.admission.in_policy_order(tables)

@@ -11,9 +11,9 @@ from cachestream.errors import NotEnoughSamplesError
 from cachestream.model import IntArray, Schema, Snapshot
 from cachestream.storage.admission import Room
 from cachestream.storage.leases import Lease, Leases
-from cachestream.storage.tables import PassRow, Tables
+from cachestream.storage.tables import Tables
 
-__all__ = ["bytes_to_leave", "retake_snapshot", "select_shards", "take_snapshot"]
+__all__ = ["Filling", "bytes_to_leave", "retake_snapshot", "select_shards", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,19 @@ class _Chosen:
     schema_ids: IntArray
 
 
-def bytes_to_leave(room: Room, shard_bytes: int, turnover: float, passes: list[PassRow]) -> int:
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How far the filling is: `done` of `length` positions of the pass (None: endless), which brought
+    `shard_bytes`; `lost` when some of that, or of an earlier pass, has been evicted since.
+    """
+
+    done: int
+    length: int | None
+    shard_bytes: int
+    lost: bool
+
+
+def bytes_to_leave(room: Room, turnover: float, filling: Filling) -> int:
     """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
 
     The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
@@ -34,12 +46,11 @@ def bytes_to_leave(room: Room, shard_bytes: int, turnover: float, passes: list[P
     will fit anyway.
     """
     wanted = int(turnover * room.limit_bytes) - max(0, room.free_bytes)
-    if wanted <= 0 or not passes:
+    if wanted <= 0 or filling.length == 0:
         return 0
-    first = passes[0]
-    if len(passes) == 1 and first.length and first.next_position:
-        remaining = shard_bytes * (first.length - first.next_position) / first.next_position
-        if remaining < room.free_bytes:
+    if not filling.lost and filling.length is not None and filling.done:
+        remaining_bytes = filling.shard_bytes * (filling.length - filling.done) / filling.done
+        if remaining_bytes < room.free_bytes:
             return 0
     return wanted
 

@@ -222,6 +222,10 @@ class Tables:
         ).fetchall()
         return [(Claim(*row[:5]), row[5]) for row in rows]
 
+    def positions_done(self, row: PassRow) -> int:
+        """How many positions of a pass are done: claimed, and not in a claim any more."""
+        return row.next_position - sum(claim.stop - claim.position for claim, _ in self.claims(row.id))
+
     def insert_claim(self, pass_id: int, position: int, stop: int, owner: str) -> Claim:
         cursor = self.execute(
             "INSERT INTO claims (pass_id, position, offset, stop, owner) VALUES (?, ?, 0, ?, ?)",
