@@ -7,7 +7,7 @@ import operator
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -61,17 +61,17 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return self.snapshot.num_samples
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: SupportsIndex) -> Any:
         """Sample `index` (negative ones count from the end); its tensors own their memory."""
         columns = self._gather(self._checked([operator.index(index)]))
         return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
 
-    def __getitems__(self, indices: Sequence[int]) -> SampleBatch:
+    def __getitems__(self, indices: Sequence[int] | IntArray) -> SampleBatch:
         """The samples at `indices`, gathered as one; what a DataLoader asks for."""
         where = self._checked(indices)
         return SampleBatch(self._gather(where), self.snapshot.schema, len(where))
 
-    def keys(self, indices: Sequence[int] | None = None) -> list[str]:
+    def keys(self, indices: Sequence[int] | IntArray | None = None) -> list[str]:
         """The keys that the source gave the samples at `indices` (None: all of them, in order)."""
         where = self._checked(range(len(self)) if indices is None else indices)
         found: list[str] = []

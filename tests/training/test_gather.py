@@ -1,0 +1,215 @@
+"""What goes into a cache comes out of it: every dtype, shape and container, by sample, by batch and by loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+import cachestream as cs
+from cachestream import Cache, EpochDataset, EpochLoader
+from cachestream.model import Schema, Snapshot
+from cachestream.training.buffers import BufferPool
+from cachestream.training.gather import Gatherer
+from cachestream.training.maps import EpochMaps
+from cachestream.training.memory import SpanLayout, Window
+from tests.support.caches import add_shard, numbered
+from tests.training.conftest import NewCache
+
+DTYPES = [
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
+
+
+def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 100, shape)
+    return torch.from_numpy(np.asarray(raw)).to(getattr(torch, dtype))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+CacheOf = Callable[[list[Any], list[int]], Cache]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_exactly_in_fixed_and_in_varying_shapes(dtype: str, cache_of: CacheOf) -> None:
+    samples = [
+        {
+            "image": random_tensor(dtype, (3, 4, 5), i),
+            "scalar": random_tensor(dtype, (), i),
+            "empty": random_tensor(dtype, (0, 2), i),
+            "ragged": random_tensor(dtype, (i % 4, 3), i),
+            # The same shape within a shard, another one in the next shard.
+            "mixed": random_tensor(dtype, (2 + i // 4, 2), i),
+        }
+        for i in range(12)
+    ]
+    cache = cache_of(samples, [4, 7, 1])
+    with cache.snapshot() as dataset:
+        order = [11, 0, 5, 5, 3, 10, 4, 1, 2, 6, 7, 8, 9]
+        batch = dataset.__getitems__(order)
+        whole = cs.collate(batch)
+        assert set(whole) == set(samples[0])
+        for place, i in enumerate(order):
+            for name, expected in samples[i].items():
+                assert same(dataset[i][name], expected), (name, i)
+                assert same(batch[place][name], expected), (name, i)
+                assert same(whole[name][place], expected), (name, i)
+        assert whole["image"].shape == (13, 3, 4, 5)
+        assert whole["scalar"].shape == (13,)
+        assert isinstance(whole["ragged"], list)
+        assert isinstance(whole["mixed"], list)
+
+
+def test_str_and_bytes_come_back_as_lists_with_all_of_unicode(cache_of: CacheOf) -> None:
+    texts = ["", "plain", "zwölf", "日本語" * 1000, "\ud800 alone", "\0", "🙂"]
+    samples = [{"text": text, "data": text.encode("utf-8", "surrogatepass")} for text in texts]
+    with cache_of(samples, [3, 4]).snapshot() as dataset:
+        whole = cs.collate(dataset.__getitems__(range(7)))
+        assert whole == {"text": texts, "data": [sample["data"] for sample in samples]}
+        assert dataset[4] == samples[4]
+        assert dataset.keys() == [f"key {i}" for i in range(7)]
+        assert dataset.keys([-1, 0]) == ["key 6", "key 0"]
+
+
+def test_long_varying_values_come_back_too(cache_of: CacheOf) -> None:
+    samples = [{"x": random_tensor("int32", (10_000 * (i % 3) + i, 3), i)} for i in range(9)]
+    with cache_of(samples, [5, 4]).snapshot() as dataset:
+        for order in ([8, 0, 4], [0, 0], list(range(9))):
+            whole = cs.collate(dataset.__getitems__(order))["x"]
+            assert all(same(value, samples[i]["x"]) for value, i in zip(whole, order, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sample_of", [lambda i: (torch.full((2,), i), i, f"s{i}"), lambda i: torch.full((2,), i)]
+)
+def test_tuples_and_bare_values_come_back_as_such(sample_of: Any, cache_of: CacheOf) -> None:
+    with cache_of([sample_of(i) for i in range(6)], [4, 2]).snapshot() as dataset:
+        whole = cs.collate(dataset.__getitems__([5, 0]))
+        if isinstance(sample_of(0), tuple):
+            assert isinstance(dataset[5], tuple)
+            assert (whole[0].tolist(), whole[1].tolist(), whole[2]) == (
+                [[5, 5], [0, 0]],
+                [5, 0],
+                ["s5", "s0"],
+            )
+        else:
+            assert dataset[5].tolist() == [5, 5]
+            assert whole.tolist() == [[5, 5], [0, 0]]
+
+
+def test_the_loader_gives_the_same_layout_as_collate(cache_of: CacheOf) -> None:
+    samples = [
+        {
+            "x": random_tensor("float32", (3,), i),
+            "r": random_tensor("bfloat16", (i % 3 + 1,), i),
+            "s": f"t{i}",
+            "i": i,
+        }
+        for i in range(10)
+    ]
+    cache = cache_of(samples, [6, 4])
+    with EpochLoader(cache, 4, drop_last=False) as loader:
+        seen = []
+        for batch in loader:
+            assert (type(batch["x"]), type(batch["r"]), type(batch["s"])) == (torch.Tensor, list, list)
+            for place, i in enumerate(batch["i"].tolist()):
+                assert all(same(torch.as_tensor(batch[n][place]), samples[i][n]) for n in ("x", "r"))
+                assert batch["s"][place] == f"t{i}"
+                seen.append(i)
+        assert sorted(seen) == list(range(10))
+
+
+def test_collate_works_on_lists_of_samples_as_the_default_collate_does(cache_of: CacheOf) -> None:
+    with cache_of([sample for _, sample in numbered(0, 6)], [3, 3]).snapshot() as dataset:
+        samples = [dataset[i] for i in (4, 1)]
+        ours, theirs = cs.collate(samples), default_collate(samples)
+        assert all(same(ours[name], theirs[name]) for name in theirs)
+        assert cs.collate([(1, "a"), (2, "b")])[0].tolist() == [1, 2]
+        ragged = cs.collate([torch.zeros(2), torch.zeros(3)])
+        assert [len(value) for value in ragged] == [2, 3]
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_runs_of_any_lengths_from_anywhere_are_copied_exactly(data: st.DataObject) -> None:
+    """The layout of spans against slices of the same memory: short ones, long ones, empty ones, overlapping."""
+    memory = np.random.default_rng(0).integers(0, 256, 300_000).astype(np.uint8)
+    longest = data.draw(st.sampled_from([1, 20, 300, 5_000, 90_000]))
+    lengths = np.array(data.draw(st.lists(st.integers(0, longest), min_size=1, max_size=12)), np.int64)
+    starts = np.array([data.draw(st.integers(256, len(memory) - int(n))) for n in lengths], np.int64)
+    room = data.draw(st.sampled_from([256, 100, 20, 0]))
+    base = memory.ctypes.data
+    layout = SpanLayout(base + starts, lengths, room)
+    out = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    if layout.num_bytes:
+        layout.copy(Window(base, base + len(memory)), out.view(-1, layout.row_bytes))
+    for start, length, at in zip(starts, lengths, layout.starts, strict=True):
+        assert np.array_equal(out.numpy()[at : at + length], memory[start : start + length])
+
+
+def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cache: NewCache) -> None:
+    cache = new_cache()
+    for shard in range(12):
+        add_shard(cache, numbered(shard * 3, 3))
+    snapshot, lease = cache.take_snapshot()
+    maps = EpochMaps(snapshot, max_open=4)
+    gatherer = Gatherer(maps, BufferPool(2))
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        samples = rng.integers(0, 36, 3)
+        shards, rows = maps.locate(samples)
+        assert maps.open(shards) == []
+        assert maps.num_mapped <= 4
+        columns = gatherer.gather(gatherer.block(shards, rows), 0, 3)
+        assert columns["number"].tolist() == samples.tolist()
+    lease.release()
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any))
+def test_the_shard_of_a_sample_is_found_whatever_the_sizes_of_the_shards(counts: list[int]) -> None:
+    places = np.arange(len(counts), dtype=np.int64)
+    snapshot = Snapshot("id", "/nowhere", "/nowhere", Schema(()), places, np.array(counts, np.int64))
+    shards, rows = EpochMaps(snapshot).locate(np.arange(sum(counts), dtype=np.int64))
+    expected = [(shard, row) for shard, count in enumerate(counts) for row in range(count)]
+    assert list(zip(shards.tolist(), rows.tolist(), strict=True)) == expected
+
+
+def test_maps_are_handed_on_to_the_next_snapshot_and_only_new_shards_are_opened(new_cache: NewCache) -> None:
+    cache = new_cache()
+    for shard in range(3):
+        add_shard(cache, numbered(shard * 4, 4))
+    first, lease = cache.take_snapshot()
+    before = EpochMaps(first)
+    assert before.open(np.arange(3)) == []
+    add_shard(cache, numbered(12, 4))
+    second, other_lease = cache.take_snapshot()
+    after = EpochMaps(second, before)
+    assert after.mapped.tolist() == [True, True, True, False]
+    del before
+    assert after.open(np.arange(4)) == []
+    gatherer = Gatherer(after, BufferPool(2))
+    shards, rows = after.locate(np.arange(16))
+    assert gatherer.gather(gatherer.block(shards, rows), 0, 16)["number"].tolist() == list(range(16))
+    lease.release()
+    other_lease.release()
+
+
+def test_an_open_dataset_is_described_by_its_repr(cache_of: CacheOf) -> None:
+    cache = cache_of([sample for _, sample in numbered(0, 3)], [3])
+    dataset = cache.snapshot()
+    assert isinstance(dataset, EpochDataset)
+    assert repr(dataset) == "<EpochDataset 3 samples in 1 shards>"
+    dataset.close()
+    assert repr(dataset) == "<EpochDataset closed, 3 samples in 1 shards>"
