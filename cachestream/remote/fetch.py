@@ -6,13 +6,9 @@ broke, of one version of the object. Everything else goes by fsspec's `cat_file`
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import os
 import random
 import stat
-import time
-from collections.abc import Coroutine
 from typing import Any, Final
 
 import numpy as np
@@ -20,15 +16,15 @@ import numpy as np
 from cachestream.errors import SampleError
 from cachestream.remote import pulse
 from cachestream.remote.filesystem import Remote
-from cachestream.remote.retry import backoff_delays, classify
+from cachestream.remote.retry import ChangedError, backoff_delays, classify
+from cachestream.remote.waiting import run
 
-__all__ = ["fetch"]
+__all__ = ["fetch", "s3_target", "version_of"]
 
 PIECE_BYTES: Final = 1 << 20  # of a stream, between two reports
 RANGE_BYTES: Final = 8 << 20  # of an object, in one request
 PIECE_TIMEOUT_S: Final = 60.0  # below 17 kB/s a stream counts as broken
 WHOLE_TIMEOUT_S: Final = 600.0
-LIFE_S: Final = 0.5
 RESUMES: Final = 4  # without a piece in between
 
 
@@ -67,20 +63,10 @@ def _fetch_local(path: str) -> memoryview:
     return buffer
 
 
-def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """What `coroutine` returns on the filesystem's loop; shows life meanwhile, gives up in time."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    deadline_s = time.monotonic() + timeout_s
-    while not future.done():
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            future.cancel()
-            raise TimeoutError(f"no answer within {timeout_s:.0f} s")
-        try:
-            future.exception(min(left_s, LIFE_S))
-        except concurrent.futures.TimeoutError:
-            pulse.fetched(0)
-    return future.result()
+def s3_target(filesystem: Any, path: str) -> dict[str, str]:
+    """The arguments that name an object in requests to S3."""
+    bucket, key, version = filesystem.split_path(path)
+    return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
 
 
 class _S3Stream:
@@ -88,8 +74,7 @@ class _S3Stream:
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self._filesystem = filesystem
-        bucket, key, version = filesystem.split_path(path)
-        self._target = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
+        self._target = s3_target(filesystem, path)
         self._body: Any = None
         self._arrived = 0  # in this step; less than `_have` where a server begins anew
         self._restart()
@@ -104,7 +89,7 @@ class _S3Stream:
         while self._buffer is None or self._have < len(self._buffer):
             self._arrived = 0
             try:
-                _run(self._filesystem.loop, self._advance(), PIECE_TIMEOUT_S)
+                run(self._filesystem.loop, self._advance(), PIECE_TIMEOUT_S)
             except Exception as error:
                 kind = classify(error)
                 self._drop_body()
@@ -156,18 +141,12 @@ class _S3Stream:
             self._etag = etag
             self._buffer = np.empty(size, np.uint8).data
         elif etag != self._etag or size != len(self._buffer):
-            raise _ChangedError(f"{self._etag} became {etag}")
+            raise ChangedError(f"{self._etag} became {etag}")
 
     def _drop_body(self) -> None:
         if self._body is not None:
             body, self._body = self._body, None
             self._filesystem.loop.call_soon_threadsafe(body.close)
-
-
-class _ChangedError(OSError):
-    """The object is no longer the one that the first bytes came from."""
-
-    status = 412
 
 
 def _fetch_opened(filesystem: Any, path: str) -> memoryview:
@@ -181,7 +160,7 @@ def _fetch_opened(filesystem: Any, path: str) -> memoryview:
 
 def _fetch_whole(filesystem: Any, path: str) -> memoryview:
     # Not by ranges: a web server may ignore them and send all of it each time.
-    data = _run(filesystem.loop, filesystem._cat_file(path), WHOLE_TIMEOUT_S)
+    data = run(filesystem.loop, filesystem._cat_file(path), WHOLE_TIMEOUT_S)
     pulse.fetched(len(data))
     return memoryview(bytearray(data))
 
@@ -193,7 +172,7 @@ def _fetch_ranges(filesystem: Any, path: str) -> memoryview:
         start = len(data)
         request = filesystem._cat_file(path, start=start, end=start + RANGE_BYTES)
         try:
-            piece = _run(filesystem.loop, request, WHOLE_TIMEOUT_S)
+            piece = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
         except Exception as error:
             if classify(error) != "range":
                 raise
@@ -202,16 +181,16 @@ def _fetch_ranges(filesystem: Any, path: str) -> memoryview:
         pulse.fetched(len(piece))
         if len(piece) < RANGE_BYTES and start == 0:
             break
-        now = _version(_run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S))
+        now = version_of(run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S))
         if version is not None and now != version:
-            raise _ChangedError(f"{version} became {now}")
+            raise ChangedError(f"{version} became {now}")
         version = now
         if len(piece) < RANGE_BYTES:
             break
     return memoryview(data)
 
 
-def _version(info: dict[str, Any]) -> tuple[str, ...]:
+def version_of(info: dict[str, Any]) -> tuple[str, ...]:
     """What names one version of an object, under the names that the drivers have for it."""
     names = ("ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified")
     return tuple(str(info[name]) for name in names if name in info)

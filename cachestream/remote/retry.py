@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 
-__all__ = ["Kind", "backoff_delays", "classify", "map_errors", "redact", "redact_text"]
+__all__ = ["ChangedError", "Kind", "backoff_delays", "classify", "map_errors", "redact", "redact_text"]
 
 Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "range", "changed", "other"]
 
@@ -156,6 +156,12 @@ _NEXT_STEPS: Final[dict[Kind, str]] = {
     "changed": "the object was overwritten while it was read",
     "other": "cannot be read",
 }
+
+
+class ChangedError(OSError):
+    """The object is no longer the one that the first bytes came from."""
+
+    status = 412
 
 
 class _Uniform(Protocol):
