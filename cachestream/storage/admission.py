@@ -107,7 +107,10 @@ class Admission:
         with self._catalogue.transaction() as tables:
             self._clear_dead(tables)
             room = self.room(tables)
-            victims = self._victims(tables, size_bytes - room.free_bytes) if may_evict else []
+            short_bytes = size_bytes - room.free_bytes
+            if 0 < short_bytes <= tables.doomed_bytes():
+                return None  # others are unlinking as much: evicting more would only empty the cache
+            victims = self._victims(tables, short_bytes) if may_evict else []
             if victims is None or size_bytes > room.free_bytes + sum(v.size_bytes for v in victims):
                 return None
             shard_id = tables.add("last_shard_id", 1)

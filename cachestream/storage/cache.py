@@ -18,7 +18,7 @@ from cachestream.model import Schema, Snapshot
 from cachestream.storage import snapshots, verify
 from cachestream.storage.admission import Admission, Owner
 from cachestream.storage.board import Board
-from cachestream.storage.directory import Directory, allocated_bytes, open_directory, overhead_bytes
+from cachestream.storage.directory import Directory, open_directory, overhead_bytes
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import is_held
@@ -93,8 +93,8 @@ class Cache:
         """What the directory occupies on disk now, catalogue and temporary files included."""
         with self.catalogue.reading() as tables:
             shards = tables.totals()[2]
-        written = sum(allocated_bytes(entry.stat()) for entry in _scan(self.directory.temporary))
-        return shards + written + overhead_bytes(self.directory)
+            unlisted = [reservation.id for reservation in tables.reservations()]
+        return shards + self.directory.bytes_of(unlisted) + overhead_bytes(self.directory)
 
     @property
     def num_samples(self) -> int:
@@ -352,8 +352,3 @@ class Cache:
 
 def _reopen(path: str, policy: EvictionPolicy | None) -> Cache:
     return Cache(path, eviction=policy if callable(policy) else None)
-
-
-def _scan(folder: str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return list(entries)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from cachestream.errors import CacheError, ConfigError
+from cachestream.storage.shard import shard_path
 
 __all__ = ["Directory", "free_bytes", "open_directory", "overhead_bytes", "sync_folder"]
 
@@ -59,10 +62,6 @@ class Directory:
         return os.path.join(self.root, "shards")
 
     @property
-    def temporary(self) -> str:
-        return os.path.join(self.root, "tmp")
-
-    @property
     def leases(self) -> str:
         return os.path.join(self.root, "leases")
 
@@ -75,7 +74,17 @@ class Directory:
         return os.path.join(self.root, "worker")
 
     def temporary_shard(self, shard_id: int) -> str:
-        return os.path.join(self.temporary, f"{shard_id:012d}.tmp")
+        """Where a shard is written. Beside its final place, so that one listing sees it once."""
+        return os.path.join(self.shards, f"{shard_id:012d}.tmp")
+
+    def bytes_of(self, shard_ids: Iterable[int]) -> int:
+        """What the files of shards that are being written, or being evicted, occupy."""
+        total = 0
+        for shard_id in shard_ids:
+            for path in (self.temporary_shard(shard_id), shard_path(self.root, shard_id)):
+                with suppress(FileNotFoundError):
+                    total += allocated_bytes(os.stat(path))
+        return total
 
     def worker_file(self, name: str) -> str:
         return os.path.join(self.worker, name)
@@ -102,7 +111,7 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
             "choose a directory on a local disk of this machine"
         )
     directory = Directory(root)
-    folders = ("shards", "tmp", "leases", "worker", "quarantine")
+    folders = ("shards", "leases", "worker", "quarantine")
     if not all(os.path.isdir(os.path.join(root, name)) for name in folders):
         _create_folders(directory, folders)
     return directory

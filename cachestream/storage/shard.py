@@ -27,6 +27,7 @@ from cachestream.model import KEY_FIELD, Field, Schema
 __all__ = ["Column", "ColumnData", "MappedShard", "ShardContent", "encode_header", "shard_path", "storage_of"]
 
 FORMAT_VERSION: Final = 1
+SUFFIX: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 * 2**20
 _UNSIGNED_HASH: Final = "0" * 16
 _HEADER_HASH: Final = '"header_xxh3":"%s"'
@@ -61,7 +62,7 @@ def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
 
 def shard_path(root: str, shard_id: int) -> str:
     """Where shard `shard_id` of the cache at `root` lies."""
-    return os.path.join(root, "shards", f"{shard_id:012d}.safetensors")
+    return os.path.join(root, "shards", f"{shard_id:012d}{SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True)

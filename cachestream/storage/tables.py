@@ -179,6 +179,11 @@ class Tables:
     def reserved_bytes(self) -> int:
         return int(self.execute("SELECT coalesce(sum(size_bytes), 0) FROM reservations").fetchone()[0])
 
+    def doomed_bytes(self) -> int:
+        """Bytes of victims that are not unlinked yet."""
+        row = self.execute("SELECT coalesce(sum(size_bytes), 0) FROM reservations WHERE doomed").fetchone()
+        return int(row[0])
+
     def reservations(self) -> list[Reservation]:
         rows = self.execute("SELECT id, size_bytes, owner, doomed FROM reservations").fetchall()
         return [Reservation(row[0], row[1], row[2], bool(row[3])) for row in rows]

@@ -16,7 +16,7 @@ from cachestream.storage.admission import Admission
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
 from cachestream.storage.publish import merge_schema
-from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.shard import SUFFIX, MappedShard, shard_path
 from cachestream.storage.status import VerifyReport
 from cachestream.storage.tables import Tables
 
@@ -121,13 +121,12 @@ def remove_orphans(directory: Directory, catalogue: Catalogue) -> int:
 
 
 def _orphans(directory: Directory, known: set[int]) -> list[str]:
-    """Files in the folders of shards that belong to no shard and to no reservation."""
+    """Files among the shards that belong to no shard and to no reservation."""
     paths = []
-    for folder in (directory.shards, directory.temporary):
-        for entry in os.scandir(folder):
-            stem = entry.name.partition(".")[0]
-            if not stem.isdigit() or int(stem) not in known:
-                paths.append(entry.path)
+    for entry in os.scandir(directory.shards):
+        stem = entry.name.partition(".")[0]
+        if not stem.isdigit() or int(stem) not in known:
+            paths.append(entry.path)
     return sorted(paths)
 
 
@@ -143,7 +142,7 @@ def rebuild(directory: Directory, catalogue: Catalogue) -> int:
         for name in sorted(os.listdir(directory.shards)):
             path = os.path.join(directory.shards, name)
             stem = name.partition(".")[0]
-            if not stem.isdigit() or int(stem) in known:
+            if not (stem.isdigit() and name.endswith(SUFFIX)) or int(stem) in known:
                 continue
             try:
                 shard = MappedShard(path)
