@@ -5,7 +5,6 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
-BENCHMARKS  ?= warm fill remote
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check pytest soak bench clean
@@ -30,7 +29,7 @@ soak: $(VENV)/.ready-dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 bench: $(VENV)/.ready-dev  ## measure this machine (see benchmarks/RESULTS.md)
-	@for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+	$(BIN)/python -m benchmarks
 
 clean:  ## remove what was made here, the virtual environment too
 	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

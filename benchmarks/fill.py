@@ -39,7 +39,7 @@ def windows() -> object:
     return window
 
 
-def main(kind: str = "files", processes: int = 2) -> None:
+def main(kind: str, processes: int) -> None:
     with scratch() as folder:
         if kind == "files":
             write_arrays(folder / "remote")
@@ -60,4 +60,5 @@ def main(kind: str = "files", processes: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    kind, processes = [*sys.argv[1:], *["files", "2"][len(sys.argv) - 1 :]]
+    main(kind, int(processes))

@@ -87,5 +87,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
     """The figures as a Markdown table, a row each."""
     lines = ["| what | figure | median |", "|-|-|-|"]
     for name, figures in results.items():
-        lines += [f"| {name} | {figure.replace('_', ' ')} | {value:.4g} |" for figure, value in figures.items()]
+        lines += [
+            f"| {name} | {figure.replace('_', ' ')} | {value:.4g} |" for figure, value in figures.items()
+        ]
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from cachestream.training.loader import EpochLoader
 __all__ = ["StreamLoader", "stream"]
 
 _CACHE: Final = ("min_free", "eviction")
-_SOURCE: Final = ("storage_options", "label", "extensions")
+_SOURCE: Final = ("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe")
 
 
 class StreamLoader(EpochLoader):
@@ -71,7 +71,7 @@ def stream(
     if not isinstance(cache, Cache):
         cache = Cache(cache, size_limit, **_only(options, _CACHE))
     elif size_limit is not None:
-        cache.size_limit = size_limit  # type: ignore[assignment]  # the setter parses text
+        cache.size_limit = size_limit
     if not isinstance(source, Source):
         source = open_source(source, **_only(options, _SOURCE))
     worker = start_worker(
