@@ -42,7 +42,6 @@ class Job:
     bandwidth_bytes_per_s: float | None
     when_full: str
     hang_timeout_s: float
-    detach: bool
     custom_eviction: bool
     payload: bytes
 

@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final
 
 from cachestream.config import format_size
-from cachestream.errors import CacheFullError, SchemaMismatchError
+from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
 from cachestream.model import Schema
 from cachestream.sampling.job import Job
 from cachestream.sampling.packer import Packer
@@ -22,14 +22,14 @@ from cachestream.storage.publish import Publisher
 from cachestream.storage.shard import ShardContent
 from cachestream.storage.tables import PassRow
 
-__all__ = ["LimitTooSmallError", "OpenShard", "Outbox"]
+__all__ = ["OpenShard", "Outbox", "StartAgainError"]
 
 _TICK_S: Final = 0.25
 _SPACE_WAITS_S: Final = (0.02, 0.5)
 
 
-class LimitTooSmallError(Exception):
-    """The limit was lowered below the shard in memory: start again with smaller ones."""
+class StartAgainError(Exception):
+    """The shard in memory fits the cache no more, its samples may: read them again in a new process."""
 
 
 class OpenShard:
@@ -68,7 +68,7 @@ class Outbox:
     def send(self, shard: OpenShard) -> OpenShard:
         """Publish `shard`; returns an empty one to go on with. Waits until the one before is done.
 
-        Raises what that one failed with: CacheError, LimitTooSmallError.
+        Raises what that one failed with: CacheError, StartAgainError.
         """
         self.settle()
         spare, self._spare = self._spare, shard
@@ -85,6 +85,10 @@ class Outbox:
             except FutureTimeoutError:
                 continue
 
+    def close(self) -> None:
+        """Let the thread end, once what it publishes is done or given up."""
+        self._thread.shutdown()
+
     def _publish_or_commit(self, shard: OpenShard) -> None:
         begun_s = time.monotonic()
         assert shard.row is not None
@@ -96,8 +100,11 @@ class Outbox:
             else:
                 self._publisher.commit(shard.tally.progress(shard.row.id))
         except SchemaMismatchError as error:
-            # Another process published samples of another kind first: ours do not fit.
-            shard.tally.skipped("schema", error, "a whole shard", shard.packer.num_samples)
+            # Another process published samples of another kind first: what ours began with is the odd one,
+            # and what was skipped because of that may fit.
+            raise StartAgainError from error
+        except SampleError as error:
+            shard.tally.skipped("sample", error, "the only sample of a shard", shard.packer.num_samples)
             self._publisher.commit(shard.tally.progress(shard.row.id))
         self.schema = self._cache.schema
         shard.clear()
@@ -137,9 +144,9 @@ class Outbox:
         if disk_footprint(content.data_bytes) <= limit_bytes // 2:
             return
         if content.num_samples > 1:
-            raise LimitTooSmallError
+            raise StartAgainError
         if disk_footprint(content.data_bytes) > limit_bytes - MIN_LIMIT_BYTES // 2:
-            raise SchemaMismatchError(
+            raise SampleError(
                 f"one sample of {format_size(content.data_bytes)} is larger than the limit of "
                 f"{format_size(limit_bytes)} allows; raise the limit or crop it in the transform"
             )

@@ -19,7 +19,7 @@ from typing import Final
 from cachestream.errors import WorkerError
 from cachestream.sampling.filler import Filler
 from cachestream.sampling.job import Job, load_shared, read_frame, unpack
-from cachestream.sampling.outbox import LimitTooSmallError
+from cachestream.sampling.outbox import StartAgainError
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
@@ -62,7 +62,7 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
         payload = unpack(job.payload)
         cache = Cache(job.root, eviction=payload.eviction)
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()
-    except LimitTooSmallError:
+    except StartAgainError:
         code = EXIT_RESTART
     except WorkerError:
         traceback.print_exc()

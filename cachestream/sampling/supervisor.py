@@ -130,7 +130,7 @@ class Supervisor:
             return True
         if self._state == "full" and self._job.when_full == "stop":
             return True
-        return not self._job.detach and not self._wardens.is_detached() and self._wardens.nobody_left()
+        return not self._wardens.is_needed()
 
     def _try_tick(self) -> None:
         if not self._lock.is_ours:

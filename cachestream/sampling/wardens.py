@@ -43,8 +43,11 @@ class Wardens:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
         return held
 
-    def nobody_left(self) -> bool:
-        """Whether all that needed the worker are gone; their files are cleared away."""
+    def is_needed(self) -> bool:
+        """Whether the worker is detached, or somebody who needs it lives; clears away the files of the dead."""
+        return self._is_detached() or not self._nobody_left()
+
+    def _nobody_left(self) -> bool:
         anybody = False
         for name in os.listdir(self._directory.worker):
             if not name.endswith(_SUFFIX):
@@ -68,7 +71,7 @@ class Wardens:
         """Ask the worker to go on when nobody needs it any more."""
         self._ask("detached")
 
-    def is_detached(self) -> bool:
+    def _is_detached(self) -> bool:
         return os.path.exists(self._directory.worker_file("detached"))
 
     def clear_requests(self) -> None:

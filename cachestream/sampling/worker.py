@@ -65,6 +65,7 @@ class Worker:
     ) -> None:
         self.cache = cache
         self._warden = warden
+        self._wardens = Wardens(cache.directory)
         self._process = process
 
     @property
@@ -124,28 +125,24 @@ class Worker:
         Raises WorkerError if it is still there at the deadline.
         """
         if self.cache.has_worker():
-            wardens = Wardens(self.cache.directory)
-            wardens.request_stop()
+            self._wardens.request_stop()
             self._wait_until_gone(timeout_s)
-        self._release()
+        for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
+            _release(held)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let the worker go: it stops unless another process needs it, or it is detached."""
         if self._warden is None:
             return
-        self._release()
-        if Wardens(self.cache.directory).nobody_left():
-            self._wait_until_gone(timeout_s)
+        _release(self._warden)
+        self._warden = None
+        self._wait_until_gone(timeout_s, unless_needed=True)
 
-    def _release(self) -> None:
-        if self._warden is not None:
-            self._warden.release(unlink=True)
-            _wardens.discard(self._warden)
-            self._warden = None
-
-    def _wait_until_gone(self, timeout_s: float) -> None:
+    def _wait_until_gone(self, timeout_s: float, *, unless_needed: bool = False) -> None:
         deadline = time.monotonic() + timeout_s
         while self.is_alive():
+            if unless_needed and self._wardens.is_needed():
+                return
             if time.monotonic() >= deadline:
                 pid = self.cache.status().worker
                 raise WorkerError(
@@ -168,7 +165,12 @@ class Worker:
 
 
 # A worker lives as long as the process that started it, also when the caller dropped the Worker.
-_wardens: set[HeldFile] = set()
+_held: set[HeldFile] = set()
+
+
+def _release(warden: HeldFile) -> None:
+    warden.release(unlink=True)
+    _held.discard(warden)
 
 
 def start_worker(
@@ -217,27 +219,52 @@ def start_worker(
     options = _Options(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s
     )
-    job = options.job(cache, source, transform, int(seed), detach)
+    return _start_or_attach(cache, options.job(cache, source, transform, int(seed)), detach)
+
+
+def _start_or_attach(cache: Cache, job: Job, detach: bool) -> Worker:
     wardens = Wardens(cache.directory)
-    with _released(wardens.attach_lock()):
-        warden = None if detach else wardens.attach()
-        try:
-            process = None
-            if cache.has_worker():
-                _check_same_source(cache, job)
-                if detach:
-                    wardens.detach()
-                logger.info("attached to the worker that already fills %s", cache.path)
-            else:
-                wardens.clear_requests()
-                process = _spawn(job)
-        except BaseException:
-            if warden is not None:
-                warden.release(unlink=True)
-            raise
-    if warden is not None:
-        _wardens.add(warden)
-    return Worker(cache, warden, process)
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        with _released(wardens.attach_lock()):
+            running = cache.has_worker()
+            # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
+            if not running or not wardens.stop_requested():
+                return (
+                    _start(cache, job, wardens, detach)
+                    if not running
+                    else _attach(cache, job, wardens, detach)
+                )
+        if time.monotonic() >= deadline:
+            raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
+        time.sleep(_TICK_S)
+
+
+def _attach(cache: Cache, job: Job, wardens: Wardens, detach: bool) -> Worker:
+    _check_same_source(cache, job)
+    logger.info("attached to the worker that already fills %s", cache.path)
+    return Worker(cache, _need(wardens, detach), None)
+
+
+def _start(cache: Cache, job: Job, wardens: Wardens, detach: bool) -> Worker:
+    wardens.clear_requests()
+    warden = _need(wardens, detach)
+    try:
+        return Worker(cache, warden, _spawn(job))
+    except BaseException:
+        if warden is not None:
+            _release(warden)
+        raise
+
+
+def _need(wardens: Wardens, detach: bool) -> HeldFile | None:
+    """Keep the worker running: for as long as this process lives, or until somebody stops it."""
+    if detach:
+        wardens.detach()
+        return None
+    warden = wardens.attach()
+    _held.add(warden)
+    return warden
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +279,7 @@ class _Options:
     concurrency: int
     hang_timeout_s: float
 
-    def job(self, cache: Cache, source: Source, transform: Any, seed: int, detach: bool) -> Job:
+    def job(self, cache: Cache, source: Source, transform: Any, seed: int) -> Job:
         workers = min(4, os.cpu_count() or 1) if self.num_workers is None else self.num_workers
         _check_range("num_workers", workers, PROCESSES_AT_MOST)
         _check_range("concurrency", self.concurrency, FLIGHTS)
@@ -278,7 +305,6 @@ class _Options:
             bandwidth_bytes_per_s=self._bandwidth(),
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
-            detach=detach,
             custom_eviction=policy is not None,
             payload=pack(Payload(source, transform, policy, weights, sampler)),
         )

@@ -1,0 +1,181 @@
+"""What the tests of the worker share: to wait, to look into caches, and to find what was left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachestream import Cache
+from cachestream.storage.board import Board
+from cachestream.storage.shard import MappedShard, shard_path
+from tests.sampling.sources import content
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "TEST_OF_THE_WORKER"  # an environment variable that all processes of a test inherit
+DEADLINE_S = 60.0
+_pause = threading.Event()
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = DEADLINE_S) -> float:
+    """Wait until `condition()` is true; returns the seconds that took."""
+    begun_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - begun_s > timeout_s:
+            raise AssertionError(f"after {timeout_s:.0f} s still not so: {what}")
+        _pause.wait(0.01)
+    return time.monotonic() - begun_s
+
+
+def keys_of(cache: Cache) -> Counter[str]:
+    """The keys of all samples in published shards; checks every sample that holds `content` on the way."""
+    found: Counter[str] = Counter()
+    with cache.catalogue.reading() as tables:
+        ids = sorted(tables.shard_ids())
+    for shard_id in ids:
+        shard = MappedShard(shard_path(cache.path, shard_id))
+        shard.verify()
+        keys = shard.keys()
+        if "x" in shard.columns:
+            rows = shard.array("x")
+            for key, row in zip(keys, rows, strict=True):
+                assert row.tobytes() == content(key, len(row)).tobytes(), f"{key} holds something else"
+            del rows
+        found.update(keys)
+        shard.close()
+    return found
+
+
+def only_once(cache: Cache) -> set[str]:
+    """The cached keys; fails if one lies in two places."""
+    keys = keys_of(cache)
+    twice = sorted(key for key, count in keys.items() if count > 1)
+    assert not twice, f"cached twice: {twice[:10]}"
+    return set(keys)
+
+
+def failures_of(cache: Cache) -> dict[str, int]:
+    """Skipped samples by kind."""
+    found: Counter[str] = Counter()
+    for row in cache.status().failures:
+        found[row.kind] += row.count
+    return dict(found)
+
+
+def left_files(cache: Cache) -> list[str]:
+    """Files of processes that are gone: temporary ones, leases, owners, requests."""
+    lasting = {"attach.lock", "supervisor.lock", "board", "history", "log.txt", "log.txt.1", "budget"}
+    found = [
+        *[name for name in os.listdir(cache.directory.shards) if name.endswith(".tmp")],
+        *os.listdir(cache.directory.leases),
+    ]
+    found += [name for name in os.listdir(cache.directory.worker) if name not in lasting]
+    with cache.catalogue.reading() as tables:
+        found += [f"reservation {row.id}" for row in tables.reservations()]
+    return [name for name in found if not name.startswith("order-0")]
+
+
+def sampling_pids(cache: Cache) -> list[int]:
+    """The sampling processes, as the board names them."""
+    board = Board(cache.directory.worker_file("board"))
+    return [int(board.slot(index)["pid"]) for index in range(board.processes)]
+
+
+def supervisor_pid(cache: Cache) -> int:
+    return Board(cache.directory.worker_file("board")).pid
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except (OSError, IndexError):
+        return False
+
+
+@dataclass
+class Processes:
+    """All processes of one test, found by what they inherited."""
+
+    token: str
+
+    def pids(self) -> list[int]:
+        """The running ones, but this."""
+        needle = f"{TOKEN}={self.token}".encode()
+        found = []
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) == os.getpid():
+                continue
+            try:
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            if needle in environment.split(b"\0") and is_running(int(name)):
+                found.append(int(name))
+        return found
+
+    def wait_until_gone(self, timeout_s: float = 5.0) -> float:
+        return wait_until(lambda: not self.pids(), f"no process is left of {self.pids()}", timeout_s)
+
+    def end(self) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.wait_until_gone()
+
+
+@dataclass
+class Script:
+    """A script in a Python of its own, talking over its pipes."""
+
+    process: subprocess.Popen[str]
+
+    def line(self) -> str:
+        """The next line it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self, timeout_s: float = DEADLINE_S) -> str:
+        """Wait for it; returns what else it printed. Fails if it failed."""
+        rest, errors = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == 0, errors
+        return rest
+
+    def tell(self, text: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def script(path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()) -> Iterator[Script]:
+    """Run `code` as a script at `path`, or from standard input for an empty path's sake."""
+    path.write_text(code, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, *options, str(path), *arguments],
+        cwd=path.parent,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Script(process)
+    finally:
+        process.kill()
+        process.wait(timeout=5.0)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
