@@ -15,6 +15,7 @@ import torch
 
 from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError, EpochError
+from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch import EpochSettings, Request, Segment
 from cachestream.training.prefetch import Engine, close_all
@@ -67,11 +68,12 @@ _HINTS: Final = {
 
 @dataclass(slots=True, eq=False)
 class _Cursor:
-    """Where the trainer is: after `batches` of `epoch`, the last from `segment`."""
+    """Where the trainer is: after `batches` of `epoch`, the last from `segment`, drawn from `snapshot`."""
 
     epoch: int
     batches: int
     segment: Segment | None = None
+    snapshot: Snapshot | None = None
     finished: bool = False
 
 
@@ -212,6 +214,7 @@ class EpochLoader:
         self._count_reuse(cursor)
         close_all(self._schedule.passed(segment))
         cursor.segment = segment
+        cursor.snapshot = segment.snapshot
         if segment.missing:
             warnings.warn(
                 f"{segment.missing} samples of epoch {cursor.epoch} were evicted since its state was saved, and are "
@@ -228,6 +231,7 @@ class EpochLoader:
         cursor.finished = True
         if cursor.segment is not None:
             close_all(self._schedule.ended(cursor.segment))
+            cursor.segment = None  # and with it the maps
 
     def _count_reuse(self, cursor: _Cursor) -> None:
         segment = cursor.segment
@@ -316,7 +320,7 @@ class EpochLoader:
     def stats(self) -> LoaderStats:
         """What was delivered and waited for, up to now."""
         cursor, meter = self._cursor, self._meter
-        snapshot = None if cursor is None or cursor.segment is None else cursor.segment.snapshot
+        snapshot = None if cursor is None else cursor.snapshot
         return LoaderStats(
             epoch=self.epoch if cursor is None else cursor.epoch,
             epoch_samples=0 if snapshot is None else snapshot.num_samples,

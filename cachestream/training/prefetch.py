@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -86,6 +87,7 @@ class Engine:
                 thread.join(_JOIN_S)
         if join:
             self._threads.clear()
+            self.preparer.forget()
 
     # --- preparing
 
@@ -106,6 +108,8 @@ class Engine:
             except Cancelled:
                 continue
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
+                # The frames would hold the maps of what was not prepared for as long as the error is looked at.
+                traceback.clear_frames(error.__traceback__)
                 schedule.fail(request, error)
 
     def _patience_s(self) -> float | None:

@@ -124,6 +124,10 @@ class Preparer:
         self.last_s = time.monotonic() - began_s
         return segment
 
+    def forget(self) -> None:
+        """Let go of the maps kept for the next preparation."""
+        self._maps = None
+
     # --- samples
 
     def _await_samples(self, request: Request, cancelled: Callable[[], bool]) -> None:

@@ -1,0 +1,502 @@
+"""The loader: an epoch is what is cached by then, each sample once, and the next one is ready in time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
+from cachestream.storage.shard import shard_path
+from cachestream.training import prefetch
+from tests.support.caches import add_shard, numbered, set_fill_state
+from tests.training.conftest import NewCache
+
+
+def numbers(batches: Iterable[Any]) -> list[int]:
+    return [n for batch in batches for n in batch["number"].tolist()]
+
+
+def leases(cache: Cache) -> int:
+    return cache.status().leases
+
+
+# --- what an epoch is
+
+
+def test_every_epoch_has_each_cached_sample_once_in_another_order_and_new_ones_appear(
+    new_cache: NewCache,
+) -> None:
+    cache = new_cache(3, 8)
+    with EpochLoader(cache, 4, seed=1) as loader:
+        assert len(loader) == 6
+        first, second = numbers(loader), numbers(loader)
+        assert sorted(first) == sorted(second) == list(range(24))
+        assert first != second
+        add_shard(cache, numbered(24, 8))
+        numbers(loader)  # may have been prepared before the shard came
+        assert sorted(numbers(loader)) == list(range(32))
+        assert len(loader) == 8
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(new_cache: NewCache) -> None:
+    cache = new_cache(3, 8)
+
+    def epochs(seed: int) -> list[list[int]]:
+        with EpochLoader(cache, 4, seed=seed) as loader:
+            return [numbers(loader) for _ in range(3)]
+
+    assert epochs(5) == epochs(5) != epochs(6)
+
+
+def test_without_shuffle_samples_come_in_order_of_arrival(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(3, 5), 4, shuffle=False, drop_last=False) as loader:
+        assert numbers(loader) == numbers(loader) == list(range(15))
+        assert [len(batch["number"]) for batch in loader] == [4, 4, 4, 3]
+
+
+def test_the_rest_is_dropped_or_kept_as_asked(new_cache: NewCache) -> None:
+    cache = new_cache(1, 10)
+    with EpochLoader(cache, 4) as loader:
+        assert [len(batch["number"]) for batch in loader] == [4, 4]
+    with EpochLoader(cache, 4, drop_last=False) as loader:
+        assert [len(batch["number"]) for batch in loader] == [4, 4, 2]
+        assert len(loader) == 3
+
+
+def test_a_smaller_epoch_size_takes_the_least_used_shards_first(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(4, 10), 5, epoch_size=20) as loader:
+        first, second = numbers(loader), numbers(loader)
+        assert len(first) == len(second) == 20
+        assert sorted(first + second) == list(range(40))
+
+
+def test_a_larger_epoch_size_makes_further_passes_over_what_has_come_meanwhile(new_cache: NewCache) -> None:
+    cache = new_cache(2, 10)
+    with EpochLoader(cache, 4, epoch_size=100, prefetch=1) as loader:
+        assert len(loader) == 25
+        seen: list[int] = []
+        for batch in loader:
+            seen += batch["number"].tolist()
+            if len(seen) == 8:
+                add_shard(cache, numbered(20, 10))
+        assert len(seen) == 100
+        assert set(seen) == set(range(30))
+        assert sorted(seen[:20]) == list(range(20))
+        counts = np.bincount(numbers(loader))
+        assert counts.sum() == 100
+        assert counts.max() <= 4  # once a pass
+
+
+def test_a_larger_epoch_size_with_a_rest_ends_with_a_smaller_batch(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(2, 5), 4, epoch_size=23, drop_last=False) as loader:
+        for _ in range(2):
+            assert [len(batch["number"]) for batch in loader] == [4, 4, 4, 4, 4, 3]
+
+
+def test_batches_are_never_changed_by_later_ones_and_may_be_changed_themselves(cache_of: Any) -> None:
+    cache = cache_of([{"x": torch.full((20_000,), float(i)), "number": i} for i in range(40)], [13, 13, 14])
+    kept: list[dict[str, torch.Tensor]] = []
+    with EpochLoader(cache, 4, prefetch=2) as loader:
+        for _ in range(3):
+            for step, batch in enumerate(loader):
+                assert torch.equal(batch["x"][:, 0], batch["number"].float())
+                assert torch.equal(batch["x"][:, -1], batch["number"].float())
+                if step % 2:
+                    batch["x"].fill_(-1)
+                else:
+                    kept.append(batch)
+    for batch in kept:
+        assert torch.equal(batch["x"].amin(1), batch["number"].float())
+        assert torch.equal(batch["x"].amax(1), batch["number"].float())
+
+
+# --- moving about
+
+
+def test_len_epoch_and_dataset_tell_of_the_running_epoch_or_else_of_the_next(new_cache: NewCache) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as loader:
+        assert (loader.epoch, len(loader), len(loader.dataset)) == (0, 4, 16)
+        batches = iter(loader)
+        next(batches)
+        add_shard(cache, numbered(16, 8))
+        assert (loader.epoch, len(loader), len(loader.dataset)) == (0, 4, 16)
+        assert int(loader.dataset[3]["number"]) == 3
+        assert len(list(batches)) == 3
+        assert loader.epoch == 1
+        assert "epoch 1," in repr(loader)
+
+
+def test_set_epoch_gives_that_epochs_order_and_keeps_what_is_prepared_when_it_is_next(
+    new_cache: NewCache,
+) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as loader:
+        orders = [numbers(loader) for _ in range(3)]
+        loader.set_epoch(1)
+        assert loader.epoch == 1
+        assert numbers(loader) == orders[1]
+        assert numbers(loader) == orders[2]
+        taken = cache.status().snapshots
+        for epoch in range(3, 6):
+            loader.set_epoch(epoch)
+            assert loader.epoch == epoch
+            numbers(loader)
+        assert cache.status().snapshots <= taken + 4
+        with pytest.raises(ConfigError, match="set_epoch"):
+            loader.set_epoch(-1)
+
+
+def test_an_iteration_left_early_ends_its_epoch(new_cache: NewCache) -> None:
+    cache = new_cache(4, 8)
+    with EpochLoader(cache, 4) as whole:
+        orders = [numbers(whole) for _ in range(4)]
+    with EpochLoader(cache, 4) as loader:
+        first = iter(loader)
+        assert next(first)["number"].tolist() == orders[0][:4]
+        for batch in loader:
+            assert batch["number"].tolist() == orders[1][:4]
+            break
+        with pytest.raises(EpochError, match="has ended"):
+            next(first)
+        assert loader.epoch == 1
+        assert numbers(loader) == orders[2]
+        assert numbers(loader) == orders[3]
+
+
+def test_an_exhausted_iteration_stays_exhausted(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        batches = iter(loader)
+        assert len(list(batches)) == 2
+        assert list(batches) == []
+        assert loader.epoch == 1
+
+
+# --- samplers
+
+
+def test_samplers_of_all_kinds_draw_what_they_would_from_the_epochs_dataset(new_cache: NewCache) -> None:
+    data = torch.utils.data
+    cache = new_cache(2, 8)
+    everything = list(range(16))
+    cases: list[tuple[Any, Any]] = [
+        (data.SequentialSampler, lambda seen: seen == everything),
+        (data.RandomSampler, lambda seen: sorted(seen) == everything and seen != everything),
+        (lambda dataset: data.SubsetRandomSampler(range(0, len(dataset), 2)), lambda seen: sorted(seen) == everything[::2]),
+        (lambda _: data.WeightedRandomSampler([0.0] * 15 + [1.0], 8), lambda seen: seen == [15] * 8),
+        (lambda dataset: data.DistributedSampler(dataset, 1, 0), lambda seen: sorted(seen) == everything),
+        (data.RandomSampler(everything), lambda seen: sorted(seen) == everything),
+        (lambda _: [3, 1, 2, 0], lambda seen: seen == [3, 1, 2, 0]),
+        (lambda _: iter(range(8)), lambda seen: seen == everything[:8]),
+    ]  # fmt: skip
+    for sampler, fits in cases:
+        with EpochLoader(cache, 4, sampler=sampler) as loader:
+            assert all(fits(numbers(loader)) for _ in range(2)), sampler
+
+
+def test_a_batch_samplers_batches_are_kept(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(2, 8), 4, sampler=lambda _: [[1, 2, 3], [4], [9, 8]]) as loader:
+        assert len(loader) == 3
+        assert [batch["number"].tolist() for batch in loader] == [[1, 2, 3], [4], [9, 8]]
+
+
+def test_a_sampler_leaves_the_global_random_state_alone_and_changes_every_epoch(new_cache: NewCache) -> None:
+    before = torch.random.get_rng_state()
+    with EpochLoader(new_cache(2, 8), 4, sampler=torch.utils.data.RandomSampler) as loader:
+        assert numbers(loader) != numbers(loader)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_sampler_for_another_dataset_is_refused(new_cache: NewCache) -> None:
+    with (
+        EpochLoader(new_cache(1, 8), 4, sampler=lambda _: [0, 8]) as loader,
+        pytest.raises(ConfigError, match="sample 8 of a dataset of 8"),
+    ):
+        next(iter(loader))
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"prefetch": 0}, "prefetch=0"),
+        ({"epoch_size": -5}, "epoch_size=-5"),
+        ({"turnover": 1.5}, "turnover=1.5"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"device": "cuda:77"}, "device='cuda:77'"),
+        ({"sampler": 5}, "sampler=5"),
+        ({"max_cache_size": 5}, "max_cache_size"),
+        ({"prefetch_factor": 2}, "it is called 'prefetch'"),
+        ({"weights": [1]}, "sampler="),
+        ({"num_replicas": 2}, "torch.distributed"),
+        ({"num_workers": 2}, "start_worker"),
+        ({"shufle": True}, "it is called 'shuffle'"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_with_advice(
+    options: dict[str, Any], says: str, new_cache: NewCache
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EpochLoader(new_cache(1, 8), **{"batch_size": 4, **options})
+    assert says in str(caught.value)
+
+
+def test_a_path_in_place_of_a_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"give a cachestream\.Cache"):
+        EpochLoader("/scratch", 4)  # type: ignore[arg-type]
+
+
+def test_too_few_samples_are_an_error_at_once_when_no_more_will_come(new_cache: NewCache) -> None:
+    cache = new_cache(1, 3)
+    set_fill_state(cache, "complete")
+    with EpochLoader(cache, 4) as loader:
+        began = time.monotonic()
+        with pytest.raises(NotEnoughSamplesError, match=r"holds 3 samples, 4 are needed.*'complete'"):
+            next(iter(loader))
+        with pytest.raises(NotEnoughSamplesError):
+            len(loader)
+        assert time.monotonic() - began < 20
+        add_shard(cache, numbered(3, 5))
+        assert len(numbers(loader)) == 8
+        assert loader.epoch == 1
+    with EpochLoader(cache, 20, drop_last=False) as loader:
+        assert len(numbers(loader)) == 8
+
+
+def test_too_few_samples_are_an_error_at_the_deadline_when_more_might_come(new_cache: NewCache) -> None:
+    with (
+        EpochLoader(new_cache(1, 3), 4, timeout_s=0.5) as loader,
+        pytest.raises(NotEnoughSamplesError, match="start a worker"),
+    ):
+        next(iter(loader))
+
+
+def test_the_first_epoch_waits_for_the_samples_asked_for(new_cache: NewCache) -> None:
+    cache = new_cache(1, 4)
+    with EpochLoader(cache, 4, min_samples=12) as loader:
+        filler = threading.Timer(0.2, lambda: [add_shard(cache, numbered(4 + 4 * i, 4)) for i in range(2)])
+        filler.start()
+        assert len(numbers(loader)) == 12
+        filler.join()
+
+
+def test_an_epoch_size_below_one_batch_is_refused(new_cache: NewCache) -> None:
+    with (
+        EpochLoader(new_cache(1, 8), 4, epoch_size=3) as loader,
+        pytest.raises(ConfigError, match="epoch_size=3"),
+    ):
+        len(loader)
+
+
+class OwnError(Exception):
+    """An error that only the test knows."""
+
+
+def test_errors_of_a_batch_transform_reach_the_training_thread_as_they_are(new_cache: NewCache) -> None:
+    calls: list[int] = []
+
+    def transform(batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OwnError("from the transform")
+        return {**batch, "number": batch["number"] + 100}
+
+    with EpochLoader(new_cache(2, 8), 4, batch_transform=transform) as loader:
+        batches = iter(loader)
+        assert min(next(batches)["number"].tolist() + next(batches)["number"].tolist()) >= 100
+        for _ in range(2):
+            with pytest.raises(OwnError, match="from the transform"):
+                next(batches)
+        assert sorted(numbers(loader)) == list(range(100, 116))
+        assert loader.epoch == 2
+
+
+def test_a_batch_that_does_not_come_is_an_error_with_a_diagnosis(new_cache: NewCache) -> None:
+    released = threading.Event()
+
+    def transform(batch: Any) -> Any:
+        released.wait(30)
+        return batch
+
+    with EpochLoader(new_cache(2, 8), 4, batch_transform=transform, timeout_s=0.3) as loader:
+        batches = iter(loader)
+        with pytest.raises(EpochError, match=r"no batch of epoch 0 within 0 s .*gathering epoch 0"):
+            next(batches)
+        released.set()
+        assert len(list(batches)) == 4
+
+
+def test_a_closed_loader_says_so(new_cache: NewCache) -> None:
+    loader = EpochLoader(new_cache(1, 8), 4)
+    batches = iter(loader)
+    loader.close()
+    loader.close()
+    with pytest.raises(EpochError, match="closed"):
+        iter(loader)
+    assert list(batches) == []
+
+
+def test_a_forked_child_is_told_to_make_a_loader_of_its_own(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        next(iter(loader))
+        child = os.fork()
+        if child == 0:
+            try:
+                iter(loader)
+            except EpochError as error:
+                loader.close()
+                os._exit(0 if "make one in each process" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(numbers(loader)) == 8
+
+
+# --- damage
+
+
+def test_a_damaged_shard_is_put_aside_before_the_epoch_begins(new_cache: NewCache) -> None:
+    cache = new_cache(3, 8)
+    snapshot, lease = cache.take_snapshot()
+    lease.release()
+    path = shard_path(cache.path, int(snapshot.shard_ids[1]))
+    with open(path, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\xff")
+    with EpochLoader(cache, 4) as loader:
+        assert sorted(numbers(loader)) == [*range(8), *range(16, 24)]
+        assert cache.num_shards == 2
+        assert cache.status().quarantined == 1
+
+
+def test_a_shard_found_damaged_on_the_way_is_left_out_and_counted(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_URGENT_OPEN_S", 0.0)
+    cache = new_cache(24, 4)
+    snapshot, lease = cache.take_snapshot()
+    lease.release()
+    os.truncate(shard_path(cache.path, int(snapshot.shard_ids[20])), 100)
+    with EpochLoader(cache, 4, prefetch=1) as loader:
+        seen = numbers(loader)
+        assert sorted(seen) == [n for n in range(96) if n // 4 != 20]
+        assert loader.stats.skipped == 4
+        assert sorted(numbers(loader)) == sorted(seen)
+        assert cache.num_shards == 23
+
+
+# --- what is held, and what is left
+
+
+def test_an_epochs_shards_are_leased_until_it_ends_or_is_left(new_cache: NewCache) -> None:
+    cache = new_cache(6, 8)
+    with EpochLoader(cache, 4, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert leases(cache) >= 1
+        list(batches)
+        assert leases(cache) <= 1  # of the next epoch, prepared by now
+        iter(loader)
+        iter(loader)
+        next(iter(loader))
+        assert 1 <= leases(cache) <= 2
+    assert leases(cache) == 0
+
+
+def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: NewCache) -> None:
+    cache = new_cache(4, 8)
+    with EpochLoader(cache, 4) as loader:
+        numbers(loader)
+        files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for _ in range(100):
+            numbers(loader)
+        assert len(os.listdir("/proc/self/fd")) <= files + 2
+        assert threading.active_count() == threads
+        assert leases(cache) <= 2
+
+
+def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
+    loader = EpochLoader(new_cache(2, 8), 4)
+    next(iter(loader))
+    gone = weakref.ref(loader)
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-")]
+    assert len(mine) == 2
+    del loader
+    gc.collect()
+    assert gone() is None
+    for thread in mine:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+SCRIPT = """
+import sys, cachestream as cs
+loader = cs.EpochLoader(cs.Cache(sys.argv[1]), 4, epoch_size=100_000)
+batches = iter(loader)
+for _ in range(50):
+    next(batches)
+if sys.argv[2] == "interrupt":
+    import os, signal
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in batches:
+        pass
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("leave", 0), ("interrupt", -2)])
+def test_the_interpreter_ends_in_the_midst_of_an_epoch(how: str, code: int, new_cache: NewCache) -> None:
+    cache = new_cache(4, 100)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, cache.path, how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, "left" in done.stdout) == (code, how == "leave"), done.stderr
+    assert "Traceback" not in done.stderr or how == "interrupt"
+    cache.evict(0)
+    assert cache.num_shards == 0
+
+
+def test_stats_add_up(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        assert loader.stats.batches == 0
+        for _ in range(3):
+            numbers(loader)
+        stats = loader.stats
+        assert (stats.epoch, stats.epoch_samples, stats.shards) == (2, 16, 2)
+        assert (stats.samples, stats.batches, stats.skipped) == (48, 12, 0)
+        assert stats.reuse_factor == pytest.approx(3.0)
+        assert stats.samples_per_s > 0
+        assert 0 <= stats.wait_share <= 1
+        assert stats.gap_s < 5
+
+
+def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewCache) -> None:
+    """Epochs flow into one another: with a trainer that takes 2 ms a step, no epoch but the first is waited for."""
+    gaps = []
+    with EpochLoader(new_cache(6, 50), 4) as loader:
+        for _ in range(6):
+            for _ in loader:
+                busy = time.perf_counter() + 0.002
+                while time.perf_counter() < busy:
+                    pass
+            gaps.append(loader.stats.gap_s)
+    assert sorted(gaps[1:])[2] < 0.05
