@@ -7,13 +7,14 @@ the exact size before the first byte is written.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
-import mmap
 import os
+import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,12 +24,16 @@ import xxhash
 
 from cachestream.errors import CorruptShardError
 from cachestream.model import KEY_FIELD, Field, Schema
+from cachestream.storage.faults import disk_error
+from cachestream.storage.mapping import FileMap
 
 __all__ = ["Column", "ColumnData", "MappedShard", "ShardContent", "encode_header", "shard_path", "storage_of"]
 
 FORMAT_VERSION: Final = 1
-SUFFIX: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 * 2**20
+_MAX_REASON: Final = 300
+# What a disk answers when it cannot read, and what open() answers when the path is no plain file.
+_DAMAGE: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 _UNSIGNED_HASH: Final = "0" * 16
 _HEADER_HASH: Final = '"header_xxh3":"%s"'
 
@@ -62,7 +67,7 @@ def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
 
 def shard_path(root: str, shard_id: int) -> str:
     """Where shard `shard_id` of the cache at `root` lies."""
-    return os.path.join(root, "shards", f"{shard_id:012d}{SUFFIX}")
+    return os.path.join(root, "shards", f"{shard_id:012d}.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +138,40 @@ def encode_header(content: ShardContent) -> bytes:
 class MappedShard:
     """One shard, mapped read-only and immutable; its pages are the kernel's page cache.
 
-    Opening checks the header against its checksum and the file's size; `verify` checks the data.
-    Raises CorruptShardError for a file that is missing, truncated or damaged.
+    Opening checks the header against its checksum, the schema and the file's size; `verify` checks the
+    data. Holds no file descriptor. Raises CorruptShardError for a file that is missing, truncated, damaged
+    or not ours, and CacheError where the process may not or cannot open more files.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                self.size_bytes = os.fstat(fd).st_size
-                if self.size_bytes < 8:
-                    raise self._corrupt("the file is truncated")
-                self._map = mmap.mmap(fd, self.size_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+                self.size_bytes = _file_size(fd)
+                self._map = FileMap(fd, self.size_bytes)
+                # Read, not mapped: a disk that fails here gives an error instead of a SIGBUS.
+                text = _read_header(fd, self.size_bytes)
             finally:
                 os.close(fd)
-        except FileNotFoundError as error:
-            raise CorruptShardError(
-                f"{path}: the shard is missing; run 'cachestream verify CACHE --repair'"
-            ) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._corrupt("the shard is missing") from error
         except OSError as error:
-            raise CorruptShardError(f"{path}: cannot be read ({error.strerror})") from error
-        self._bytes = np.frombuffer(self._map, np.uint8)
+            if error.errno in _DAMAGE:
+                raise self._corrupt(f"cannot be read ({error.strerror})") from error
+            raise disk_error(path, error) from error
+        except ValueError as error:
+            raise self._corrupt(str(error)) from error
+        self._bytes = self._map.array()
         try:
-            self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._corrupt(f"the header makes no sense ({error})") from error
+            self._parse(text)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise self._corrupt(f"the header makes no sense ({_short(error)})") from error
 
     def _corrupt(self, reason: str) -> CorruptShardError:
         return CorruptShardError(f"{self.path}: {reason}; run 'cachestream verify CACHE --repair'")
 
-    def _read_header(self) -> None:
-        (length,) = struct.unpack_from("<Q", self._map, 0)
-        if length > min(_MAX_HEADER_BYTES, self.size_bytes - 8):
-            raise ValueError("its length passes the end of the file")
-        text = self._map[8 : 8 + length]
+    def _parse(self, text: bytes) -> None:
         raw = json.loads(text)
         metadata = raw.pop("__metadata__")
         signature = metadata["header_xxh3"]
@@ -178,17 +182,17 @@ class MappedShard:
             raise ValueError("its checksum does not match")
         if metadata["version"] != str(FORMAT_VERSION):
             raise ValueError(f"format version {metadata['version']} is not {FORMAT_VERSION}")
-        self.num_samples = int(metadata["num_samples"])
+        self.num_samples = _count(int(metadata["num_samples"]))
         self.schema = Schema.from_json(metadata["schema"])
         self.fill: dict[str, Any] = json.loads(metadata["fill"])
         self.checksums: dict[str, str] = json.loads(metadata["xxh3"])
-        self.columns = _read_columns(raw, 8 + length, self.size_bytes)
+        self.columns = _read_columns(raw, 8 + len(text), self.size_bytes)
         _check_schema(self.schema, self.num_samples, self.columns)
 
     @property
     def address(self) -> int:
         """The address of the file's first byte in this process."""
-        return int(self._bytes.ctypes.data)
+        return self._map.address
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """The column `name`, read-only, without a copy."""
@@ -206,6 +210,10 @@ class MappedShard:
 
     def verify(self) -> None:
         """Check every column against its checksum; raises CorruptShardError naming the column."""
+        try:
+            self._map.read_all()
+        except OSError as error:
+            raise self._corrupt(f"cannot be read ({error.strerror})") from error
         for name, column in self.columns.items():
             data = self._bytes[column.offset : column.offset + column.nbytes]
             if xxhash.xxh3_64_hexdigest(data.data) != self.checksums.get(name):
@@ -213,24 +221,51 @@ class MappedShard:
 
     def close(self) -> None:
         """Unmap, unless arrays on the map are still alive (then with the last of them)."""
-        del self._bytes
-        try:
-            self._map.close()
-        except BufferError:
-            pass
+        self.__dict__.pop("_bytes", None)
+        self.__dict__.pop("_map", None)
 
     def __repr__(self) -> str:
         return f"<MappedShard {self.path} {self.num_samples} samples, {self.size_bytes} bytes>"
+
+
+def _file_size(fd: int) -> int:
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        raise ValueError("it is not a file")
+    if info.st_size < 8:
+        raise ValueError("the file is truncated")
+    return info.st_size
+
+
+def _read_header(fd: int, file_bytes: int) -> bytes:
+    """The JSON of the header, padding included."""
+    (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+    if length > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        raise ValueError("the header's length passes the end of the file")
+    text = os.pread(fd, length, 8)
+    if len(text) != length:
+        raise ValueError("the file is truncated")
+    return text
+
+
+def _short(error: Exception) -> str:
+    return str(error)[:_MAX_REASON]
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("a size or an offset is not a count")
+    return value
 
 
 def _read_columns(raw: Mapping[str, Any], data_start: int, file_bytes: int) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     end = 0
     for name, entry in raw.items():
-        start, stop = entry["data_offsets"]
+        start, stop = map(_count, entry["data_offsets"])
+        shape = tuple(map(_count, entry["shape"]))
         dtype = _NUMPY[entry["dtype"]]
-        shape = tuple(entry["shape"])
-        if start != end or stop < start or any(n < 0 for n in shape):
+        if start != end or stop < start:
             raise ValueError(f"column '{name}' has offsets {start} to {stop}")
         if math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"column '{name}' of shape {shape} has {stop - start} bytes")
@@ -242,19 +277,30 @@ def _read_columns(raw: Mapping[str, Any], data_start: int, file_bytes: int) -> d
 
 
 def _check_schema(schema: Schema, num_samples: int, columns: Mapping[str, Column]) -> None:
-    for name, shape in _expected(schema, num_samples):
-        if columns[name].shape[: len(shape)] != shape:
-            raise ValueError(f"column '{name}' has shape {columns[name].shape} instead of {shape}")
+    """Raise ValueError unless there are the columns that `schema` calls for, and no others: readers take
+    addresses from the one and dtypes from the other.
+    """
+    expected = dict(_expected(schema, num_samples))
+    if expected.keys() != columns.keys():
+        raise ValueError(f"it has columns {sorted(columns)} instead of {sorted(expected)}")
+    for name, (dtype, shape) in expected.items():
+        column = columns[name]
+        if column.dtype != dtype or (column.shape != shape if shape else len(column.shape) != 1):
+            raise ValueError(f"column '{name}' is {column.dtype} {column.shape} instead of {dtype} {shape}")
 
 
-def _expected(schema: Schema, num_samples: int) -> Sequence[tuple[str, tuple[int, ...]]]:
-    key = Field(KEY_FIELD, "str", "uint8", 1, None)
-    shapes: list[tuple[str, tuple[int, ...]]] = []
-    for field in (*schema.fields, key):
+def _expected(
+    schema: Schema, num_samples: int
+) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
+    """Each column's dtype and shape; () where it is flat, of any length."""
+    offsets = np.dtype("<i8")
+    for field in (*schema.fields, Field(KEY_FIELD, "str", "uint8", 1, None)):
+        dtype = _STORAGE[field.dtype][1]
         if field.shape is not None:
-            shapes.append((field.name, (num_samples, *field.shape)))
+            trailing = (2,) if field.dtype == "complex128" else ()
+            yield field.name, (dtype, (num_samples, *field.shape, *trailing))
             continue
-        shapes.append((f"{field.name}#offsets", (num_samples + 1,)))
+        yield field.name, (dtype, ())
+        yield f"{field.name}#offsets", (offsets, (num_samples + 1,))
         if field.kind == "tensor":
-            shapes.append((f"{field.name}#shapes", (num_samples, field.ndim)))
-    return shapes
+            yield f"{field.name}#shapes", (offsets, (num_samples, field.ndim))

@@ -1,0 +1,70 @@
+"""What the system and SQLite refuse, as errors that say what to do; the only place that knows their codes."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from cachestream.errors import CacheError, CacheFullError, CacheLockedError
+
+__all__ = ["CatalogueDamagedError", "disk_error", "translated_disk_errors", "translated_sql_errors"]
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+class CatalogueDamagedError(CacheError):
+    """The catalogue file is missing or no catalogue: rebuild it from the shards."""
+
+
+def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
+    """`error` at `path` as CacheFullError or CacheError."""
+    what = f"{path}: {error.strerror}{doing and f' while {doing}'}"
+    if error.errno in _FULL:
+        return CacheFullError(f"{what}; free some disk or lower the cache's limit")
+    if error.errno in _FORBIDDEN:
+        return CacheError(f"{what}: it cannot be written; check its owner and permissions")
+    if error.errno in _TOO_MANY:
+        return CacheError(f"{what}; raise the limit of open files ('ulimit -n')")
+    if error.errno == errno.ENOMEM:
+        return CacheError(f"{what}; the process has too many maps ('sysctl vm.max_map_count') or no memory")
+    if error.errno == errno.ELOOP:
+        return CacheError(f"{path} is a symbolic link; a cache does not follow links, remove it")
+    if error.errno == errno.ENOENT:
+        return CacheError(f"{what}; somebody removed it, open the cache again")
+    return CacheError(f"{what}; check the disk")
+
+
+@contextmanager
+def translated_disk_errors(path: str, doing: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error, doing) from error
+
+
+@contextmanager
+def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
+    """Errors of SQLite on the catalogue at `path` as ours."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        text = str(error)
+        if "locked" in text or "busy" in text:
+            raise CacheLockedError(
+                f"{path} was locked by another process for {timeout_s:.0f} s; "
+                "look for a stopped or swapping process that uses this cache, then try again"
+            ) from error
+        if any(word in text for word in ("not a database", "malformed", "encrypted", "no such table")):
+            raise CatalogueDamagedError(
+                f"{path} is damaged ({text}); run 'cachestream verify CACHE --repair'"
+            ) from error
+        if "disk is full" in text:
+            raise CacheFullError(f"{path}: the disk is full; free some space") from error
+        if "readonly" in text or "unable to open" in text:
+            raise CacheError(f"{path} cannot be written ({text}); check its owner and permissions") from error
+        raise CacheError(f"{path}: {text}; check the disk") from error

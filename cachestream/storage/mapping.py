@@ -1,0 +1,79 @@
+"""A file mapped read-only, without a file descriptor that stays open.
+
+Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would run into
+the limit of open files (1024 in many shells). Here the map is all there is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FileMap"]
+
+_FAILED: Final = ctypes.c_void_p(-1).value
+_MADV_POPULATE_READ: Final = 22  # Linux 5.14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class FileMap:
+    """The first `size_bytes` of the file `fd`; unmapped when this object and all arrays on it are gone."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == _FAILED:
+            raise _system_error()
+        self.address = int(address)
+        self.size_bytes = size_bytes
+        finalizer = weakref.finalize(self, _libc.munmap, address, size_bytes)
+        finalizer.atexit = False  # other threads may still read then; the kernel unmaps
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.size_bytes,),
+            "data": (self.address, True),
+        }
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes, uint8 `[size_bytes]`, read-only; the array keeps the map."""
+        return np.asarray(self)
+
+    def read_all(self) -> None:
+        """Bring all pages in.
+
+        Raises OSError where a plain access would end the process with SIGBUS: on a read error, or when the
+        file has been cut short. Before Linux 5.14 it does nothing.
+        """
+        if _libc.madvise(self.address, self.size_bytes, _MADV_POPULATE_READ) != 0:
+            error = _system_error()
+            if error.errno == errno.EFAULT:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if error.errno not in (errno.EINVAL, errno.EAGAIN):
+                raise error
+
+
+def _system_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
