@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -33,20 +34,40 @@ def check_policy(policy: EvictionPolicy) -> EvictionPolicy:
 
 
 def in_order(policy: EvictionPolicy, rows: Sequence[ShardRow]) -> list[ShardRow]:
-    """`rows`, first to go first; empty for the policy "none"."""
+    """`rows`, first to go first; empty for the policy "none".
+
+    Raises ConfigError for a function that fails, or that returns anything but some of the rows or their ids.
+    """
     if callable(policy):
         by_id = {row.id: row for row in rows}
-        chosen = [row.id if isinstance(row, ShardRow) else int(row) for row in policy(tuple(rows))]
+        chosen = _asked(policy, rows)
         unknown = [shard_id for shard_id in chosen if shard_id not in by_id]
         if unknown or len(set(chosen)) != len(chosen):
             raise ConfigError(
-                f"the eviction function returned unknown or repeated shards: {unknown or chosen}"
+                f"the eviction function returned unknown or repeated shards: {unknown or chosen}; "
+                "return some of the rows it gets, or their ids, first to go first"
             )
         return [by_id[shard_id] for shard_id in chosen]
     keys = ORDERS[policy]
     if not keys:
         return []
     return sorted(rows, key=lambda row: tuple(_value(row, key) for key in keys))
+
+
+def _asked(
+    policy: Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]], rows: Sequence[ShardRow]
+) -> list[int]:
+    try:
+        answer = policy(tuple(rows))
+    except Exception as error:
+        raise ConfigError(f"the eviction function failed: {type(error).__name__}: {error}") from error
+    try:
+        return [row.id if isinstance(row, ShardRow) else operator.index(row) for row in answer]
+    except TypeError as error:
+        raise ConfigError(
+            f"the eviction function returned a {type(answer).__name__} ({error}); "
+            "return some of the rows it gets, or their ids, first to go first"
+        ) from error
 
 
 def _value(row: ShardRow, key: str) -> int:
