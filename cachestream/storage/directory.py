@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from cachestream.errors import CacheError, ConfigError
-from cachestream.storage.shard import shard_path
+from cachestream.errors import ConfigError
+from cachestream.storage.faults import translated_disk_errors
 
-__all__ = ["Directory", "free_bytes", "open_directory", "overhead_bytes", "sync_folder"]
+__all__ = [
+    "Directory",
+    "allocated_bytes",
+    "free_bytes",
+    "open_directory",
+    "overhead_bytes",
+    "remove_if_there",
+    "size_of_file",
+    "sync_folder",
+]
 
-_NETWORK_FILESYSTEMS: Final = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "davfs",
-        "fuse.cephfs",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.mount-s3",
-        "fuse.rclone",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "gfs2",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "ocfs2",
-        "smb3",
-        "smbfs",
-    ]
+# Filesystems whose locks or sizes other machines, or a remote store, have a say in.
+_NETWORK_FILESYSTEM: Final = re.compile(
+    r"9p|acfs|afs|beegfs|ceph|cifs|coda|davfs|gfs2|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|prl_fs|pvfs2"
+    r"|smb3|smbfs|vboxsf|wekafs"
+    r"|fuse\..*(s3|gcs|blob|rclone|sshfs|ceph|gluster|juice|goofys|dav|ftp|afs|hdfs|weka|quobyte|alluxio).*"
 )
+_OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes blanks and backslashes
+_FOLDERS: Final = ("shards", "tmp", "leases", "worker", "quarantine")
+# What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
+_HARMLESS: Final = frozenset({"lost+found"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +54,10 @@ class Directory:
         return os.path.join(self.root, "shards")
 
     @property
+    def temporary(self) -> str:
+        return os.path.join(self.root, "tmp")
+
+    @property
     def leases(self) -> str:
         return os.path.join(self.root, "leases")
 
@@ -74,17 +70,7 @@ class Directory:
         return os.path.join(self.root, "worker")
 
     def temporary_shard(self, shard_id: int) -> str:
-        """Where a shard is written. Beside its final place, so that one listing sees it once."""
-        return os.path.join(self.shards, f"{shard_id:012d}.tmp")
-
-    def bytes_of(self, shard_ids: Iterable[int]) -> int:
-        """What the files of shards that are being written, or being evicted, occupy."""
-        total = 0
-        for shard_id in shard_ids:
-            for path in (self.temporary_shard(shard_id), shard_path(self.root, shard_id)):
-                with suppress(FileNotFoundError):
-                    total += allocated_bytes(os.stat(path))
-        return total
+        return os.path.join(self.temporary, f"{shard_id:012d}.tmp")
 
     def worker_file(self, name: str) -> str:
         return os.path.join(self.worker, name)
@@ -96,7 +82,10 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no
     reliable locks), a file, a directory that belongs to somebody else or that everybody may write to.
     """
-    root = os.path.realpath(os.fspath(path))
+    given = os.fsdecode(path)
+    if not given or "://" in given:
+        raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
+    root = os.path.realpath(given)
     if os.path.exists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is a file; give a directory for the cache")
     try:
@@ -105,31 +94,34 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
         raise ConfigError(f"{root} cannot be created ({error.strerror}); choose another directory") from error
     _check_owner(root)
     kind = filesystem_of(root)
-    if kind in _NETWORK_FILESYSTEMS:
+    if _NETWORK_FILESYSTEM.fullmatch(kind):
         raise ConfigError(
             f"{root} lies on a network filesystem ({kind}), where file locks are not reliable; "
             "choose a directory on a local disk of this machine"
         )
     directory = Directory(root)
-    folders = ("shards", "leases", "worker", "quarantine")
-    if not all(os.path.isdir(os.path.join(root, name)) for name in folders):
-        _create_folders(directory, folders)
+    if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
+        _create_folders(directory)
+    for name in _FOLDERS:
+        if os.path.islink(os.path.join(root, name)):
+            raise ConfigError(
+                f"{root}/{name} is a symbolic link, and what lies behind it cannot be held within the limit; "
+                "remove it, or put the whole cache there"
+            )
     return directory
 
 
-def _create_folders(directory: Directory, folders: tuple[str, ...]) -> None:
-    known = set(os.listdir(directory.root))
-    if known and not known & {*folders, "cache.json", "catalogue.sqlite"}:
+def _create_folders(directory: Directory) -> None:
+    with translated_disk_errors(directory.root, "listing it"):
+        known = set(os.listdir(directory.root)) - _HARMLESS
+    if known and not known & {*_FOLDERS, "cache.json", "catalogue.sqlite"}:
         raise ConfigError(
             f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of its own"
         )
-    try:
-        for name in folders:
-            os.makedirs(os.path.join(directory.root, name), mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise CacheError(
-            f"{directory.root} cannot be written ({error.strerror}); check its permissions"
-        ) from error
+    for name in _FOLDERS:
+        path = os.path.join(directory.root, name)
+        with translated_disk_errors(path, "creating it"):
+            os.makedirs(path, mode=0o700, exist_ok=True)
 
 
 def _check_owner(root: str) -> None:
@@ -151,17 +143,19 @@ def _check_owner(root: str) -> None:
 def filesystem_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
     """The type of the filesystem that holds `path`, or "" where the system does not tell."""
     try:
-        with open(mountinfo, encoding="utf-8") as file:
+        with open(mountinfo, "rb") as file:
             lines = file.read().splitlines()
     except OSError:
         return ""
     best, kind = "", ""
     for line in lines:
-        left, _, right = line.partition(" - ")
-        mount = left.split()[4].encode().decode("unicode_escape")
+        left, _, right = (part.split() for part in line.partition(b" - "))
+        if len(left) < 5 or not right:
+            continue
+        mount = os.fsdecode(_OCTAL.sub(lambda digits: bytes([int(digits[1], 8)]), left[4]))
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, right.split()[0]
+        if inside and len(mount) >= len(best):  # of two at one place, the later one hides the other
+            best, kind = mount, right[0].decode(errors="replace")
     return kind
 
 
@@ -176,9 +170,22 @@ def overhead_bytes(directory: Directory) -> int:
     with os.scandir(directory.root) as entries:
         for entry in entries:
             total += _size_of(entry)
-    for folder in (directory.leases, directory.worker, directory.quarantine):
+            if entry.name not in ("shards", "tmp") and entry.is_dir(follow_symlinks=False):
+                total += _size_below(entry.path)
+    return total
+
+
+def _size_below(folder: str) -> int:
+    """The folders of a cache are flat; what others put there may not be."""
+    total = 0
+    try:
         with os.scandir(folder) as entries:
-            total += sum(map(_size_of, entries))
+            for entry in entries:
+                total += _size_of(entry)
+                if entry.is_dir(follow_symlinks=False):
+                    total += _size_below(entry.path)
+    except FileNotFoundError:
+        pass  # removed meanwhile by its owner
     return total
 
 
@@ -187,6 +194,23 @@ def _size_of(entry: os.DirEntry[str]) -> int:
         return allocated_bytes(entry.stat(follow_symlinks=False))
     except FileNotFoundError:
         return 0  # removed meanwhile by its owner
+
+
+def size_of_file(path: str) -> int:
+    """Allocated bytes of the file at `path`; 0 when there is none."""
+    try:
+        return allocated_bytes(os.lstat(path))
+    except FileNotFoundError:
+        return 0
+
+
+def remove_if_there(path: str) -> bool:
+    """Remove the file at `path`; whether it was there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def free_bytes(root: str) -> int:
