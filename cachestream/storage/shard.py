@@ -30,6 +30,7 @@ from cachestream.storage.mapping import FileMap
 __all__ = ["Column", "ColumnData", "MappedShard", "ShardContent", "encode_header", "shard_path", "storage_of"]
 
 FORMAT_VERSION: Final = 1
+SUFFIX: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 * 2**20
 _MAX_REASON: Final = 300
 # What a disk answers when it cannot read, and what open() answers when the path is no plain file.
@@ -67,7 +68,7 @@ def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
 
 def shard_path(root: str, shard_id: int) -> str:
     """Where shard `shard_id` of the cache at `root` lies."""
-    return os.path.join(root, "shards", f"{shard_id:012d}.safetensors")
+    return os.path.join(root, "shards", f"{shard_id:012d}{SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True)
