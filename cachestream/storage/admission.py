@@ -7,37 +7,55 @@ process dies. What a dead process had reserved is cleared by the next one that a
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final
 
-import numpy as np
-
-from cachestream.errors import CacheFullError
+from cachestream.config import format_size
+from cachestream.errors import CacheLockedError
 from cachestream.model import IntArray, ShardRow
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import Directory, free_bytes, overhead_bytes, sync_folder
+from cachestream.storage.directory import (
+    Directory,
+    free_bytes,
+    overhead_bytes,
+    remove_if_there,
+    size_of_file,
+    sync_folder,
+)
 from cachestream.storage.eviction import EvictionPolicy, choose_victims, describe_shortage, in_order
-from cachestream.storage.leases import Leases, contains
-from cachestream.storage.locks import HeldFile, is_held, lock_file
+from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.leases import Leases
+from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import Reservation, Tables
 
-__all__ = ["Admission", "Owner", "Room", "disk_footprint", "effective_limit"]
+__all__ = [
+    "BLOCK_BYTES",
+    "HEADROOM_BYTES",
+    "Admission",
+    "Owner",
+    "Room",
+    "disk_footprint",
+    "effective_limit",
+    "owner_is_alive",
+]
 
 BLOCK_BYTES: Final = 4096
-# What the catalogue's journal, the worker's log and new leases may take between two reservations.
+# What the worker's log, board and history, new rows and new leases may take between two reservations.
 HEADROOM_BYTES: Final = 256 * 1024
-_BATCH: Final = 256
+_BLOCKS_PER_INDEX: Final = 256  # fewer than any disk maps with one block, however scattered the file is
 _OWNER_TIMEOUT_S: Final = 2.0
 
 
-def disk_footprint(size_bytes: int) -> int:
+def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
     """The most that a file of `size_bytes` occupies: whole blocks, and the blocks that index them."""
-    blocks = -(-size_bytes // BLOCK_BYTES)
-    return (blocks + 1 + blocks // 32_768) * BLOCK_BYTES
+    blocks = -(-size_bytes // block_bytes)
+    return (blocks + 1 + blocks // _BLOCKS_PER_INDEX) * block_bytes
 
 
 def effective_limit(limit_bytes: int, used_bytes: int, free_disk_bytes: int, min_free_bytes: int) -> int:
@@ -66,7 +84,7 @@ class Owner:
         self.name = name
         file = lock_file(_owner_path(directory, name), timeout_s=_OWNER_TIMEOUT_S)
         if file is None:
-            raise CacheFullError(f"{_owner_path(directory, name)} is held by another process; start again")
+            raise CacheLockedError(f"{_owner_path(directory, name)} is held by another process; start again")
         self._file: HeldFile = file
 
     def release(self) -> None:
@@ -92,11 +110,16 @@ class Admission:
         self._catalogue = catalogue
         self._policy = policy
         self._leases = Leases(directory.leases)
+        self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
 
     @property
     def leases(self) -> Leases:
-        """The leases; to be used within a write transaction of the catalogue."""
+        """The leases; to be used within a transaction of the catalogue."""
         return self._leases
+
+    def footprint(self, size_bytes: int) -> int:
+        """The most that a file of `size_bytes` occupies on this disk."""
+        return disk_footprint(size_bytes, self._block_bytes)
 
     def reserve(self, size_bytes: int, owner: str, *, may_evict: bool = True) -> int | None:
         """Promise `size_bytes` of disk to a new shard; its id, or None when there is no space now.
@@ -104,11 +127,11 @@ class Admission:
         Evicts what the policy gives for it, except leased shards. The caller then writes the file,
         and turns the reservation into a shard or cancels it.
         """
+        self.clear_dead(owner)
         with self._catalogue.transaction() as tables:
-            self._clear_dead(tables)
             room = self.room(tables)
             short_bytes = size_bytes - room.free_bytes
-            if 0 < short_bytes <= tables.doomed_bytes():
+            if 0 < short_bytes <= tables.reserved_bytes()[1]:
                 return None  # others are unlinking as much: evicting more would only empty the cache
             victims = self._victims(tables, short_bytes) if may_evict else []
             if victims is None or size_bytes > room.free_bytes + sum(v.size_bytes for v in victims):
@@ -116,77 +139,108 @@ class Admission:
             shard_id = tables.add("last_shard_id", 1)
             tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
             self._doom(tables, victims, owner)
-        self._unlink(victims)
+        try:
+            self._unlink([row.id for row in victims])
+        except BaseException:
+            self.cancel(shard_id)
+            raise
         return shard_id
 
     def cancel(self, shard_id: int) -> None:
-        """Give a reservation back; whatever was written under it goes first."""
-        self._remove_files(shard_id)
+        """Give a reservation back; whatever was written under it goes first. A published shard stays."""
+        with self._catalogue.reading() as tables:
+            if tables.shard(shard_id) is not None:
+                return  # the interrupt came after the commit
+        self._remove_files([shard_id])
         with self._catalogue.transaction() as tables:
             tables.delete_reservations([shard_id])
 
-    def evict(self, to_bytes: int, owner: str, policy: EvictionPolicy | None = None) -> int:
-        """Evict until at most `to_bytes` are used, as leases allow; returns the bytes freed."""
+    def evict(self, to_bytes: int | None, owner: str, policy: EvictionPolicy | None = None) -> int:
+        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; the bytes freed."""
+        self.clear_dead(owner)
         with self._catalogue.transaction() as tables:
-            self._clear_dead(tables)
-            surplus = self.room(tables).used_bytes - to_bytes
-            candidates = self._evictable(tables, policy)
+            room = self.room(tables)
+            surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
             victims: list[ShardRow] = []
-            for row in candidates:
-                if surplus <= 0:
-                    break
-                victims.append(row)
-                surplus -= row.size_bytes
+            with contextlib.closing(self._evictable(tables, policy)) as candidates:
+                while surplus > 0 and (row := next(candidates, None)) is not None:
+                    victims.append(row)
+                    surplus -= row.size_bytes
             self._doom(tables, victims, owner)
-        self._unlink(victims)
+        self._unlink([row.id for row in victims])
         return sum(row.size_bytes for row in victims)
 
-    def clear_dead(self) -> None:
-        """Give back what processes that died had reserved."""
+    def drop(self, shard_id: int, owner: str) -> ShardRow | None:
+        """Take a shard out of the catalogue, its bytes kept reserved until `dropped`; None if unknown."""
         with self._catalogue.transaction() as tables:
-            self._clear_dead(tables)
+            row = tables.shard(shard_id)
+            if row is not None:
+                tables.delete_shards([shard_id])
+                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
+        return row
+
+    def dropped(self, shard_id: int) -> None:
+        """The file of a shard that was dropped is gone from its place."""
+        with self._catalogue.transaction() as tables:
+            tables.delete_reservations([shard_id])
+
+    def clear_dead(self, owner: str | None = None) -> None:
+        """Give back what processes that died had reserved, in the name of `owner`."""
+        for name in os.listdir(self._directory.leases):
+            if name.endswith(Owner.SUFFIX):
+                remove_unheld(os.path.join(self._directory.leases, name))
+        with self._catalogue.reading() as tables:
+            if not self._dead(tables):
+                return
+        with contextlib.ExitStack() as stack:
+            if owner is None:
+                mine = Owner(self._directory, f"clear-{secrets.token_hex(6)}")
+                stack.callback(mine.release)
+                owner = mine.name
+            with self._catalogue.transaction() as tables:
+                # Asked again: its owner may have published it and left since. Taken over, not deleted: the
+                # bytes count until the files are gone, also if this process dies before that.
+                abandoned = self._dead(tables)
+                tables.take_reservations(abandoned, owner)
+            self._unlink(abandoned)
 
     def room(self, tables: Tables) -> Room:
         """The limit and the bytes in use, everything in the directory included."""
         size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
-        reserved = tables.reserved_bytes()
-        on_disk = tables.totals()[2] + overhead_bytes(self._directory)
-        used = on_disk + reserved + HEADROOM_BYTES
+        promised, doomed = tables.reserved_bytes()
+        # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
+        catalogue_bytes = size_of_file(self._directory.catalogue)
+        headroom = HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
+        used = tables.totals()[2] + overhead_bytes(self._directory) + promised + doomed + headroom
         # What is reserved but not yet written still counts as free on the disk: take it off.
-        free_disk = free_bytes(self._directory.root) - reserved
+        free_disk = free_bytes(self._directory.root) - promised
         return Room(effective_limit(size_limit, used, free_disk, min_free), used)
-
-    def in_policy_order(self, tables: Tables) -> list[ShardRow]:
-        """All shards, leased ones too, first to go first."""
-        policy = self._policy(tables)
-        return in_order(policy, list(tables.shards())) if callable(policy) else list(tables.shards(policy))
 
     def shortage(self, need_bytes: int) -> str:
         """Why a reservation fails, in one sentence."""
-        with self._catalogue.transaction() as tables:
+        with self._catalogue.reading() as tables:
             room = self.room(tables)
-            return describe_shortage(need_bytes, room.limit_bytes, room.used_bytes, self.leased_bytes(tables))
-
-    def leased_bytes(self, tables: Tables) -> int:
-        """Bytes of shards that live epochs hold."""
-        ranges = self._leases.leased()
-        rows = list(tables.shards())
-        inside = contains(ranges, np.array([row.id for row in rows], np.int64))
-        return sum(row.size_bytes for row, held in zip(rows, inside, strict=True) if held)
+            leased_bytes = tables.bytes_within(self._leases.look()[1])
+            size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+        text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
+        if room.limit_bytes < size_limit:
+            text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
+        return text
 
     def _victims(self, tables: Tables, need_bytes: int) -> list[ShardRow] | None:
-        return [] if need_bytes <= 0 else choose_victims(self._evictable(tables, None), need_bytes)
+        if need_bytes <= 0:
+            return []
+        with contextlib.closing(self._evictable(tables, None)) as candidates:
+            return choose_victims(candidates, need_bytes)
 
-    def _evictable(self, tables: Tables, policy: EvictionPolicy | None) -> Iterable[ShardRow]:
+    def _evictable(self, tables: Tables, policy: EvictionPolicy | None) -> Generator[ShardRow, None, None]:
         policy = self._policy(tables) if policy is None else policy
         ranges = self._leases.leased()
         if callable(policy):
-            return in_order(policy, _unleased(list(tables.shards()), ranges))
-        if policy == "none":
-            return []
-        # SQLite sorts by the policy's own keys, so only the first few rows ever become objects.
-        rows = tables.shards(policy)
-        return chain.from_iterable(_unleased(batch, ranges) for batch in _batches(rows))
+            yield from in_order(policy, list(_outside(ranges, tables.shards())))
+        elif policy != "none":
+            with contextlib.closing(tables.shards(policy, but=ranges)) as candidates:
+                yield from _outside(ranges, candidates)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
@@ -198,51 +252,36 @@ class Admission:
         tables.add("evicted_samples", sum(row.num_samples for row in victims))
         tables.add("evicted_bytes", sum(row.size_bytes for row in victims))
 
-    def _unlink(self, victims: list[ShardRow]) -> None:
-        if not victims:
-            return
-        for row in victims:
-            self._remove_files(row.id)
-        sync_folder(self._directory.shards)
-        with self._catalogue.transaction() as tables:
-            tables.delete_reservations(row.id for row in victims)
-
-    def _clear_dead(self, tables: Tables) -> None:
+    def _dead(self, tables: Tables) -> list[int]:
+        """The reservations of processes that are gone."""
         reservations = tables.reservations()
-        dead = {name for name in {r.owner for r in reservations} if not owner_is_alive(self._directory, name)}
-        abandoned = [r.id for r in reservations if r.owner in dead]
-        for shard_id in abandoned:
-            self._remove_files(shard_id)
-        if abandoned:
+        alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
+        return [r.id for r in reservations if r.owner not in alive]
+
+    def _unlink(self, doomed: list[int]) -> None:
+        """Remove the files of doomed reservations, and only then the reservations."""
+        if not doomed:
+            return
+        self._remove_files(doomed)
+        with translated_disk_errors(self._directory.shards):
             sync_folder(self._directory.shards)
-            tables.delete_reservations(abandoned)
-        for name in os.listdir(self._directory.leases):
-            path = os.path.join(self._directory.leases, name)
-            if name.endswith(Owner.SUFFIX) and not is_held(path):
-                _remove(path)
+        with self._catalogue.transaction() as tables:
+            tables.delete_reservations(doomed)
 
-    def _remove_files(self, shard_id: int) -> None:
-        _remove(self._directory.temporary_shard(shard_id))
-        _remove(shard_path(self._directory.root, shard_id))
-
-
-def _unleased(rows: list[ShardRow], ranges: IntArray) -> list[ShardRow]:
-    leased = contains(ranges, np.array([row.id for row in rows], np.int64))
-    return [row for row, held in zip(rows, leased, strict=True) if not held]
+    def _remove_files(self, shard_ids: list[int]) -> None:
+        for shard_id in shard_ids:
+            for path in (
+                self._directory.temporary_shard(shard_id),
+                shard_path(self._directory.root, shard_id),
+            ):
+                with translated_disk_errors(path, "removing it"):
+                    remove_if_there(path)
 
 
-def _batches(rows: Iterable[ShardRow]) -> Iterable[list[ShardRow]]:
-    batch: list[ShardRow] = []
+def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
+    """Those of `rows` that are not in `ranges` (disjoint and ascending)."""
+    firsts, lasts = ranges[:, 0].tolist(), ranges[:, 1].tolist()
     for row in rows:
-        batch.append(row)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    yield batch
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
+        place = bisect.bisect_right(firsts, row.id) - 1
+        if place < 0 or row.id > lasts[place]:
+            yield row

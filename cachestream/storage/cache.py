@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,18 +14,21 @@ import numpy.typing as npt
 
 import cachestream
 from cachestream.config import format_size, parse_size
-from cachestream.errors import CacheError, NotEnoughSamplesError
+from cachestream.errors import CacheError, ConfigError, NotEnoughSamplesError
 from cachestream.model import Schema, Snapshot
-from cachestream.storage import snapshots, verify
+from cachestream.storage import snapshots
 from cachestream.storage.admission import Admission, Owner
-from cachestream.storage.board import Board
-from cachestream.storage.directory import Directory, open_directory, overhead_bytes
-from cachestream.storage.eviction import EvictionPolicy, check_policy
+from cachestream.storage.directory import Directory, open_directory, remove_if_there
+from cachestream.storage.eviction import EvictionPolicy, check_policy, in_order
 from cachestream.storage.leases import Lease
-from cachestream.storage.locks import is_held
+from cachestream.storage.locks import lock_file
+from cachestream.storage.looking import has_worker, occupied_bytes, read_status, state_of_filling
 from cachestream.storage.opening import open_catalogue, parse_limit, policy_name, save_settings
-from cachestream.storage.status import CacheStatus, VerifyReport, WorkerStatus
+from cachestream.storage.quarantine import move_aside
+from cachestream.storage.shard import shard_path
+from cachestream.storage.status import CacheStatus, VerifyReport
 from cachestream.storage.tables import Tables
+from cachestream.storage.verify import Checker, remove_leftovers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Cache"]
 
 _WATCH_S: Final = 0.02
+_CLEAR_TIMEOUT_S: Final = 1.0
 
 
 class Cache:
@@ -75,8 +80,8 @@ class Cache:
         self.admission = Admission(self.directory, self.catalogue, self._policy_now)
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
-        if size_limit is not None and self.size_bytes > self.size_limit:
-            self.evict()
+        if size_limit is not None:
+            self.enforce_limit()
 
     def _policy_now(self, tables: Tables) -> EvictionPolicy:
         return self._policy if callable(self._policy) else str(tables.meta("eviction"))
@@ -92,9 +97,7 @@ class Cache:
     def size_bytes(self) -> int:
         """What the directory occupies on disk now, catalogue and temporary files included."""
         with self.catalogue.reading() as tables:
-            shards = tables.totals()[2]
-            unlisted = [reservation.id for reservation in tables.reservations()]
-        return shards + self.directory.bytes_of(unlisted) + overhead_bytes(self.directory)
+            return occupied_bytes(self.directory, tables)
 
     @property
     def num_samples(self) -> int:
@@ -140,66 +143,15 @@ class Cache:
     def fill_state(self) -> str:
         """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
         with self.catalogue.reading() as tables:
-            state = str(tables.meta("fill_state", "none"))
-        if state == "filling" and not self.has_worker():
-            return "stopped"
-        return state
+            return state_of_filling(self.directory, tables)
 
     def has_worker(self) -> bool:
         """Whether a worker is running for this cache, in any process."""
-        return is_held(self.directory.worker_file("supervisor.lock"))
+        return has_worker(self.directory)
 
     def status(self) -> CacheStatus:
         """Everything at a glance; `str()` of it is one line, `.to_dict()` is JSON."""
-        with self.catalogue.transaction() as tables:
-            shards, samples, _ = tables.totals()
-            meta = tables.all_meta()
-            passes = tables.passes()
-            failures = tuple(tables.failures())
-            leased_bytes = self.admission.leased_bytes(tables)
-            reserved = tables.reserved_bytes()
-            positions_done = tables.positions_done(passes[-1]) if passes else 0
-        current = passes[-1] if passes else None
-        done = None
-        if current is not None and current.length is not None:
-            done = 1.0 if not current.length else positions_done / current.length
-        schema = meta.get("schema")
-        return CacheStatus(
-            path=self.path,
-            cache_id=self.cache_id,
-            size_bytes=self.size_bytes,
-            size_limit=meta["size_limit"],
-            min_free=meta["min_free"],
-            eviction=getattr(self._policy, "__name__", "function")
-            if callable(self._policy)
-            else meta["eviction"],
-            num_shards=shards,
-            num_samples=samples,
-            leases=self.admission.leases.count(),
-            leased_bytes=leased_bytes,
-            reserved_bytes=reserved,
-            evicted_shards=meta.get("evicted_shards", 0),
-            evicted_samples=meta.get("evicted_samples", 0),
-            snapshots=meta.get("clock", 0),
-            schema=None if schema is None else str(Schema.from_json(schema)),
-            source=meta.get("source"),
-            num_units=None if current is None else current.length,
-            fill_state=self.fill_state(),
-            fill_message=meta.get("fill_message", ""),
-            pass_number=len(passes),
-            pass_done=done,
-            skipped=sum(failure.count for failure in failures),
-            failures=failures,
-            quarantined=meta.get("quarantined", 0),
-            worker=self._worker_status(),
-        )
-
-    def _worker_status(self) -> WorkerStatus | None:
-        if not self.has_worker():
-            return None
-        board = Board(self.directory.worker_file("board"))
-        uptime_s = max(0.0, time.monotonic() - board.started_s)
-        return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
+        return read_status(self.directory, self.catalogue, self.admission, self._policy)
 
     def wait(self, min_samples: int = 1, timeout_s: float | None = None) -> int:
         """Wait until `min_samples` are cached; returns how many there are.
@@ -238,6 +190,14 @@ class Cache:
 
     def take_snapshot(self, epoch_size: int | None = None, turnover: float = 0.0) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that keeps them."""
+        if epoch_size is not None and epoch_size < 1:
+            raise ConfigError(
+                f"epoch_size={epoch_size}: give a number of samples, 1 or more, or None for all"
+            )
+        if not 0 <= turnover < 1:
+            raise ConfigError(
+                f"turnover={turnover}: give the share of the cache to leave out, from 0 to below 1"
+            )
         with self.catalogue.transaction() as tables:
             excluded = self._left_out(tables, turnover)
             return snapshots.take_snapshot(tables, self.admission.leases, self.path, epoch_size, excluded)
@@ -259,8 +219,13 @@ class Cache:
         leave_bytes = snapshots.bytes_to_leave(self.admission.room(tables), turnover, filling)
         if not leave_bytes:
             return nothing
-        rows = self.admission.in_policy_order(tables)
-        return snapshots.leave_out([(row.id, row.size_bytes, row.uses) for row in rows], leave_bytes)
+        if callable(policy):
+            rows = in_order(policy, list(tables.shards()))
+            table = np.array([(row.id, row.size_bytes, row.uses) for row in rows], np.int64).reshape(-1, 3)
+            ids, sizes, uses = table[:, 0], table[:, 1], table[:, 2]
+        else:
+            ids, sizes, uses = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
+        return snapshots.leave_out(ids, sizes, uses, leave_bytes)
 
     def retake_snapshot(
         self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, epoch_size: int | None = None
@@ -274,60 +239,90 @@ class Cache:
     # --- space and soundness
 
     def evict(self, to: int | str | None = None) -> int:
-        """Evict shards until the cache takes at most `to` bytes (None: its limit); returns the bytes freed.
+        """Evict shards until the cache takes at most `to` bytes (None: its limit, or what `min_free` leaves
+        of it); returns the bytes freed.
 
         Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
         """
-        to_bytes = self.size_limit if to is None else parse_size(to, "to")
-        policy = "lru" if self.eviction == "none" else None
-        owner = Owner(self.directory, f"evict-{secrets.token_hex(6)}")
-        try:
-            return self.admission.evict(to_bytes, owner.name, policy)
-        finally:
-            owner.release()
+        to_bytes = None if to is None else parse_size(to, "to")
+        return self._evict(to_bytes, "lru" if self.eviction == "none" else None)
+
+    def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None) -> int:
+        with self._owner("evict") as name:
+            return self.admission.evict(to_bytes, name, policy)
 
     def enforce_limit(self) -> int:
         """Evict what is over the limit, as leases allow; returns the bytes freed."""
         with self.catalogue.reading() as tables:
-            over = self.admission.room(tables).free_bytes < 0
-        return self.evict() if over else 0
+            room, size_limit = self.admission.room(tables), int(tables.meta("size_limit"))
+            keeps = self._policy_now(tables) == "none"
+        # Nothing but a lower limit evicts under "none": not other programs that fill the disk.
+        limit_bytes = size_limit if keeps else room.limit_bytes
+        if room.used_bytes <= limit_bytes:
+            return 0
+        return self._evict(limit_bytes, "lru" if keeps else None)
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Put a damaged shard aside: its row goes, and the worker will fetch its samples again."""
+        with self._owner("quarantine") as name:
+            if self.admission.drop(shard_id, name) is None:
+                return  # evicted, or another rank was faster
+            moved = move_aside(self.directory, shard_path(self.path, shard_id), self.size_limit)
+            self.admission.dropped(shard_id)
         with self.catalogue.transaction() as tables:
-            if verify.put_aside(self.directory, tables, shard_id):
-                tables.add_failure("quarantined", reason.partition(":")[2].strip() or "damaged", 1, reason)
+            tables.add("quarantined" if moved else "lost_shards", 1)
+            tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
+            tables.add_failure("quarantined", reason.partition(":")[2].strip() or "damaged", 1, reason)
+
+    @contextmanager
+    def _owner(self, what: str) -> Iterator[str]:
+        """The name under which this process holds bytes for the time of one action."""
+        owner = Owner(self.directory, f"{what}-{secrets.token_hex(6)}")
+        try:
+            yield owner.name
+        finally:
+            owner.release()
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
         """Check every shard against its checksums, and the catalogue against the directory.
 
-        With `repair`, damaged shards are put aside, lost ones forgotten and unknown files removed.
-        `on_progress(done, total)` is called for each shard.
+        With `repair`, a damaged catalogue is rebuilt, damaged shards are put aside, lost ones forgotten and
+        unknown files removed. `on_progress(done, total)` is called for each shard.
         """
-        return verify.verify(self.directory, self.catalogue, self.admission, repair, on_progress)
+        checker = Checker(self.directory, self.catalogue, self.admission, self.quarantine)
+        return checker.verify(repair, on_progress)
 
     def recover(self) -> int:
         """Clear what writers that died left behind; returns the number of files removed."""
         self.admission.clear_dead()
-        return verify.remove_orphans(self.directory, self.catalogue)
+        return remove_leftovers(self.directory, self.catalogue)
 
     def clear(self) -> None:
-        """Remove all samples and the progress of the filling; settings stay.
+        """Remove all samples, what is in quarantine, and the progress of the filling; settings stay.
 
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
-        if self.has_worker():
+        # Held as a supervisor holds it: none can start while we clear.
+        lock = lock_file(self.directory.worker_file("supervisor.lock"), timeout_s=_CLEAR_TIMEOUT_S)
+        if lock is None:
             raise CacheError(f"a worker is filling {self.path}; stop it first ('cachestream stop CACHE')")
-        self.evict(0)
-        with self.catalogue.transaction() as tables:
-            left, _, left_bytes = tables.totals()
-            if left:
-                raise CacheError(
-                    f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in use; close them"
-                )
-            tables.forget_filling()
+        try:
+            self._evict(0, "fifo")
+            with self.catalogue.transaction() as tables:
+                left, _, left_bytes = tables.totals()
+                if left:
+                    raise CacheError(
+                        f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in "
+                        "use; close them"
+                    )
+                tables.forget_filling()
+            for name in os.listdir(self.directory.quarantine):
+                remove_if_there(os.path.join(self.directory.quarantine, name))
+            remove_if_there(os.path.join(self.path, "catalogue.damaged"))
+        finally:
+            lock.release()
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""

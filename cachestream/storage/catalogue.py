@@ -1,4 +1,4 @@
-"""The catalogue: one SQLite file, one row a shard, and the only SQL there is.
+"""The catalogue: one SQLite file, one row a shard, and the only connections to it.
 
 `journal_mode=TRUNCATE, synchronous=FULL`: rows are per shard, so WAL's speed is not needed, and the
 SQLite that many Pythons bundle has a WAL-reset corruption. Writers use BEGIN IMMEDIATE, so what a
@@ -10,136 +10,130 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+import urllib.parse
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
-from cachestream.errors import CacheError, CacheLockedError, CacheVersionError
+from cachestream.errors import CacheError, CacheVersionError
+from cachestream.storage.faults import (
+    CatalogueDamagedError,
+    translated_disk_errors,
+    translated_sql_errors,
+)
+from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS
+from cachestream.storage.locks import file_identity
 from cachestream.storage.tables import Tables
 
 __all__ = ["Catalogue", "CatalogueDamagedError"]
 
-APPLICATION_ID: Final = 0x43535452  # "CSTR"
-SCHEMA_VERSION: Final = 1
 LOCK_TIMEOUT_S: Final = 20.0
-
-_TABLES: Final = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE);
-CREATE TABLE passes (
-    id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
-    evicted_before INTEGER NOT NULL);
-CREATE TABLE claims (
-    id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL, offset INTEGER NOT NULL,
-    stop INTEGER NOT NULL, owner TEXT NOT NULL);
-CREATE TABLE shards (
-    id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL, uses INTEGER NOT NULL,
-    last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL, pass_id INTEGER NOT NULL, spans BLOB NOT NULL);
-CREATE TABLE reservations (
-    id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL);
-CREATE TABLE suspects (
-    pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
-    PRIMARY KEY (pass_id, position)) WITHOUT ROWID;
-CREATE TABLE failures (
-    kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
-    PRIMARY KEY (kind, reason)) WITHOUT ROWID;
-"""
-
-
-class CatalogueDamagedError(CacheError):
-    """The catalogue file is not a catalogue: rebuild it from the shards."""
+_FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
+_CACHE_KIB: Final = 65_536  # a transaction that outgrows SQLite's page cache would lock out readers early
+_REOPENINGS: Final = 5
 
 
 class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
-    A connection belongs to the process that opened it: a forked child opens its own and leaves the
-    parent's alone, because closing it would drop the parent's POSIX locks.
+    `heal` is called when the file turns out to be missing or damaged, to put a sound one in its place;
+    a file that another process has put there is followed.
+
+    A connection belongs to the process that opened it. While the process forks no transaction is open:
+    SQLite keeps account of its POSIX locks in memory, and a child would believe it held its parent's.
+    The child opens a connection of its own and never closes the parent's. Nothing else may ever open and
+    close the file: that would drop the POSIX locks that this process's connections hold on it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, heal: Callable[[Catalogue], None] | None = None) -> None:
         self.path = path
+        self._heal = heal
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._pid = 0
-        self._abandoned: list[sqlite3.Connection] = []
-        os.register_at_fork(after_in_child=self._after_fork)
+        self._identity: tuple[int, int] | None = None
+        self._read_only = False
+        self._suspect = False
+        self._healing = False
+        with _forking:
+            _catalogues.add(self)
 
-    def _after_fork(self) -> None:
-        self._lock = threading.RLock()
-        if self._connection is not None:
-            self._abandoned.append(self._connection)
-            self._connection = None
-
-    def create(self, meta: dict[str, Any]) -> None:
-        """Create the tables and `meta`, unless another process just did."""
+    def create(self, fill: Callable[[Tables], None]) -> None:
+        """Create the tables and `fill` them, all or nothing, unless another process just did."""
+        with translated_disk_errors(self.path):
+            try:
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            except FileExistsError:
+                pass
         with self.transaction() as tables:
             if tables.execute("PRAGMA user_version").fetchone()[0]:
                 return
-            for statement in _TABLES.split(";"):
+            for statement in STATEMENTS:
                 tables.execute(statement)
-            for key, value in meta.items():
-                tables.set_meta(key, value)
             tables.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             tables.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            fill(tables)
 
-    def check(self) -> None:
-        """Raise CatalogueDamagedError or CacheVersionError unless this is a catalogue we can use."""
-        with self._translated():
-            connection = self._open()
-            application = connection.execute("PRAGMA application_id").fetchone()[0]
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if application not in (0, APPLICATION_ID):
-                raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
-            if version > SCHEMA_VERSION:
-                raise CacheVersionError(
-                    f"{self.path} was written by a newer cachestream (catalogue version {version}, "
-                    f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
-                )
-            if version == SCHEMA_VERSION:
-                connection.execute("SELECT count(*) FROM meta").fetchone()
+    def check(self, thoroughly: bool = False) -> bool:
+        """Whether the tables are there, and sound as far as SQLite's quick or thorough look tells.
 
-    @property
-    def is_created(self) -> bool:
-        """Whether the tables are there."""
-        with self._translated():
-            return bool(self._open().execute("PRAGMA user_version").fetchone()[0])
+        Raises CatalogueDamagedError for a file that is no catalogue, CacheVersionError for a newer one.
+        """
+        try:
+            with self.reading() as tables:
+                application = tables.execute("PRAGMA application_id").fetchone()[0]
+                version = tables.execute("PRAGMA user_version").fetchone()[0]
+                if (application, version) == (0, 0):
+                    if tables.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                        raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
+                    return False
+                if application != APPLICATION_ID:
+                    raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
+                if version > SCHEMA_VERSION:
+                    raise CacheVersionError(
+                        f"{self.path} was written by a newer cachestream (catalogue version {version}, "
+                        f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
+                    )
+                look = "integrity_check(1)" if thoroughly else "quick_check(1)"
+                problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
+                tables.meta("cache_id")
+                tables.totals()
+        except CatalogueDamagedError:
+            self.close()
+            raise
+        if problem != "ok":
+            self.close()
+            raise CatalogueDamagedError(f"{self.path} is damaged ({problem})")
+        return True
 
     @contextmanager
     def transaction(self) -> Iterator[Tables]:
         """A write transaction: commits at the end, rolls back on an exception.
 
-        Raises CacheLockedError when other processes hold the lock past the deadline.
+        Raises CacheLockedError when other processes hold the lock past the deadline, CacheFullError when
+        the disk is full, and CacheError where nothing may be written.
         """
-        with self._lock, self._translated():
-            connection = self._open()
-            connection.execute("BEGIN IMMEDIATE")
+        with self._lock, self._watched():
+            connection = self._begin("BEGIN IMMEDIATE")
             try:
                 yield Tables(connection)
                 connection.execute("COMMIT")
             except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
+                self._roll_back(connection)
                 raise
 
     @contextmanager
     def reading(self) -> Iterator[Tables]:
         """A consistent view of all tables."""
-        with self._lock, self._translated():
-            connection = self._open()
-            if connection.in_transaction:
-                yield Tables(connection)
+        with self._lock, self._watched():
+            if self._connection is not None and self._connection.in_transaction:
+                yield Tables(self._connection)
                 return
-            connection.execute("BEGIN")
+            connection = self._begin("BEGIN")
             try:
                 yield Tables(connection)
             finally:
-                connection.execute("ROLLBACK")
-
-    def data_version(self) -> int:
-        """A number that changes when another connection commits: cheap to ask, no lock taken."""
-        with self._lock, self._translated():
-            return int(self._open().execute("PRAGMA data_version").fetchone()[0])
+                self._roll_back(connection)
 
     def integrity_problem(self) -> str | None:
         """What SQLite's own check finds wrong with the file, if anything."""
@@ -150,6 +144,12 @@ class Catalogue:
             return str(error)
         return None if result == "ok" else result
 
+    def heal(self) -> None:
+        """Have a damaged file replaced now."""
+        with self._lock:
+            self._suspect = True
+            self._mend()
+
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""
         with self._lock:
@@ -157,36 +157,118 @@ class Catalogue:
             if connection is not None:
                 connection.close()
 
-    def _open(self) -> sqlite3.Connection:
-        if self._connection is not None:
-            return self._connection
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    def __del__(self) -> None:
+        if getattr(self, "_connection", None) is not None:
+            self.close()
+
+    def _begin(self, statement: str) -> sqlite3.Connection:
+        for _ in range(_REOPENINGS):
+            connection = self._connected()
+            if statement != "BEGIN" and self._read_only:
+                raise CacheError(f"{self.path} cannot be written; check its owner and permissions")
+            connection.execute(statement)
+            # While we waited for the lock, another process may have put a rebuilt catalogue in its place.
+            if file_identity(self.path) == self._identity:
+                return connection
+            self._roll_back(connection)
+        raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is not None and file_identity(self.path) != self._identity:
+            self.close()
+        if self._suspect or self._connection is None:
+            self._mend()
+        if self._connection is None:
+            self._open()
+        assert self._connection is not None
+        return self._connection
+
+    def _mend(self) -> None:
+        if self._heal is None or self._healing:
+            return
+        if self._suspect or file_identity(self.path) is None:
+            self._healing = True
+            try:
+                self._heal(self)
+                self._suspect = False
+            finally:
+                self._healing = False
+
+    def _open(self) -> None:
+        self._identity = file_identity(self.path)
+        if self._identity is None:
+            raise CatalogueDamagedError(f"{self.path} is missing")
+        # Not by opening it: the close would drop the locks of other connections of this process.
+        self._read_only = not os.access(self.path, os.W_OK, effective_ids=True)
+        mode = "ro" if self._read_only else "rw"
+        uri = f"file:{urllib.parse.quote(os.fsencode(self.path))}?mode={mode}"
         connection = sqlite3.connect(
-            self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            uri, uri=True, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         try:
             connection.execute("PRAGMA journal_mode = TRUNCATE")
             connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA temp_store = MEMORY")  # nothing is written outside of the cache
+            connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         except BaseException:
             connection.close()
             raise
         self._connection = connection
-        return connection
+
+    def _roll_back(self, connection: sqlite3.Connection) -> None:
+        try:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        except sqlite3.Error:  # the next connection rolls back, by the journal
+            self.close()
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _watched(self) -> Iterator[None]:
         try:
-            yield
-        except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", None)
-            text = str(error)
-            if "locked" in text or "busy" in text:
-                raise CacheLockedError(
-                    f"{self.path} was locked by another process for {LOCK_TIMEOUT_S:.0f} s; "
-                    "look for a stopped or swapping process that uses this cache, then try again"
-                ) from error
-            if "not a database" in text or "malformed" in text or "encrypted" in text:
-                raise CatalogueDamagedError(f"{self.path} is damaged ({text})") from error
-            if "full" in text:
-                raise CacheError(f"{self.path}: the disk is full; free some space") from error
-            raise CacheError(f"{self.path}: {text} (SQLite {code})") from error
+            with translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+                yield
+        except CatalogueDamagedError:
+            self._suspect = True
+            raise
+
+    def _forget_parent(self) -> None:
+        """In a forked child."""
+        self._lock = threading.RLock()
+        if self._connection is not None:
+            _abandoned.append(self._connection)
+            self._connection = None
+
+
+_forking = threading.RLock()
+_catalogues: weakref.WeakSet[Catalogue] = weakref.WeakSet()
+_quiet: list[Catalogue] = []
+_abandoned: list[sqlite3.Connection] = []
+
+
+def _before_fork() -> None:
+    """Wait until no thread is in a transaction; hooks registered before this one (locks.py) run after it."""
+    _forking.acquire(timeout=_FORK_TIMEOUT_S)
+    _quiet[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
+
+
+def _after_fork_in_parent() -> None:
+    for one in _quiet:
+        one._lock.release()
+    _quiet.clear()
+    try:
+        _forking.release()
+    except RuntimeError:  # not ours: the time was up
+        pass
+
+
+def _after_fork_in_child() -> None:
+    global _forking
+    _forking = threading.RLock()
+    _quiet.clear()
+    for one in list(_catalogues):
+        one._forget_parent()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from cachestream.errors import ConfigError
 from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.shard import shard_path
 
 __all__ = [
     "Directory",
@@ -28,8 +30,9 @@ _NETWORK_FILESYSTEM: Final = re.compile(
     r"|smb3|smbfs|vboxsf|wekafs"
     r"|fuse\..*(s3|gcs|blob|rclone|sshfs|ceph|gluster|juice|goofys|dav|ftp|afs|hdfs|weka|quobyte|alluxio).*"
 )
+TEMPORARY_SUFFIX: Final = ".tmp"
 _OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes blanks and backslashes
-_FOLDERS: Final = ("shards", "tmp", "leases", "worker", "quarantine")
+_FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
 _HARMLESS: Final = frozenset({"lost+found"})
 
@@ -54,10 +57,6 @@ class Directory:
         return os.path.join(self.root, "shards")
 
     @property
-    def temporary(self) -> str:
-        return os.path.join(self.root, "tmp")
-
-    @property
     def leases(self) -> str:
         return os.path.join(self.root, "leases")
 
@@ -70,7 +69,16 @@ class Directory:
         return os.path.join(self.root, "worker")
 
     def temporary_shard(self, shard_id: int) -> str:
-        return os.path.join(self.temporary, f"{shard_id:012d}.tmp")
+        """Where a shard is written. Beside its final place, so that one listing sees it once."""
+        return os.path.join(self.shards, f"{shard_id:012d}{TEMPORARY_SUFFIX}")
+
+    def bytes_of(self, shard_ids: Iterable[int]) -> int:
+        """What the files of shards that are being written, or being evicted, occupy."""
+        return sum(
+            size_of_file(path)
+            for shard_id in shard_ids
+            for path in (self.temporary_shard(shard_id), shard_path(self.root, shard_id))
+        )
 
     def worker_file(self, name: str) -> str:
         return os.path.join(self.worker, name)
@@ -170,7 +178,7 @@ def overhead_bytes(directory: Directory) -> int:
     with os.scandir(directory.root) as entries:
         for entry in entries:
             total += _size_of(entry)
-            if entry.name not in ("shards", "tmp") and entry.is_dir(follow_symlinks=False):
+            if entry.name != "shards" and entry.is_dir(follow_symlinks=False):
                 total += _size_below(entry.path)
     return total
 

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 
 import numpy as np
 
 from cachestream.errors import EpochError
 from cachestream.model import IntArray
-from cachestream.storage.locks import HeldFile, is_held, lock_file
+from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 
-__all__ = ["Lease", "Leases", "join_lease"]
+__all__ = ["Lease", "Leases", "join_lease", "merge_ranges", "ranges_of"]
 
 _SUFFIX = ".lease"
 _CREATE_TIMEOUT_S = 2.0
 
 
 class Lease:
-    """A hold on the shards of one snapshot, for as long as this process lives or until `release`."""
+    """A hold on the shards of one snapshot, until `release`, or until this object or the process is gone."""
 
     def __init__(self, file: HeldFile) -> None:
         self._file = file
+        # A dataset that is dropped without a close must not keep its shards from eviction for ever.
+        weakref.finalize(self, file.release).atexit = False
 
     @property
     def path(self) -> str:
@@ -58,78 +61,85 @@ def join_lease(path: str, timeout_s: float = 5.0) -> Lease:
 
 
 class Leases:
-    """The leases of one cache. Not thread-safe: used under the catalogue's write lock only."""
+    """The leases of one cache. Not thread-safe: used under the catalogue's lock only."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._ranges: dict[str, IntArray] = {}
 
-    def create(self, shard_ids: IntArray) -> Lease:
-        """Lease `shard_ids` (ascending) for this process."""
+    def create(self, ranges: IntArray) -> Lease:
+        """Lease the shards in `ranges` [n, 2] (first, last) for this process, within a write transaction."""
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
             raise EpochError(f"{path}: the new lease was taken away at once; is another cache cleaning up?")
-        file.write(ranges_of(shard_ids).tobytes())
+        try:
+            file.write(ranges.astype(np.int64).tobytes())
+        except BaseException:
+            file.release(unlink=True)
+            raise
         return Lease(file)
 
     def leased(self) -> IntArray:
-        """The ids of all leased shards as ascending ranges `[n, 2]` (first, last); clears dead leases."""
+        """The ids of all leased shards as disjoint ascending ranges `[n, 2]` (first, last).
+
+        Called within a write transaction, because it clears away the leases of the dead.
+        """
         live: dict[str, IntArray] = {}
-        for name in os.listdir(self._folder):
-            if not name.endswith(_SUFFIX):
-                continue
+        for name in self._names():
             path = os.path.join(self._folder, name)
-            if not self._is_live(path):
-                continue
-            ranges = self._ranges.get(name)
-            live[name] = _read_ranges(path) if ranges is None else ranges
+            if not remove_unheld(path):
+                ranges = self._ranges.get(name)
+                live[name] = _read_ranges(path) if ranges is None else ranges
         self._ranges = live
-        return np.concatenate([np.empty((0, 2), np.int64), *live.values()])
+        return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *live.values()]))
+
+    def look(self) -> tuple[int, IntArray]:
+        """How many leases live processes hold, and on which ranges: without clearing, for a status."""
+        paths = [os.path.join(self._folder, name) for name in self._names()]
+        held = [path for path in paths if is_held(path, shared=True)]
+        ranges = [np.empty((0, 2), np.int64), *map(_read_ranges, held)]
+        return len(held), merge_ranges(np.concatenate(ranges))
 
     def count(self) -> int:
         """How many leases live processes hold."""
-        paths = [
-            os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(_SUFFIX)
-        ]
-        return sum(is_held(path, shared=True) for path in paths)
+        return self.look()[0]
 
-    @staticmethod
-    def _is_live(path: str) -> bool:
-        try:
-            dead = lock_file(path, create=False)
-        except FileNotFoundError:
-            return False
-        if dead is None:
-            return True
-        dead.release(unlink=True)
-        return False
+    def _names(self) -> list[str]:
+        return [name for name in os.listdir(self._folder) if name.endswith(_SUFFIX)]
 
 
-def ranges_of(ids: IntArray) -> IntArray:
-    """Ascending `ids` as ranges `[n, 2]` of (first, last): contiguous runs cost 16 bytes each."""
-    if not len(ids):
+def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
+    """The shards `ids[chosen]` as ranges `[n, 2]` of ids, where `chosen` (ascending) are places in `ids`.
+
+    Neighbours in `ids` share a range whatever ids lie between them: those are of shards that are gone, or
+    of a few that are just being written. So a lease of a whole cache is one range, however often the cache
+    has turned over.
+    """
+    if not len(chosen):
         return np.empty((0, 2), np.int64)
-    breaks = np.flatnonzero(np.diff(ids) != 1)
-    starts = np.concatenate([ids[:1], ids[breaks + 1]])
-    stops = np.concatenate([ids[breaks], ids[-1:]])
-    return np.stack([starts, stops], axis=1).astype(np.int64)
+    breaks = np.flatnonzero(np.diff(chosen) != 1)
+    starts = np.concatenate([chosen[:1], chosen[breaks + 1]])
+    stops = np.concatenate([chosen[breaks], chosen[-1:]])
+    return np.stack([ids[starts], ids[stops]], axis=1).astype(np.int64)
 
 
-def contains(ranges: IntArray, ids: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """For each of `ids`, whether it lies in one of `ranges` (which may overlap)."""
-    if not len(ranges):
-        return np.zeros(len(ids), np.bool_)
-    # An id lies in a range when more ranges have started at or before it than have ended before it.
-    started = np.searchsorted(np.sort(ranges[:, 0]), ids, side="right")
-    ended = np.searchsorted(np.sort(ranges[:, 1]), ids, side="left")
-    inside: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = started > ended
-    return inside
+def merge_ranges(ranges: IntArray) -> IntArray:
+    """`ranges` [n, 2] (first, last), in order, those that overlap or touch joined."""
+    if len(ranges) < 2:
+        return ranges
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(ranges[:, 1])
+    new = np.concatenate([[True], ranges[1:, 0] > reach[:-1] + 1])
+    last = np.concatenate([np.flatnonzero(new)[1:] - 1, [len(ranges) - 1]])
+    return np.stack([ranges[new, 0], reach[last]], axis=1)
 
 
 def _read_ranges(path: str) -> IntArray:
     try:
         with open(path, "rb") as file:
-            return np.frombuffer(file.read(), np.int64).reshape(-1, 2)
+            data = file.read()
     except FileNotFoundError:
-        return np.empty((0, 2), np.int64)
+        data = b""
+    # A look from outside a transaction may see a lease that is being written.
+    return np.frombuffer(data[: len(data) // 16 * 16], np.int64).reshape(-1, 2)

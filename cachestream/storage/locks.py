@@ -9,18 +9,26 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import time
-import weakref
 
-from cachestream.errors import CacheLockedError
+from cachestream.errors import CacheFullError, CacheLockedError
+from cachestream.storage.faults import disk_error
 
-__all__ = ["HeldFile", "is_held", "lock_file"]
+__all__ = ["HeldFile", "file_identity", "is_held", "lock_file", "remove_unheld"]
 
-_held: weakref.WeakSet[HeldFile] = weakref.WeakSet()
+_held: set[HeldFile] = set()
+# Held from the open of a file to its entry in _held, and while the process forks: a child that was forked
+# between the two would keep the lock, and nobody would know.
+_guard = threading.RLock()
+_FORK_TIMEOUT_S = 1.0
 
 
 class HeldFile:
-    """An open file with a flock on it; released once, by `release` or by the process's end."""
+    """An open file with a flock on it; released once, by `release` or by the process's end.
+
+    Dropping the object releases nothing: who wants that says so (see Lease).
+    """
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
@@ -34,35 +42,59 @@ class HeldFile:
     @property
     def is_ours(self) -> bool:
         """Whether the lock is held, and still on the file that others see at the path."""
-        return self.held and _still_there(self.path, self._fd)
+        with _guard:
+            return self.held and _still_there(self.path, self._fd)
 
     def release(self, unlink: bool = False) -> None:
         """Drop the lock; with `unlink`, remove the file first, while nobody else can take it."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        if unlink:
+        with _guard:
+            fd, self._fd = self._fd, -1
+            if fd < 0:
+                return
+            _held.discard(self)
             try:
-                os.unlink(self.path)
+                if unlink:
+                    os.unlink(self.path)
             except FileNotFoundError:
                 pass
-        os.close(fd)
+            finally:
+                os.close(fd)
 
     def write(self, data: bytes) -> None:
-        """Replace the file's content."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, data, 0)
+        """Replace the file's content. Raises CacheFullError when the disk refuses it."""
+        try:
+            os.ftruncate(self._fd, 0)
+            written = os.pwrite(self._fd, data, 0)
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+        if written != len(data):
+            raise CacheFullError(f"{self.path}: the disk took {written} of {len(data)} bytes; free some disk")
 
     def __repr__(self) -> str:
         return f"<HeldFile {self.path} {'held' if self.held else 'released'}>"
 
 
-def _forget_in_child() -> None:
+def _before_fork() -> None:
+    _guard.acquire(timeout=_FORK_TIMEOUT_S)
+
+
+def _after_fork_in_parent() -> None:
+    try:
+        _guard.release()
+    except RuntimeError:  # not ours: the time was up
+        pass
+
+
+def _after_fork_in_child() -> None:
+    global _guard
+    _guard = threading.RLock()
     for file in list(_held):
         file.release()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
 
 
 def lock_file(
@@ -71,21 +103,15 @@ def lock_file(
     """Open `path` and lock it, or return None when it is held by others until the deadline.
 
     Also None when the file was unlinked between the open and the lock: that lock would guard a file
-    nobody else can see. Raises FileNotFoundError without `create` when there is no file.
+    nobody else can see. Raises FileNotFoundError without `create` when there is no file, and CacheError
+    for a file that cannot be opened.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     deadline = time.monotonic() + timeout_s
     while True:
-        fd = os.open(path, flags, 0o600)
-        try:
-            if _try_lock(fd, shared) and _still_there(path, fd):
-                held, fd = HeldFile(path, fd), -1
-                return held
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        if time.monotonic() >= deadline:
-            return None
+        with _guard:
+            held = _open_and_lock(path, shared, create)
+        if held is not None or time.monotonic() >= deadline:
+            return held
         time.sleep(0.01)  # flock has no timeout; bounded by the deadline
 
 
@@ -105,22 +131,60 @@ def is_held(path: str, *, shared: bool = False) -> bool:
     return False
 
 
-def _try_lock(fd: int, shared: bool) -> bool:
+def remove_unheld(path: str) -> bool:
+    """Remove `path` unless a live process holds it; returns whether it is gone."""
+    try:
+        lock = lock_file(path, create=False)
+    except FileNotFoundError:
+        return True
+    if lock is None:
+        return not os.path.exists(path)
+    # Unlinked while locked: after the lock is dropped another process could take it, and would hold
+    # a file that nobody sees.
+    lock.release(unlink=True)
+    return True
+
+
+def file_identity(path: str) -> tuple[int, int] | None:
+    """What tells the file at `path` from one that takes its place; None when there is none."""
+    try:
+        info = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _open_and_lock(path: str, shared: bool, create: bool) -> HeldFile | None:
+    # flock needs no write permission: a look works on a disk mounted read-only.
+    flags = (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not create:
+            raise
+        raise disk_error(path, error) from error
+    try:
+        if _try_lock(path, fd, shared) and _still_there(path, fd):
+            held, fd = HeldFile(path, fd), -1
+            return held
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return None
+
+
+def _try_lock(path: str, fd: int, shared: bool) -> bool:
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         raise CacheLockedError(
-            f"this filesystem has no locks ({error}); put the cache on a local disk"
+            f"{path}: this filesystem has no locks ({error.strerror}); put the cache on a local disk"
         ) from error
     return True
 
 
 def _still_there(path: str, fd: int) -> bool:
-    try:
-        seen = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
     mine = os.fstat(fd)
-    return (seen.st_dev, seen.st_ino) == (mine.st_dev, mine.st_ino)
+    return file_identity(path) == (mine.st_dev, mine.st_ino)

@@ -7,21 +7,32 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheLockedError, ConfigError
-from cachestream.storage.catalogue import Catalogue, CatalogueDamagedError
-from cachestream.storage.directory import Directory, free_bytes
-from cachestream.storage.eviction import EvictionPolicy
+from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.directory import (
+    Directory,
+    allocated_bytes,
+    free_bytes,
+    overhead_bytes,
+    remove_if_there,
+    size_of_file,
+)
+from cachestream.storage.eviction import ORDERS, EvictionPolicy
+from cachestream.storage.faults import CatalogueDamagedError, translated_disk_errors
 from cachestream.storage.locks import lock_file
-from cachestream.storage.verify import rebuild
+from cachestream.storage.rebuild import rebuild
+from cachestream.storage.tables import Tables
 
 __all__ = ["MIN_LIMIT_BYTES", "open_catalogue", "parse_limit", "save_settings"]
 
 MIN_LIMIT_BYTES: Final = 1_000_000
 DEFAULT_MIN_FREE: Final = "1GB"
 _OPEN_TIMEOUT_S: Final = 60.0
+_SAVES: Final = 3
 _SAVED: Final = ("cache_id", "size_limit", "min_free", "eviction")
 
 
@@ -39,17 +50,16 @@ def parse_limit(size_limit: int | str) -> int:
 def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
     """The catalogue of `directory`, made or rebuilt if need be, with the settings `given` stored.
 
-    A damaged catalogue is kept aside as `catalogue.damaged` and rebuilt from the shards.
+    A damaged catalogue is kept aside as `catalogue.damaged`, where the limit leaves room for it, and
+    rebuilt from the shards; so is one that gets lost while it is open.
     """
-    catalogue = Catalogue(directory.catalogue)
+    catalogue = Catalogue(directory.catalogue, partial(_make_or_rebuild, directory))
     try:
-        catalogue.check()
-        usable = catalogue.is_created
+        usable = catalogue.check()
     except CatalogueDamagedError:
         usable = False
     if not usable:
-        with _only_one(directory):
-            _make_or_rebuild(directory, catalogue, given)
+        catalogue.heal()
     stored = _stored(catalogue)
     changed = {key: value for key, value in given.items() if value is not None and stored.get(key) != value}
     if changed:
@@ -65,20 +75,41 @@ def _stored(catalogue: Catalogue) -> dict[str, Any]:
         return tables.all_meta()
 
 
-def _make_or_rebuild(directory: Directory, catalogue: Catalogue, given: dict[str, Any]) -> None:
-    try:
-        catalogue.check()
-        if catalogue.is_created:
-            return  # another process was faster
-    except CatalogueDamagedError:
-        catalogue.close()
-        os.replace(directory.catalogue, os.path.join(directory.root, "catalogue.damaged"))
-        _remove_if_there(directory.catalogue + "-journal")
-    settings = _default_settings(directory) | _saved_settings(directory)
-    settings |= {key: value for key, value in given.items() if value is not None}
-    catalogue.create(settings)
-    rebuild(directory, catalogue)
-    save_settings(directory, catalogue)
+def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
+    with _only_one(directory):
+        settings = _default_settings(directory) | _saved_settings(directory)
+        try:
+            if catalogue.check(thoroughly=True):
+                return  # another process was faster
+        except CatalogueDamagedError:
+            _keep_aside(directory, settings["size_limit"])
+
+        def fill(tables: Tables) -> None:
+            for key, value in settings.items():
+                tables.set_meta(key, value)
+            rebuild(directory, tables)
+
+        catalogue.create(fill)
+        save_settings(directory, catalogue)
+
+
+def _keep_aside(directory: Directory, limit_bytes: int) -> None:
+    """Move a damaged catalogue away, or remove it when the cache is too full for that."""
+    aside = os.path.join(directory.root, "catalogue.damaged")
+    with translated_disk_errors(directory.catalogue, "putting it aside"):
+        remove_if_there(aside)
+        if not os.path.lexists(directory.catalogue):
+            return
+        with os.scandir(directory.shards) as entries:
+            used = sum(allocated_bytes(entry.stat(follow_symlinks=False)) for entry in entries)
+        # The new one will take as much again, and a journal as large.
+        used += overhead_bytes(directory) + 2 * size_of_file(directory.catalogue)
+        if used <= limit_bytes:
+            os.replace(directory.catalogue, aside)
+        else:
+            os.unlink(directory.catalogue)
+        # SQLite would not apply it to an empty file; but why take the risk.
+        remove_if_there(directory.catalogue + "-journal")
 
 
 def _default_settings(directory: Directory) -> dict[str, Any]:
@@ -91,21 +122,39 @@ def _default_settings(directory: Directory) -> dict[str, Any]:
 
 
 def _saved_settings(directory: Directory) -> dict[str, Any]:
+    """What the copy of the settings says, as far as it makes sense."""
     try:
         with open(directory.settings, encoding="utf-8") as file:
             saved = json.load(file)
-        return {key: saved[key] for key in _SAVED if key in saved}
-    except (OSError, ValueError, TypeError):
+        sound = {
+            "cache_id": isinstance(saved["cache_id"], str),
+            "size_limit": type(saved["size_limit"]) is int and saved["size_limit"] >= MIN_LIMIT_BYTES,
+            "min_free": type(saved["min_free"]) is int and saved["min_free"] >= 0,
+            "eviction": saved["eviction"] in ORDERS,
+        }
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
+    return {key: saved[key] for key, good in sound.items() if good}
 
 
 def save_settings(directory: Directory, catalogue: Catalogue) -> None:
     """Copy the settings to a small file, from which a lost catalogue gets them back."""
     stored = _stored(catalogue)
-    temporary = os.path.join(directory.root, f"cache.json.{uuid.uuid4().hex}")
-    with open(temporary, "x", encoding="utf-8", opener=_private) as file:
-        json.dump({"format": "cachestream", **{key: stored[key] for key in _SAVED}}, file)
-    os.replace(temporary, directory.settings)
+    text = json.dumps({"format": "cachestream", **{key: stored[key] for key in _SAVED}})
+    with translated_disk_errors(directory.settings, "saving the settings"):
+        for _ in range(_SAVES):
+            temporary = f"{directory.settings}.{uuid.uuid4().hex}"
+            try:
+                with open(temporary, "x", encoding="utf-8", opener=_private) as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, directory.settings)
+                return
+            except FileNotFoundError:
+                continue  # a worker that is just starting took it for a dead process's
+            finally:
+                remove_if_there(temporary)
 
 
 def policy_name(policy: EvictionPolicy | None) -> str | None:
@@ -128,10 +177,3 @@ def _only_one(directory: Directory) -> Iterator[None]:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def _remove_if_there(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass

@@ -6,20 +6,18 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from cachestream.config import format_size
-from cachestream.errors import CacheError, CacheFullError
+from cachestream.errors import CacheError
 from cachestream.model import Schema, ShardRow, Span
-from cachestream.storage.admission import Admission, disk_footprint
+from cachestream.storage.admission import BLOCK_BYTES, Admission
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow, Tables
 
 __all__ = ["Progress", "Publisher"]
-
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +54,21 @@ class Publisher:
         """
         header = encode_header(content)
         size_bytes = len(header) + content.data_bytes
-        shard_id = self._admission.reserve(disk_footprint(size_bytes), self._owner, may_evict=may_evict)
+        footprint = self._admission.footprint(size_bytes)
+        shard_id = self._admission.reserve(footprint, self._owner, may_evict=may_evict)
         if shard_id is None:
             return None
         try:
-            occupied = self._write(shard_id, header, content)
+            occupied = self._write(shard_id, header, content, footprint)
             with self._catalogue.transaction() as tables:
+                # Gone when the catalogue was rebuilt meanwhile: the id may be another shard's by now.
+                if not tables.delete_reservations([shard_id]):
+                    raise CacheError(
+                        f"{self._directory.root}: the catalogue was replaced while shard {shard_id} was written; "
+                        "its samples will be fetched again"
+                    )
                 row = ShardRow(shard_id, occupied, content.num_samples, 0, int(tables.meta("clock", 0)))
                 tables.insert_shard(row, merge_schema(tables, content.schema), progress.pass_id, spans)
-                tables.delete_reservations([shard_id])
                 tables.add("written_samples", content.num_samples)
                 tables.add("written_bytes", size_bytes)
                 _commit(tables, progress)
@@ -78,34 +82,48 @@ class Publisher:
         with self._catalogue.transaction() as tables:
             _commit(tables, progress)
 
-    def _write(self, shard_id: int, header: bytes, content: ShardContent) -> int:
+    def _write(self, shard_id: int, header: bytes, content: ShardContent, most_bytes: int) -> int:
+        """Write the file, within `most_bytes` of disk; returns what it occupies."""
         temporary = self._directory.temporary_shard(shard_id)
-        final = shard_path(self._directory.root, shard_id)
-        try:
+        size_bytes = len(header) + content.data_bytes
+        with translated_disk_errors(temporary, f"writing {format_size(size_bytes)}"):
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
+                _allocate(fd, size_bytes)
+                _check_occupied(temporary, fd, most_bytes)
                 _write_all(fd, header)
                 for column in content.columns:
                     _write_all(fd, column.data.data)
                 # After a failed fsync the pages are marked clean: never again, the file goes.
                 os.fsync(fd)
-                occupied = allocated_bytes(os.fstat(fd))
+                occupied = _check_occupied(temporary, fd, most_bytes)
             finally:
                 os.close(fd)
-            os.rename(temporary, final)
+            os.rename(temporary, shard_path(self._directory.root, shard_id))
             sync_folder(self._directory.shards)
-        except OSError as error:
-            what = (
-                f"{temporary}: {error.strerror} while writing {format_size(len(header) + content.data_bytes)}"
-            )
-            if error.errno in _FULL:
-                raise CacheFullError(f"{what}; free some disk or lower the cache's limit") from error
-            raise CacheError(f"{what}; check the disk") from error
-        if occupied > disk_footprint(len(header) + content.data_bytes):
-            raise CacheError(
-                f"{final} occupies {occupied} bytes, more than was reserved; is this disk compressing?"
-            )
-        return occupied
+        # Some disks say what a file occupies only later (ZFS), or compress it: count all of it.
+        return max(occupied, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+
+
+def _allocate(fd: int, size_bytes: int) -> None:
+    """Take all blocks at once: a full disk shows before a byte is written, and the disk (XFS) does not
+    allocate ahead of the end, past what was reserved.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _check_occupied(path: str, fd: int, most_bytes: int) -> int:
+    occupied = allocated_bytes(os.fstat(fd))
+    if occupied > most_bytes:
+        raise CacheError(
+            f"{path} occupies {occupied} bytes on this disk, more than the {most_bytes} reserved for it; "
+            "put the cache on a disk with ordinary blocks (ext4, XFS)"
+        )
+    return occupied
 
 
 def merge_schema(tables: Tables, schema: Schema) -> int:

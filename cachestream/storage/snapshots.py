@@ -10,19 +10,24 @@ import numpy as np
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.model import IntArray, Schema, Snapshot
 from cachestream.storage.admission import Room
-from cachestream.storage.leases import Lease, Leases
+from cachestream.storage.leases import Lease, Leases, ranges_of
 from cachestream.storage.tables import Tables
 
 __all__ = ["Filling", "bytes_to_leave", "retake_snapshot", "select_shards", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chosen:
-    """Shards of a snapshot to be: int64 arrays `[num_shards]`."""
+class _Shelf:
+    """What is cached: int64 arrays `[num_shards]`, by ascending id."""
 
     ids: IntArray
     counts: IntArray
     schema_ids: IntArray
+    uses: IntArray
+
+    @classmethod
+    def of(cls, tables: Tables) -> _Shelf:
+        return cls(*tables.shard_columns("id", "num_samples", "schema_id", "uses"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,60 +76,63 @@ def select_shards(
     return np.sort(by_use[:enough])
 
 
-def leave_out(rows: list[tuple[int, int, int]], leave_bytes: int) -> IntArray:
-    """The ids among `rows` (id, bytes, uses; first to go first) that make up `leave_bytes`.
+def leave_out(ids: IntArray, sizes: IntArray, uses: IntArray, leave_bytes: int) -> IntArray:
+    """Which of `ids` (first to go first) make up `leave_bytes`: `sizes` and `uses` are theirs, int64 `[n]`.
 
     Only shards that some epoch has used, and never all of them.
     """
-    left: list[int] = []
-    for shard_id, size_bytes, uses in rows:
-        if leave_bytes <= 0 or len(left) >= len(rows) - 1:
-            break
-        if uses:
-            left.append(shard_id)
-            leave_bytes -= size_bytes
-    return np.array(left, np.int64)
+    used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
+    if leave_bytes <= 0 or not len(used):
+        return np.empty(0, np.int64)
+    enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
+    return ids[used[:enough]]
 
 
 def take_snapshot(
     tables: Tables, leases: Leases, root: str, epoch_size: int | None, excluded: IntArray
 ) -> tuple[Snapshot, Lease]:
     """Choose, lease and count as used the shards of an epoch."""
-    rows = list(tables.shards())
-    ids, counts, schema_ids = tables.shard_counts()
-    if not len(ids):
+    shelf = _Shelf.of(tables)
+    if not len(shelf.ids):
         raise NotEnoughSamplesError(
             f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
             "and wait for samples with cache.wait(min_samples, timeout_s)"
         )
-    uses = np.array([row.uses for row in rows], np.int64)
-    chosen = select_shards(ids, counts, uses, excluded, epoch_size)
-    return _hold(tables, leases, root, _Chosen(ids[chosen], counts[chosen], schema_ids[chosen]), epoch_size)
+    chosen = select_shards(shelf.ids, shelf.counts, shelf.uses, excluded, epoch_size)
+    return _hold(tables, leases, root, shelf, chosen, epoch_size)
 
 
 def retake_snapshot(
     tables: Tables, leases: Leases, root: str, wanted: tuple[IntArray, IntArray], epoch_size: int | None
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards `wanted` (ids, counts) that are still there; also the ids that are gone."""
-    ids, counts, schema_ids = tables.shard_counts()
-    expected = dict(zip(wanted[0].tolist(), wanted[1].tolist(), strict=True))
-    same = [expected.get(key) == count for key, count in zip(ids.tolist(), counts.tolist(), strict=True)]
-    present = np.flatnonzero(same)
-    gone = sorted(set(expected) - set(ids[present].tolist()))
-    if not len(present):
+    shelf = _Shelf.of(tables)
+    order = np.argsort(wanted[0], kind="stable")
+    ids, counts = wanted[0][order], wanted[1][order]
+    place = np.minimum(np.searchsorted(ids, shelf.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
+    same = (ids[place] == shelf.ids) & (counts[place] == shelf.counts) if len(ids) else np.empty(0, np.bool_)
+    chosen = np.flatnonzero(same)
+    gone = np.setdiff1d(ids, shelf.ids[chosen]).tolist()
+    if not len(chosen):
         raise NotEnoughSamplesError(
-            f"none of the {len(expected)} shards of this epoch is cached in {root} any more"
+            f"none of the {len(ids)} shards of this epoch is cached in {root} any more; begin a new epoch"
         )
-    chosen = _Chosen(ids[present], counts[present], schema_ids[present])
-    snapshot, lease = _hold(tables, leases, root, chosen, epoch_size)
+    snapshot, lease = _hold(tables, leases, root, shelf, chosen, epoch_size)
     return snapshot, lease, gone
 
 
 def _hold(
-    tables: Tables, leases: Leases, root: str, chosen: _Chosen, epoch_size: int | None
+    tables: Tables, leases: Leases, root: str, shelf: _Shelf, chosen: IntArray, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
-    schema = reduce(Schema.merge, tables.schemas(np.unique(chosen.schema_ids).tolist()))
-    lease = leases.create(chosen.ids)
-    tables.mark_used(chosen.ids, tables.add("clock", 1))
-    cache_id = tables.meta("cache_id")
-    return Snapshot(cache_id, root, lease.path, schema, chosen.ids, chosen.counts, epoch_size), lease
+    schema_ids = np.unique(shelf.schema_ids[chosen]).tolist()
+    schema = reduce(Schema.merge, tables.schemas(schema_ids))
+    ranges = ranges_of(shelf.ids, chosen)
+    lease = leases.create(ranges)
+    try:
+        tables.mark_used(ranges, tables.add("clock", 1))
+        cache_id = tables.meta("cache_id")
+    except BaseException:
+        lease.release()
+        raise
+    ids, counts = shelf.ids[chosen], shelf.counts[chosen]
+    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size), lease

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,9 @@ __all__ = ["Claim", "FailureRow", "PassRow", "Reservation", "Suspect", "Tables"]
 
 _ROW: Final = "id, size_bytes, num_samples, uses, last_used"
 _MAX_REASONS: Final = 200
+_MAX_WORDS: Final = 500  # characters of a reason or an example that are kept
+_SCHEMAS_BETWEEN_CLEARING: Final = 64
+_MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +103,40 @@ class Tables:
     # --- shards
 
     def totals(self) -> tuple[int, int, int]:
-        """Shards, samples, bytes."""
-        row = self.execute(
-            "SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM shards"
-        ).fetchone()
+        """Shards, samples, bytes; kept by triggers, so that asking costs the same at any size."""
+        row = self.execute("SELECT shards, samples, size_bytes FROM totals").fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
-    def shards(self, policy: str = "fifo") -> Iterator[ShardRow]:
-        """All shards in the order of a named eviction policy, first to go first."""
-        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
-        for row in self.execute(f"SELECT {_ROW} FROM shards ORDER BY {order or 'id'}"):
-            yield ShardRow(*row)
+    def shards(self, policy: str = "fifo", but: IntArray | None = None) -> Generator[ShardRow, None, None]:
+        """All shards in the order of a named eviction policy, first to go first.
 
-    def shard_counts(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Ids, samples and schema ids of all shards, in order of arrival."""
-        rows = self.execute("SELECT id, num_samples, schema_id FROM shards ORDER BY id").fetchall()
-        table = np.array(rows, np.int64).reshape(-1, 3)
-        return table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
+        Without those in `but`, ranges `[n, 2]` of ids (first, last); of many ranges some are left to the
+        caller to leave out. SQLite sorts, so only the rows that are asked for become objects.
+        """
+        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
+        ranges = [] if but is None else but[:_MAX_RANGES].tolist()
+        where = " AND ".join(["id NOT BETWEEN ? AND ?"] * len(ranges)) or "1"
+        cursor = self.execute(
+            f"SELECT {_ROW} FROM shards WHERE {where} ORDER BY {order or 'id'}",
+            list(chain.from_iterable(ranges)),
+        )
+        try:
+            for row in cursor:
+                yield ShardRow(*row)
+        finally:
+            cursor.close()  # a statement that is not done would keep its lock past the commit
+
+    def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
+        """Columns of all shards as int64 arrays `[n]`, in the order of a named eviction policy."""
+        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
+        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {order or 'id'}")
+        table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
+        return list(np.ascontiguousarray(table.T))
+
+    def bytes_within(self, ranges: IntArray) -> int:
+        """Bytes of the shards in `ranges` `[n, 2]` of ids (first, last), which are disjoint."""
+        question = "SELECT coalesce(sum(size_bytes), 0) FROM shards WHERE id BETWEEN ? AND ?"
+        return sum(int(self.execute(question, pair).fetchone()[0]) for pair in ranges.tolist())
 
     def shard_ids(self) -> set[int]:
         return {row[0] for row in self.execute("SELECT id FROM shards")}
@@ -142,12 +163,15 @@ class Tables:
     def delete_shards(self, ids: Iterable[int]) -> None:
         self._executemany("DELETE FROM shards WHERE id = ?", [(shard_id,) for shard_id in ids])
 
-    def mark_used(self, ids: IntArray, clock: int) -> None:
-        """Count one more use of every shard of `ids`, at logical time `clock`."""
+    def mark_used(self, ranges: IntArray, clock: int) -> None:
+        """Count one more use of every shard in `ranges` `[n, 2]` of ids, at logical time `clock`."""
         self._executemany(
-            "UPDATE shards SET uses = uses + 1, last_used = ? WHERE id = ?",
-            [(clock, shard_id) for shard_id in ids.tolist()],
+            "UPDATE shards SET uses = uses + 1, last_used = ? WHERE id BETWEEN ? AND ?",
+            [(clock, first, last) for first, last in ranges.tolist()],
         )
+
+    def resize_shard(self, shard_id: int, size_bytes: int) -> None:
+        self.execute("UPDATE shards SET size_bytes = ? WHERE id = ?", (size_bytes, shard_id))
 
     def spans(self) -> dict[int, list[Span]]:
         """What the shards hold of each pass: pass id → spans."""
@@ -166,8 +190,13 @@ class Tables:
 
     def schema_id(self, schema: Schema) -> int:
         text = schema.to_json()
-        self.execute("INSERT OR IGNORE INTO schemas (json) VALUES (?)", (text,))
-        return int(self.execute("SELECT id FROM schemas WHERE json = ?", (text,)).fetchone()[0])
+        found = self.execute("SELECT id FROM schemas WHERE json = ?", (text,)).fetchone()
+        if found is not None:
+            return int(found[0])
+        (count,) = self.execute("SELECT count(*) FROM schemas").fetchone()
+        if count % _SCHEMAS_BETWEEN_CLEARING == 0:  # images of all sizes would leave a schema each
+            self.execute("DELETE FROM schemas WHERE id NOT IN (SELECT schema_id FROM shards)")
+        return int(self.execute("INSERT INTO schemas (json) VALUES (?)", (text,)).lastrowid or 0)
 
     def schemas(self, ids: Iterable[int] | None = None) -> list[Schema]:
         wanted = None if ids is None else set(ids)
@@ -176,13 +205,11 @@ class Tables:
 
     # --- reservations
 
-    def reserved_bytes(self) -> int:
-        return int(self.execute("SELECT coalesce(sum(size_bytes), 0) FROM reservations").fetchone()[0])
-
-    def doomed_bytes(self) -> int:
-        """Bytes of victims that are not unlinked yet."""
-        row = self.execute("SELECT coalesce(sum(size_bytes), 0) FROM reservations WHERE doomed").fetchone()
-        return int(row[0])
+    def reserved_bytes(self) -> tuple[int, int]:
+        """Bytes promised to shards being written, and bytes of victims that are not unlinked yet."""
+        question = "SELECT coalesce(sum(size_bytes), 0) FROM reservations WHERE doomed = ?"
+        promised, doomed = (int(self.execute(question, (flag,)).fetchone()[0]) for flag in (0, 1))
+        return promised, doomed
 
     def reservations(self) -> list[Reservation]:
         rows = self.execute("SELECT id, size_bytes, owner, doomed FROM reservations").fetchall()
@@ -194,8 +221,15 @@ class Tables:
             (reservation.id, reservation.size_bytes, reservation.owner, int(reservation.doomed)),
         )
 
-    def delete_reservations(self, ids: Iterable[int]) -> None:
-        self._executemany("DELETE FROM reservations WHERE id = ?", [(key,) for key in ids])
+    def take_reservations(self, ids: Iterable[int], owner: str) -> None:
+        """Doom reservations, in the name of `owner` from now on."""
+        self._executemany(
+            "UPDATE reservations SET owner = ?, doomed = 1 WHERE id = ?", [(owner, key) for key in ids]
+        )
+
+    def delete_reservations(self, ids: Iterable[int]) -> int:
+        """Returns how many there were."""
+        return self._executemany("DELETE FROM reservations WHERE id = ?", [(key,) for key in ids]).rowcount
 
     # --- progress
 
@@ -266,6 +300,7 @@ class Tables:
 
     def add_failure(self, kind: str, reason: str, count: int, example: str) -> None:
         """Count `count` skipped samples; past a cap of distinct reasons, under "other reasons"."""
+        reason, example = reason[:_MAX_WORDS], example[:_MAX_WORDS]
         known = self.execute(
             "SELECT 1 FROM failures WHERE kind = ? AND reason = ?", (kind, reason)
         ).fetchone()

@@ -1,169 +1,165 @@
-"""Hold the catalogue against the directory, and each shard against its checksums; repair; rebuild.
-
-The catalogue can be lost: shards describe themselves, so it is rebuilt from them.
-"""
+"""Hold the catalogue against the directory, and each shard against its checksums; repair."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
-from typing import Final
+import stat
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
-from cachestream.errors import CorruptShardError, SchemaMismatchError
-from cachestream.model import ShardRow, Span
+from cachestream.errors import CorruptShardError
+from cachestream.model import ShardRow
 from cachestream.storage.admission import Admission
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
-from cachestream.storage.publish import merge_schema
-from cachestream.storage.shard import SUFFIX, MappedShard, shard_path
+from cachestream.storage.directory import Directory, remove_if_there, size_of_file, sync_folder
+from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.rebuild import SHARD_NAME, TEMPORARY_NAME
+from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.status import VerifyReport
 from cachestream.storage.tables import Tables
 
-__all__ = ["put_aside", "rebuild", "verify"]
-
-QUARANTINED_AT_MOST: Final = 4
+__all__ = ["Checker", "remove_leftovers"]
 
 
-def put_aside(directory: Directory, tables: Tables, shard_id: int) -> bool:
-    """Quarantine a shard: its row goes, its file is kept aside (the newest few); whether it was there."""
-    known = tables.shard(shard_id)
-    tables.delete_shards([shard_id])
-    path = shard_path(directory.root, shard_id)
-    moved = _move_aside(directory, path)
-    if known is not None:
-        tables.add("quarantined", 1)
-        tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
-    return known is not None or moved
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    """What is wrong: shard id → why; ids without a file; ids whose size is booked wrongly → the size."""
+
+    corrupt: dict[int, str]
+    missing: list[int]
+    resized: dict[int, int]
+
+    def still(self, ids: Collection[int]) -> _Findings:
+        """Those of shards that are still in the catalogue: others were evicted while we looked."""
+        return _Findings(
+            {i: why for i, why in self.corrupt.items() if i in ids},
+            [i for i in self.missing if i in ids],
+            {i: size for i, size in self.resized.items() if i in ids},
+        )
 
 
-def _move_aside(directory: Directory, path: str) -> bool:
-    try:
-        os.replace(path, os.path.join(directory.quarantine, os.path.basename(path)))
-    except FileNotFoundError:
-        return False
-    kept = sorted(os.scandir(directory.quarantine), key=lambda entry: entry.name)
-    for entry in kept[:-QUARANTINED_AT_MOST]:
-        os.unlink(entry.path)
-    sync_folder(directory.quarantine)
-    return True
+class Checker:
+    """Verifies one cache; `put_aside(shard_id, reason)` quarantines a shard or forgets a lost one."""
 
+    def __init__(
+        self,
+        directory: Directory,
+        catalogue: Catalogue,
+        admission: Admission,
+        put_aside: Callable[[int, str], None],
+    ) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+        self._admission = admission
+        self._put_aside = put_aside
 
-def verify(
-    directory: Directory,
-    catalogue: Catalogue,
-    admission: Admission,
-    repair: bool,
-    on_progress: Callable[[int, int], None] | None,
-) -> VerifyReport:
-    """Check everything; with `repair` quarantine what is damaged and drop what nobody knows."""
-    problem = catalogue.integrity_problem()
-    admission.clear_dead()
-    with catalogue.reading() as tables:
-        known = {row.id: row for row in tables.shards()}
-        in_work = {reservation.id for reservation in tables.reservations()}
-    corrupt, missing = _check_shards(directory, known, on_progress)
-    with catalogue.transaction() as tables:
-        # Between the two looks shards may have been evicted or published: judge by the rows of now.
-        now = tables.shard_ids()
-        corrupt = {i: why for i, why in corrupt.items() if i in now}
-        missing = [i for i in missing if i in now]
-        in_work |= {reservation.id for reservation in tables.reservations()}
-        orphans = _orphans(directory, now | in_work)
+    def verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
+        """Check everything; with `repair` quarantine what is damaged and drop what nobody knows."""
+        problem = self._catalogue.integrity_problem()
+        if problem is not None:
+            if not repair:
+                return VerifyReport(0, 0, (), (), (), problem, repaired=False)
+            self._catalogue.heal()
         if repair:
-            for shard_id in (*corrupt, *missing):
-                put_aside(directory, tables, shard_id)
-            for path in orphans:
-                os.unlink(path)
-        shards, samples, _ = tables.totals()
-    return VerifyReport(
-        shards,
-        samples,
-        tuple(corrupt.values()),
-        tuple(missing),
-        tuple(orphans),
-        problem,
-        repair and problem is None,
-    )
+            self._admission.clear_dead()
+        with self._catalogue.reading() as tables:
+            rows = list(tables.shards())
+        found = self._check(rows, on_progress)
+        if repair:
+            with self._catalogue.reading() as tables:
+                found = found.still(tables.shard_ids())
+            self._repair(found)
+        with self._catalogue.reading() as tables:
+            orphans = list(_unknown_files(self._directory, tables))
+            shards, samples, _ = tables.totals()
+            if not repair:
+                found = found.still(tables.shard_ids())
+        stuck = any(not _remove_file(path) for path in orphans) if repair else bool(orphans)
+        corrupt, missing = tuple(found.corrupt.values()), tuple(found.missing)
+        return VerifyReport(
+            shards, samples, corrupt, missing, tuple(orphans), problem, repaired=repair and not stuck
+        )
 
-
-def _check_shards(
-    directory: Directory, known: dict[int, ShardRow], on_progress: Callable[[int, int], None] | None
-) -> tuple[dict[int, str], list[int]]:
-    corrupt: dict[int, str] = {}
-    missing: list[int] = []
-    for done, row in enumerate(known.values(), 1):
-        path = shard_path(directory.root, row.id)
-        try:
-            shard = MappedShard(path)
-            shard.verify()
-            if shard.num_samples != row.num_samples:
-                corrupt[row.id] = f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
-            shard.close()
-        except CorruptShardError as error:
-            if os.path.exists(path):
-                corrupt[row.id] = str(error)
-            else:
-                missing.append(row.id)
-        if on_progress is not None:
-            on_progress(done, len(known))
-    return corrupt, missing
-
-
-def remove_orphans(directory: Directory, catalogue: Catalogue) -> int:
-    """Remove shard files that belong to nobody (left by a power loss); returns how many."""
-    with catalogue.transaction() as tables:
-        known = tables.shard_ids() | {reservation.id for reservation in tables.reservations()}
-        orphans = _orphans(directory, known)
-        for path in orphans:
-            os.unlink(path)
-    return len(orphans)
-
-
-def _orphans(directory: Directory, known: set[int]) -> list[str]:
-    """Files among the shards that belong to no shard and to no reservation."""
-    paths = []
-    for entry in os.scandir(directory.shards):
-        stem = entry.name.partition(".")[0]
-        if not stem.isdigit() or int(stem) not in known:
-            paths.append(entry.path)
-    return sorted(paths)
-
-
-def rebuild(directory: Directory, catalogue: Catalogue) -> int:
-    """Fill an empty catalogue from the shard files; the shards that cannot be read are put aside.
-
-    The old catalogue is to be moved away first. Returns the number of shards. Idempotent: shards that
-    have a row already are left alone.
-    """
-    with catalogue.transaction() as tables:
-        known = tables.shard_ids()
-        passes: dict[str, int] = {row.plan: row.id for row in tables.passes()}
-        for name in sorted(os.listdir(directory.shards)):
-            path = os.path.join(directory.shards, name)
-            stem = name.partition(".")[0]
-            if not (stem.isdigit() and name.endswith(SUFFIX)) or int(stem) in known:
-                continue
+    def _check(self, rows: list[ShardRow], on_progress: Callable[[int, int], None] | None) -> _Findings:
+        found = _Findings({}, [], {})
+        for done, row in enumerate(rows, 1):
+            path = shard_path(self._directory.root, row.id)
             try:
                 shard = MappedShard(path)
                 shard.verify()
-                _adopt(tables, int(stem), shard, passes)
-            except (CorruptShardError, SchemaMismatchError):
-                _move_aside(directory, path)
-        ids = tables.shard_ids()
-        tables.set_meta("last_shard_id", max(ids, default=int(tables.meta("last_shard_id", 0))))
-        tables.set_meta("rebuilt", time.time())
-        return len(ids)
+                if shard.num_samples != row.num_samples:
+                    found.corrupt[row.id] = (
+                        f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
+                    )
+                occupied = size_of_file(path)
+                if occupied > row.size_bytes:
+                    found.resized[row.id] = occupied
+                shard.close()
+            except CorruptShardError as error:
+                if os.path.lexists(path):
+                    found.corrupt[row.id] = str(error)
+                else:
+                    found.missing.append(row.id)
+            if on_progress is not None:
+                on_progress(done, len(rows))
+        return found
+
+    def _repair(self, found: _Findings) -> None:
+        for shard_id, why in found.corrupt.items():
+            self._put_aside(shard_id, why)
+        for shard_id in found.missing:
+            self._put_aside(shard_id, f"shard {shard_id}: missing")
+        if found.resized:  # copied from another disk, say
+            with self._catalogue.transaction() as tables:
+                for shard_id, size_bytes in found.resized.items():
+                    tables.resize_shard(shard_id, size_bytes)
 
 
-def _adopt(tables: Tables, shard_id: int, shard: MappedShard, passes: dict[str, int]) -> None:
-    plan, length = shard.fill["plan"], shard.fill["length"]
-    if plan not in passes:
-        # Where the pass had got to is lost: the worker begins it anew and skips what is cached.
-        passes[plan] = tables.insert_pass(plan, length, -1)
-    spans = [Span((s[0], s[1]), (s[2], s[3])) for s in shard.fill["spans"]]
-    row = ShardRow(shard_id, allocated_bytes(os.stat(shard.path)), shard.num_samples, 0, 0)
-    tables.insert_shard(row, merge_schema(tables, shard.schema), passes[plan], spans)
-    if tables.meta("source") is None:
-        tables.set_meta("source", shard.fill["source"])
-    shard.close()
+def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
+    """Remove files of ours that belong to no shard and no writer (left by a power loss); how many."""
+    with catalogue.transaction() as tables:
+        leftovers = [path for path in _unknown_files(directory, tables) if _is_ours(path)]
+        # Under an older copy of the catalogue an id could be given out again, and its file be removed here.
+        ids = [int(os.path.basename(path).partition(".")[0]) for path in leftovers]
+        tables.set_meta("last_shard_id", max([int(tables.meta("last_shard_id", 0)), *ids]))
+    leftovers += [
+        os.path.join(directory.root, name)
+        for name in os.listdir(directory.root)
+        if name.startswith("cache.json.")
+    ]
+    removed = sum(map(_remove_file, leftovers))
+    if removed:
+        with translated_disk_errors(directory.shards):
+            sync_folder(directory.shards)
+    return removed
+
+
+def _is_ours(path: str) -> bool:
+    name = os.path.basename(path)
+    return (SHARD_NAME.fullmatch(name) or TEMPORARY_NAME.fullmatch(name)) is not None
+
+
+def _unknown_files(directory: Directory, tables: Tables) -> Iterator[str]:
+    """Files among the shards that belong to no shard and to no reservation."""
+    reserved = {reservation.id for reservation in tables.reservations()}
+    known = tables.shard_ids() | reserved
+    for name in sorted(os.listdir(directory.shards)):
+        shard, temporary = SHARD_NAME.fullmatch(name), TEMPORARY_NAME.fullmatch(name)
+        is_known = (shard is not None and int(shard[1]) in known) or (
+            temporary is not None and int(temporary[1]) in reserved
+        )
+        if not is_known:
+            yield os.path.join(directory.shards, name)
+
+
+def _remove_file(path: str) -> bool:
+    """Remove the file `path`; whether it is gone. A folder is somebody's, and stays."""
+    try:
+        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return True
+    if is_folder:
+        return False
+    with translated_disk_errors(path, "removing it"):
+        remove_if_there(path)
+    return True

@@ -1,0 +1,98 @@
+"""One look at a cache: what the catalogue, the leases and the worker's board say at one moment."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from cachestream.model import Schema
+from cachestream.storage.admission import Admission
+from cachestream.storage.board import Board
+from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.directory import Directory, overhead_bytes
+from cachestream.storage.eviction import EvictionPolicy
+from cachestream.storage.locks import is_held
+from cachestream.storage.status import CacheStatus, WorkerStatus
+from cachestream.storage.tables import Tables
+
+__all__ = ["has_worker", "occupied_bytes", "read_status", "state_of_filling"]
+
+
+def has_worker(directory: Directory) -> bool:
+    """Whether a worker is running for the cache, in any process."""
+    return is_held(directory.worker_file("supervisor.lock"))
+
+
+def state_of_filling(directory: Directory, tables: Tables) -> str:
+    """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
+    state = str(tables.meta("fill_state", "none"))
+    return "stopped" if state == "filling" and not has_worker(directory) else state
+
+
+def occupied_bytes(directory: Directory, tables: Tables) -> int:
+    """What the whole directory occupies on disk: shards, what is being written or removed, and the rest."""
+    in_work = directory.bytes_of(reservation.id for reservation in tables.reservations())
+    return tables.totals()[2] + in_work + overhead_bytes(directory)
+
+
+def read_status(
+    directory: Directory, catalogue: Catalogue, admission: Admission, policy: EvictionPolicy | None
+) -> CacheStatus:
+    """Everything about the cache; `policy` is a function that this process evicts by, if any."""
+    with catalogue.reading() as tables:
+        shards, samples, _ = tables.totals()
+        meta = tables.all_meta()
+        passes = tables.passes()
+        failures = tuple(tables.failures())
+        leases, ranges = admission.leases.look()
+        leased_bytes = tables.bytes_within(ranges)
+        size_bytes = occupied_bytes(directory, tables)
+        fill_state = state_of_filling(directory, tables)
+        positions_done = tables.positions_done(passes[-1]) if passes else 0
+        reserved_bytes = sum(tables.reserved_bytes())
+    current = passes[-1] if passes else None
+    done = None
+    if current is not None and current.length is not None:
+        done = 1.0 if not current.length else positions_done / current.length
+    return CacheStatus(
+        path=directory.root,
+        cache_id=meta["cache_id"],
+        size_bytes=size_bytes,
+        size_limit=meta["size_limit"],
+        min_free=meta["min_free"],
+        eviction=getattr(policy, "__name__", "function") if callable(policy) else meta["eviction"],
+        num_shards=shards,
+        num_samples=samples,
+        leases=leases,
+        leased_bytes=leased_bytes,
+        reserved_bytes=reserved_bytes,
+        evicted_shards=meta.get("evicted_shards", 0),
+        evicted_samples=meta.get("evicted_samples", 0),
+        snapshots=meta.get("clock", 0),
+        schema=_schema_text(meta),
+        source=meta.get("source"),
+        num_units=None if current is None else current.length,
+        fill_state=fill_state,
+        fill_message=meta.get("fill_message", ""),
+        pass_number=len(passes),
+        pass_done=done,
+        skipped=sum(failure.count for failure in failures),
+        failures=failures,
+        quarantined=meta.get("quarantined", 0),
+        worker=_worker_status(directory),
+    )
+
+
+def _schema_text(meta: dict[str, Any]) -> str | None:
+    text = meta.get("schema")
+    return None if text is None else str(Schema.from_json(text))
+
+
+def _worker_status(directory: Directory) -> WorkerStatus | None:
+    path = directory.worker_file("board")
+    if not has_worker(directory) or not os.path.exists(path):
+        return None
+    board = Board(path)
+    uptime_s = max(0.0, time.monotonic() - board.started_s)
+    return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
