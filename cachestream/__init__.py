@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cachestream.remote.functions import CallableSource
     from cachestream.remote.open import open_source
     from cachestream.remote.source import Source
+    from cachestream.remote.tars import TarSource
     from cachestream.sampling.worker import Worker, start_worker
     from cachestream.storage.cache import Cache
     from cachestream.streaming import stream
@@ -61,6 +62,7 @@ __all__ = [
     "Source",
     "SourceError",
     "SourceUnavailableError",
+    "TarSource",
     "Worker",
     "WorkerError",
     "collate",
@@ -79,6 +81,7 @@ _HOMES: Final[dict[str, str]] = {
     "EpochLoader": "training.loader",
     "FileSource": "remote.files",
     "Source": "remote.source",
+    "TarSource": "remote.tars",
     "Worker": "sampling.worker",
     "collate": "training.batches",
     "open_source": "remote.open",

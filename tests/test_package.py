@@ -21,7 +21,7 @@ ROOT: Final = Path(__file__).parents[1]
 ERROR_CLASSES: Final = [getattr(errors, name) for name in errors.__all__]
 CONTRACT: Final = {
     *errors.__all__,
-    *("Cache", "Source", "open_source", "FileSource", "CallableSource", "DatasetSource"),
+    *("Cache", "Source", "open_source", "FileSource", "CallableSource", "DatasetSource", "TarSource"),
     *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream"),
 }
 

@@ -24,7 +24,15 @@ from PIL import Image
 from cachestream.config import format_size
 from cachestream.errors import SampleError
 
-__all__ = ["Buffer", "decode_fields", "decode_value", "extension_of", "is_image"]
+__all__ = [
+    "Buffer",
+    "decode_fields",
+    "decode_json_value",
+    "decode_value",
+    "decode_with",
+    "extension_of",
+    "is_image",
+]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -216,6 +224,11 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
     return array
 
 
+def decode_json_value(data: Buffer) -> Any:
+    """The whole of a JSON text as one value, see `_json_value`: an object remains JSON text."""
+    return _json_value(json.loads(bytes(data)))
+
+
 def _json_value(value: Any) -> Any:
     """A number, bool or str as it is, a rectangular list of numbers as an array, the rest as JSON text."""
     if isinstance(value, bool | int | float | str):
@@ -255,11 +268,16 @@ def decode_value(data: Buffer, extension: str, path: str) -> Any:
     Raises SampleError with `path` (already redacted) and the reason if it is malformed.
     """
     name, decoder = _DECODERS.get(extension, _RAW)
+    return decode_with(decoder, data, f"{extension} file ({name})", path)
+
+
+def decode_with(decoder: Callable[[Buffer], Any], data: Buffer, kind: str, path: str) -> Any:
+    """What `decoder` makes of `data`; SampleError with `path` and the reason if they are malformed."""
     try:
         return decoder(data)
     except _MALFORMED as error:
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise SampleError(f"{path}: not a usable {extension} file ({name}): {reason[:300]}") from error
+        raise SampleError(f"{path}: not a usable {kind}: {reason[:300]}") from error
 
 
 def decode_fields(data: Buffer, extension: str, path: str) -> dict[str, Any]:

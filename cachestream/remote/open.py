@@ -15,13 +15,15 @@ from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource
 from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
+from cachestream.remote.tars import TAR_ENDINGS, TarSource
 
 __all__ = ["open_source"]
 
 # How paths and URLs end → the source for them; all others are plain files.
-_BY_ENDING: Final[dict[str, Callable[..., Source]]] = {}
+_BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
+    **dict.fromkeys(TAR_ENDINGS, TarSource),
+}
 _NOT_YET: Final[dict[str, str]] = {
-    **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz"), "tar archives"),
     **dict.fromkeys((".parquet", ".pq"), "Parquet files"),
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrecord.gz"), "TFRecord files"),
     **dict.fromkeys((".zarr", ".h5", ".hdf5"), "Zarr and HDF5 arrays"),

@@ -24,6 +24,7 @@ from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource, fingerprint_of
 from cachestream.remote.open import open_source
 from cachestream.remote.source import Source
+from cachestream.remote.tars import TarSource
 
 RNG = np.random.default_rng(0)
 ROOT = Path(__file__).parents[2]
@@ -144,18 +145,22 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(what: Any, message: str) 
 @pytest.mark.parametrize(
     "url",
     [
-        "a.tar",
-        "s3://b/{000..127}.tar",
-        "*.tar.gz",
         "d/*.parquet",
         "x.TFRECORD",
         "x.zarr/",
-        "https://h/a.tar?sig=1",
     ],
 )
 def test_formats_of_the_future_say_so_and_offer_a_way_today(url: str) -> None:
     with pytest.raises(ConfigError, match=r"not supported yet; read them in a function"):
         open_source(url)
+
+
+@pytest.mark.parametrize("url", ["a.tar", "{a,b}.tar", "*.tar", "a.tar.gz", "b.TGZ"])
+def test_tars_packed_or_not_are_read_as_archives(url: str, tmp_path: Path) -> None:
+    for name in ("a.tar", "b.tar", "a.tar.gz", "b.TGZ"):
+        (tmp_path / name).write_bytes(bytes(1024))
+    source = open_source(tmp_path / url, samples_per_visit=None)
+    assert type(source) is TarSource
 
 
 def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path: Path) -> None:

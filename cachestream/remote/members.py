@@ -1,0 +1,79 @@
+"""The files of a sample in an archive → its fields, by their extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from cachestream.errors import ConfigError
+from cachestream.remote.decode import Buffer, decode_json_value, decode_value, decode_with
+from cachestream.remote.foreign import foreign_errors
+from cachestream.remote.functions import fingerprint_of
+from cachestream.remote.grouping import Group
+
+__all__ = ["Decoders"]
+
+Decoder = Callable[[bytes], Any]
+
+_INTEGERS: Final = frozenset({"cls", "cls2", "class", "count", "id", "index", "inx"})
+_JSON: Final = frozenset({"json", "jsn"})
+_TEXTS: Final = {"text": ".txt", "transcript": ".txt"}
+
+
+def decode_integer(data: Buffer) -> int:
+    """The number that a text holds."""
+    value = int(bytes(data))
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("an integer beyond 64 bits")
+    return value
+
+
+class Decoders:
+    """What is made of a file by its extension; `own` are the user's functions of bytes, by extension.
+
+    The longest part of an extension that has a function of the user's decides: "seg.png" before
+    "png". Nothing is unpickled unless such a function does it.
+    """
+
+    def __init__(self, own: Mapping[str, Decoder] | None) -> None:
+        given = dict(own or {})
+        for extension, decoder in given.items():
+            if not str(extension).strip(".") or not callable(decoder):
+                raise ConfigError(
+                    f"decoders={{{extension!r}: {decoder!r}}}: give functions of bytes by extension, such as "
+                    "{'pkl': pickle.loads}"
+                )
+        self._own = {str(extension).strip(".").lower(): decoder for extension, decoder in given.items()}
+        self.identity = ",".join(
+            f"{extension}:{fingerprint_of(decoder)}" for extension, decoder in sorted(self._own.items())
+        )
+
+    def sample(self, group: Group, where: str) -> dict[str, Any]:
+        """The fields of a sample; `where` names its archive in messages. Raises SampleError."""
+        sample: dict[str, Any] = {}
+        for extension, data in group.files.items():
+            value = self._value(extension, data, f"{where}#{group.shown_key}.{extension}")
+            if isinstance(value, dict) and self._find(extension) is None:  # the arrays of an .npz
+                sample.update({f"{extension}.{name}": array for name, array in value.items()})
+            else:
+                sample[extension] = value
+        return sample
+
+    def _find(self, extension: str) -> Decoder | None:
+        while extension not in self._own:
+            _, dot, extension = extension.partition(".")
+            if not dot:
+                return None
+        return self._own[extension]
+
+    def _value(self, extension: str, data: memoryview, where: str) -> Any:
+        own = self._find(extension)
+        if own is not None:
+            with foreign_errors(f"{where}: its decoder"):
+                return own(bytes(data))
+        last = extension.rpartition(".")[2]
+        if last in _INTEGERS:
+            return decode_with(decode_integer, data, "integer", where)
+        if last in _JSON:
+            return decode_with(decode_json_value, data, "JSON text", where)
+        return decode_value(data, _TEXTS.get(last, f".{last}"), where)

@@ -1,0 +1,113 @@
+"""`open_stream`: the bytes of one file from some byte on, wherever it lies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from cachestream.errors import SampleError
+from cachestream.remote import pulse
+from cachestream.remote.filesystem import Remote
+from cachestream.remote.retry import map_errors
+from cachestream.remote.stream import PIECE_BYTES, Stream
+from cachestream.remote.stream_network import PIECE_TIMEOUT_S, RangeStream, S3Stream, WebStream
+from cachestream.remote.waiting import run
+
+__all__ = ["open_stream", "size_of"]
+
+
+@contextlib.contextmanager
+def open_stream(
+    remote: Remote, path: str, where: str, start: int = 0, likely_stop: int | None = None
+) -> Iterator[Stream]:
+    """`path` from byte `start` on; `where` names it in messages. Bytes past `likely_stop` are not fetched ahead."""
+    secrets = remote.secrets
+    with map_errors(where, one_of_many=True, secrets=secrets):
+        stream: Stream
+        if remote.is_local:
+            stream = _LocalStream(path, where, start)
+        else:
+            filesystem = remote.filesystem()
+            if not filesystem.async_impl:
+                stream = _OpenedStream(filesystem, path, where, secrets, start)
+            elif remote.is_web:
+                stream = WebStream(filesystem, path, where, secrets, start)
+            elif remote.is_s3:
+                stream = S3Stream(filesystem, path, where, secrets, start, likely_stop)
+            else:
+                stream = RangeStream(filesystem, path, where, secrets, start, likely_stop)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+def size_of(remote: Remote, path: str, where: str) -> int:
+    """The size of the file `path` in bytes. Raises as `open_stream` does; SampleError where it is not told."""
+    with map_errors(where, one_of_many=True, secrets=remote.secrets):
+        if remote.is_local:
+            return os.stat(path).st_size
+        filesystem = remote.filesystem()
+        if filesystem.async_impl:
+            info = run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S)
+        else:
+            info = filesystem.info(path)
+    size = info.get("size")
+    if size is None:
+        raise SampleError(f"{where}: the server does not tell its size, which reading it in parts needs")
+    return int(size)
+
+
+class _LocalStream(Stream):
+    def __init__(self, path: str, where: str, start: int) -> None:
+        super().__init__(where, start=start)
+        # O_NONBLOCK: to open a named pipe would wait for its writer.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise SampleError(f"{where}: not a regular file")
+        self.size_bytes = status.st_size
+        self._offset = start
+
+    def _next_piece(self) -> memoryview:
+        buffer = np.empty(PIECE_BYTES, np.uint8).data
+        got = os.preadv(self._fd, [buffer], self._offset)
+        self._offset += got
+        pulse.fetched(got)
+        return buffer[:got]
+
+    def _jump(self, nbytes: int) -> None:
+        self._offset += nbytes
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _OpenedStream(Stream):
+    """Through the file object of a filesystem that is not asynchronous."""
+
+    def __init__(self, filesystem: Any, path: str, where: str, secrets: Iterable[str], start: int) -> None:
+        super().__init__(where, secrets, start)
+        self._file = filesystem.open(path, "rb")
+        self.size_bytes = getattr(self._file, "size", None)
+        if start:
+            self._file.seek(start)
+
+    def _next_piece(self) -> memoryview:
+        data = self._file.read(PIECE_BYTES)
+        pulse.fetched(len(data))
+        return memoryview(bytearray(data))
+
+    def _jump(self, nbytes: int) -> None:
+        self._file.seek(nbytes, os.SEEK_CUR)
+
+    def close(self) -> None:
+        self._file.close()

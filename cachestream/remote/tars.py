@@ -1,0 +1,157 @@
+"""WebDataset's tars, read as a stream: files that lie together and share a name are one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
+from cachestream.remote.filelist import FileList, Url, check_unit
+from cachestream.remote.grouping import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
+from cachestream.remote.members import Decoders
+from cachestream.remote.stream_open import open_stream, size_of
+from cachestream.remote.tarformat import BLOCK
+from cachestream.remote.unpack import ENDINGS, require_unpacker, unpacked
+
+__all__ = ["TAR_ENDINGS", "TarSource"]
+
+TAR_ENDINGS: Final = (
+    ".tar",
+    *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
+    *(ending for ending in ENDINGS if ending.startswith(".t")),
+)
+PROBE_BYTES: Final = 4 << 20
+MAX_PROBE_BYTES: Final = 64 << 20
+
+
+class TarSource:
+    """The samples in tars, as WebDataset writes them, plain or packed by gzip, bzip2, xz or zstd.
+
+    urls: a URL, a `{000000..001281}` range, a wildcard, a folder, or a list of these.
+
+    Files that follow one another and have the same name up to the first dot are one sample: a dict
+    with a field for each extension. Images (Pillow) are uint8 `[3, H, W]` RGB; "cls", "id", "index"
+    and the like int; "json" the value, or the text of an object; "npy" the array; the arrays of an
+    "npz" fields "npz.name"; "txt" and other text str; anything else bytes. The key is
+    "path/of.tar#name".
+
+    decoders: functions of bytes by extension, that come before those: `{"pkl": pickle.loads}`,
+    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled but by them.
+
+    samples_per_visit: read about so many samples of a tar at a time, and then of others, so that
+    early epochs hold something of many tars; the tars must not be packed, nor hold tars themselves.
+    A unit is such a visit; None: a whole tar.
+
+    Tars are read from begin to end in bounded memory and never unpacked to the disk. A tar that is
+    damaged gives the samples before the damage, and is then counted as a failure, with the reason.
+    Other arguments, and errors, as for `FileSource`.
+    """
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+        samples_per_visit: int | None = None,
+    ) -> None:
+        if samples_per_visit is not None and samples_per_visit < 1:
+            raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be at least 1, or None")
+        self._decoders = Decoders(decoders)
+        self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
+        for index in range(len(self._files)):
+            require_unpacker(self._files.key(index))
+        self.listing_digest = self._files.digest
+        self._sizes: dict[int, int] = {}
+        self._visits = 1 if samples_per_visit is None else self._plan(samples_per_visit)
+        options = [f"decoders={self._decoders.identity}"] if decoders else []
+        options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+        self.fingerprint = "tars:" + "|".join((*self._files.identity, *options))
+
+    @property
+    def num_units(self) -> int:
+        return len(self._files) * self._visits
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the samples of a tar, or of one visit to it, in their order. Raises as `Source.read` says."""
+        check_unit(self, unit, self.num_units)
+        index, visit = divmod(unit, self._visits)
+        where, prefix = self._files.where(index), self._files.key(index)
+        problems = Problems(where)
+        groups = self._whole(index, problems) if self._visits == 1 else self._part(index, visit, problems)
+        for group in groups:
+            if group.problem:
+                problems.add(f"{where}#{group.shown_key}: {group.problem}")
+                continue
+            try:
+                sample = self._decoders.sample(group, where)
+            except SampleError as error:
+                problems.add(str(error))
+                continue
+            yield f"{prefix}#{group.shown_key}", sample
+        problems.raise_any()
+
+    def _whole(self, index: int, problems: Problems) -> Iterator[Group]:
+        files = self._files
+        with open_stream(files.remote, files.path(index), files.where(index)) as stream:
+            yield from read_groups(unpacked(stream), problems)
+
+    def _part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
+        size_bytes = self._size(index)
+        begin, end = (size_bytes * i // self._visits // BLOCK * BLOCK for i in (visit, visit + 1))
+        files, where = self._files, self._files.where(index)
+        start = max(0, begin - LOOK_BACK_BYTES)
+        with open_stream(files.remote, files.path(index), where, start, end) as stream:
+            if begin == 0 and unpacked(stream) is not stream:
+                raise self._packed(where)
+            if begin == 0 or seek_member(stream, begin, end):
+                last = visit == self._visits - 1
+                part = Part(begin, None if last else end)
+                yield from read_groups(stream, problems, part)
+            if stream.size_bytes not in (None, size_bytes):
+                self._sizes.pop(index, None)
+                raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")
+
+    def _size(self, index: int) -> int:
+        size_bytes = self._sizes.get(index)
+        if size_bytes is None:
+            files = self._files
+            size_bytes = self._sizes[index] = size_of(files.remote, files.path(index), files.where(index))
+        return size_bytes
+
+    def _packed(self, where: str) -> ConfigError:
+        return ConfigError(
+            f"{where}: a packed tar can only be read from its begin; leave out samples_per_visit"
+        )
+
+    def _plan(self, samples_per_visit: int) -> int:
+        """Visits to each tar, from the size of the first tar's first samples."""
+        files = self._files
+        for index in range(len(files)):
+            if files.key(index).lower().endswith(tuple(ENDINGS)):
+                raise self._packed(files.where(index))
+        where, size_bytes = files.where(0), self._size(0)
+        with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES) as stream:
+            if unpacked(stream) is not stream:
+                raise self._packed(where)
+            problems = Problems(where)
+            count, used_bytes = 0, 1
+            for _ in read_groups(stream, problems):
+                count, used_bytes = count + 1, stream.position
+                if used_bytes >= (PROBE_BYTES if count > 1 else MAX_PROBE_BYTES):
+                    break
+            else:
+                used_bytes = size_bytes
+        if not count:
+            problems.raise_any()
+            raise SampleError(
+                f"{where}: it holds no samples; check that it is a tar as WebDataset writes them"
+            )
+        samples = count * size_bytes / used_bytes
+        return max(1, min(round(samples / samples_per_visit), size_bytes // BLOCK))
+
+    def __repr__(self) -> str:
+        visits = f", {self._visits} visits each" if self._visits > 1 else ""
+        return f"<TarSource {self._files.shown}, {len(self._files):,} tars{visits}>"
