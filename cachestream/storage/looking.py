@@ -75,7 +75,7 @@ def read_status(
         num_units=None if current is None else current.length,
         fill_state=fill_state,
         fill_message=meta.get("fill_message", ""),
-        pass_number=len(passes),
+        pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
         pass_done=done,
         skipped=sum(failure.count for failure in failures),
         failures=failures,
