@@ -68,10 +68,14 @@ _HINTS: Final = {
 
 @dataclass(slots=True, eq=False)
 class _Cursor:
-    """Where the trainer is: after `batches` of `epoch`, the last from `segment`, drawn from `snapshot`."""
+    """Where the trainer is: after `batches` of `epoch`, the last from `segment`, drawn from `snapshot`.
+
+    `loaded` is the state that it was begun from, until its first batch.
+    """
 
     epoch: int
     batches: int
+    loaded: dict[str, Any] | None = None
     segment: Segment | None = None
     snapshot: Snapshot | None = None
     finished: bool = False
@@ -175,7 +179,7 @@ class EpochLoader:
         self._apply_wanted_epoch()
         request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
         close_all(self._schedule.begin(None, request.epoch))
-        self._cursor = _Cursor(request.epoch, request.done)
+        self._cursor = _Cursor(request.epoch, request.done, self._loaded if request.records else None)
         self._meter.epoch_begins()
         self._meter.between(self._meter.clock() - began_s)
         return _Batches(self, self._cursor)
@@ -193,9 +197,8 @@ class EpochLoader:
             item = self._schedule.take(cursor.epoch, self._settings.timeout_s)
         except Exception:
             if self._schedule.has_failed and cursor.segment is None:
-                self._planned = Request(
-                    0, cursor.epoch
-                )  # nothing of it was delivered: the next iteration tries again
+                # Nothing of it was delivered: the next iteration tries again.
+                self._planned, self._cursor = Request(0, cursor.epoch), None
             raise
         if item.segment is not cursor.segment:
             self._enter(cursor, item.segment)
@@ -217,8 +220,8 @@ class EpochLoader:
         cursor.snapshot = segment.snapshot
         if segment.missing:
             warnings.warn(
-                f"{segment.missing} samples of epoch {cursor.epoch} were evicted since its state was saved, and are "
-                "skipped",
+                f"{segment.missing} samples of epoch {cursor.epoch} are not cached any more since its state was "
+                "saved, and are skipped",
                 stacklevel=4,
             )
 
@@ -261,8 +264,11 @@ class EpochLoader:
         return self._schedule.length(epoch, self._settings.timeout_s)
 
     def _upcoming(self) -> int:
+        """The next epoch, which is being prepared from now on, if need be once more."""
         self._engine.start()
         self._apply_wanted_epoch()
+        if self._schedule.has_failed:
+            self._jump(self._planned)
         return self._planned.epoch
 
     @property
@@ -298,8 +304,12 @@ class EpochLoader:
         """
         cursor = self._running
         if cursor is None or cursor.segment is None:
-            planned = self._planned if cursor is None else Request(0, cursor.epoch)
-            return dict(self._loaded) if planned.records is not None else to_state(self.epoch, 0, None)
+            loaded = cursor.loaded if cursor is not None else self._loaded if self._planned.records else None
+            return (
+                loaded
+                if loaded is not None and loaded["epoch"] == self.epoch
+                else to_state(self.epoch, 0, None)
+            )
         if cursor.batches >= cursor.segment.total:
             return to_state(cursor.epoch + 1, 0, None)
         return to_state(cursor.epoch, cursor.batches, cursor.segment)

@@ -255,8 +255,9 @@ class Preparer:
         else:
             record, shared = self._new_record(request, dataset)
         order, bounds = rebuild(record)
-        if held.gone and given is not None:
-            missing = rebuild(given)[0].size - order.size
+        if request.records and held.gone != ():
+            expected = rebuild(given or next(iter(request.records.values())))[0].size
+            missing = expected if held.gone is None else expected - order.size
         plan, total = self._plan(request, order.size, bounds, len(group) if shared else 1)
         return Segment(
             request,

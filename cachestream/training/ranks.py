@@ -240,10 +240,11 @@ class StoreRanks:
 
 def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
     """The error that a rank reported, as the class it was."""
-    kind = getattr(errors, payload["error"], EpochError)
-    known = isinstance(kind, type) and issubclass(kind, CacheStreamError)
-    message = payload["message"] if known else f"{payload['error']}: {payload['message']}"
-    return (kind if known else EpochError)(message if own else f"{name}: {message}")
+    kind = getattr(errors, payload["error"], None)
+    message = payload["message"]
+    if not (isinstance(kind, type) and issubclass(kind, CacheStreamError)):
+        kind, message = EpochError, f"{payload['error']}: {message}"
+    return kind(message if own else f"{name}: {message}")
 
 
 def find_ranks(

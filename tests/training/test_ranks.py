@@ -1,0 +1,355 @@
+"""Ranks that agree through a real store: threads stand in for processes, so that many cases run in little time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from cachestream import Cache, EpochLoader, NotEnoughSamplesError, RankMismatchError
+from cachestream.training import loader as loader_module
+from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
+from tests.support.caches import add_shard, numbered, set_fill_state
+from tests.training.conftest import NewCache
+
+DEADLINE_S = 1.5
+_jobs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    """The store that all jobs of this file meet at."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Job:
+    """A job of `size` ranks, each a thread with a loader of its own."""
+
+    def __init__(self, server: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._server = server
+        self.size = size
+        self._name = f"job{next(_jobs)}"
+        self._local = threading.local()
+        monkeypatch.setattr(loader_module, "find_ranks", self._find)
+
+    def _find(
+        self, _: int, settings: dict[str, Any], cache_id: str, deadlines_s: Deadlines, closed: threading.Event
+    ) -> Ranks:
+        # Called in the loader's own thread: which rank it is for was noted when the loader was made.
+        rank = next(r for r, made in self.events.items() if made is closed)
+        client = TCPStore("127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=20))
+        deadlines = Deadlines(min(deadlines_s.first, 10), DEADLINE_S)
+        ranks = StoreRanks(PrefixStore(self._name, client), rank, self.size, deadlines, closed)
+        ranks.meet(settings, cache_id)
+        return ranks
+
+    def run(self, work: Callable[[int, Callable[..., EpochLoader]], Any]) -> list[Any]:
+        """What `work(rank, make_loader)` returns, or raises, on each rank."""
+        self.events: dict[int, threading.Event] = {}
+
+        def one(rank: int) -> Any:
+            made: list[EpochLoader] = []
+
+            def make(cache: Cache, *args: Any, **options: Any) -> EpochLoader:
+                loader = EpochLoader(cache, *args, **{"timeout_s": 20, **options})
+                self.events[rank] = loader._engine._closed
+                made.append(loader)
+                return loader
+
+            try:
+                return work(rank, make)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                return error
+            finally:
+                self.done.wait(20)
+                for loader in made:
+                    loader.close()
+
+        self.done = threading.Barrier(self.size)
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(one, range(self.size)))
+
+
+@pytest.fixture
+def new_job(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Job]:
+    return lambda size: Job(server, size, monkeypatch)
+
+
+NewJob = Callable[[int], Job]
+Epochs = list[list[list[int]]]  # [epoch][batch] is a list of numbers
+
+
+def epochs_of(loader: EpochLoader, count: int) -> Epochs:
+    found = []
+    for _ in range(count):
+        expected = len(loader)
+        found.append([batch["number"].tolist() for batch in loader])
+        assert len(found[-1]) == expected
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("own_caches", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_make_the_same_steps_and_no_sample_comes_twice(
+    size: int, own_caches: bool, drop_last: bool, new_cache: NewCache, new_job: NewJob
+) -> None:
+    """One cache for all, or unequal caches for halves of the ranks; one of them grows meanwhile."""
+    caches = [new_cache(3, 11), new_cache(2, 9, 1000)] if own_caches else [new_cache(5, 11)] * 2
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> Epochs:
+        loader = make(caches[rank * 2 // size], 3, drop_last=drop_last)
+        found = epochs_of(loader, 3)
+        if rank == 0:
+            add_shard(caches[0], numbered(500, 11))
+        return found + epochs_of(loader, 4)
+
+    results: list[Epochs] = new_job(size).run(work)
+    for epoch in zip(*results, strict=True):
+        assert len({len(batches) for batches in epoch}) == 1
+        for step in zip(*epoch, strict=True):
+            sizes = [len(batch) for batch in step]
+            assert min(sizes) >= 1
+            assert own_caches or max(sizes) - min(sizes) <= 1
+        drawn = [n for batches in epoch for batch in batches for n in batch]
+        assert len(drawn) == len(set(drawn))
+    if not own_caches:
+        sizes = [
+            sum(len(batch) for batches in epoch for batch in batches) for epoch in zip(*results, strict=True)
+        ]
+        whole = 3 * size
+        for cached, got in ((55, sizes[0]), (66, sizes[-1])):
+            rest = cached % whole
+            assert got == cached - (rest if drop_last or rest < size else 0)
+
+
+def test_epochs_of_a_fixed_length_are_the_same_for_ranks_with_unequal_caches(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    caches = [new_cache(2, 20), new_cache(1, 7, 1000)]
+    results = new_job(2).run(lambda rank, make: epochs_of(make(caches[rank], 2, epoch_size=60), 2))
+    assert [[len(epoch) for epoch in result] for result in results] == [[15, 15]] * 2
+    assert all(len(batch) == 2 for result in results for epoch in result for batch in epoch)
+
+
+def test_ranks_that_leave_epochs_early_or_jump_stay_together(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(4, 10)
+
+    def work(_: int, make: Callable[..., EpochLoader]) -> list[Any]:
+        loader = make(cache, 2)
+        found: list[Any] = [next(iter(loader))["number"].tolist() for _ in range(3)]
+        loader.set_epoch(7)
+        found += epochs_of(loader, 1)[0]
+        loader.set_epoch(1)
+        batches = iter(loader)
+        found += [next(batches)["number"].tolist() for _ in range(4)]
+        state = loader.state_dict()
+        rest = [batch["number"].tolist() for batch in batches]
+        loader.load_state_dict(state)
+        assert [batch["number"].tolist() for batch in loader] == rest
+        return found
+
+    first, second = new_job(2).run(work)
+    assert len(first) == len(second) == 17
+    assert not any(set(a) & set(b) for a, b in zip(first, second, strict=True))
+    assert first[1] == first[13]
+
+
+def test_a_job_resumes_on_another_number_of_ranks(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(4, 12)
+
+    def head(_: int, make: Callable[..., EpochLoader]) -> tuple[list[int], dict[str, Any]]:
+        batches = iter(loader := make(cache, 4))
+        drawn = next(batches)["number"].tolist() + next(batches)["number"].tolist()
+        return drawn, loader.state_dict()
+
+    heads = new_job(2).run(head)
+
+    def tail(_: int, make: Callable[..., EpochLoader]) -> Any:
+        loader = make(cache, 4, drop_last=False)
+        loader.load_state_dict(heads[0][1])
+        return [n for batch in loader for n in batch["number"].tolist()]
+
+    for size in (1, 4):
+        tails = new_job(size).run(tail)
+        assert sorted(n for part in [h[0] for h in heads] + tails for n in part) == list(range(48))
+
+
+def test_a_checkpoint_of_one_rank_resumes_ranks_of_other_caches_too(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    caches = [new_cache(2, 10), new_cache(2, 10, 1000)]
+
+    def head(rank: int, make: Callable[..., EpochLoader]) -> tuple[dict[str, Any], list[list[int]]]:
+        batches = iter(loader := make(caches[rank], 2))
+        for _ in range(3):
+            next(batches)
+        return loader.state_dict(), [batch["number"].tolist() for batch in batches]
+
+    heads = new_job(2).run(head)
+
+    def tail(rank: int, make: Callable[..., EpochLoader]) -> list[list[int]]:
+        loader = make(caches[rank], 2)
+        loader.load_state_dict(heads[0][0])
+        return [batch["number"].tolist() for batch in loader]
+
+    assert new_job(2).run(tail) == [rest for _, rest in heads]
+
+
+# --- samplers
+
+
+def test_samplers_are_split_between_the_ranks(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(2, 12)
+    data = torch.utils.data
+
+    def own(dataset: Any, rank: int) -> Any:
+        """A distributed sampler of the user's own."""
+        return type(
+            "Own", (), {"num_replicas": 2, "__iter__": lambda _: iter(range(rank, len(dataset), 2))}
+        )()
+
+    cases: list[Callable[[int], Any]] = [
+        lambda _: data.RandomSampler,
+        lambda rank: lambda dataset: data.DistributedSampler(dataset, 2, rank),
+        lambda rank: lambda dataset: own(dataset, rank),
+        lambda _: lambda dataset: data.BatchSampler(data.RandomSampler(dataset), 3, drop_last=True),
+    ]
+    for sampler_of in cases:
+        results = new_job(2).run(lambda rank, make: epochs_of(make(cache, 3, sampler=sampler_of(rank)), 2))  # noqa: B023
+        for epoch in range(2):
+            assert sorted(n for result in results for batch in result[epoch] for n in batch) == list(
+                range(24)
+            )
+            assert len(results[0][epoch]) == len(results[1][epoch]) == 4
+
+
+def test_a_sampler_that_differs_between_ranks_is_an_error_on_all(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache = new_cache(2, 12)
+    orders = [list(range(24)), list(range(23, -1, -1))]
+    errors = new_job(2).run(lambda rank, make: epochs_of(make(cache, 3, sampler=lambda _: orders[rank]), 1))
+    assert all(isinstance(error, RankMismatchError) and "sampler" in str(error) for error in errors)
+
+
+# --- trouble
+
+
+def test_other_arguments_on_a_rank_are_an_error_on_all_at_once(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(2, 12)
+    began = time.monotonic()
+    errors = new_job(3).run(lambda rank, make: epochs_of(make(cache, 4 if rank == 2 else 3), 1))
+    assert time.monotonic() - began < 8
+    for error in errors:
+        assert isinstance(error, RankMismatchError)
+        assert "rank 2 (pid" in str(error)
+        assert "batch_size=4, rank 0 has batch_size=3" in str(error)
+
+
+def test_a_failure_of_one_rank_is_the_same_error_on_all(new_cache: NewCache, new_job: NewJob) -> None:
+    caches = [new_cache(2, 12), new_cache(1, 2)]
+    set_fill_state(caches[1], "complete")
+    errors = new_job(3).run(lambda rank, make: epochs_of(make(caches[rank == 2], 4), 1))
+    for rank, error in enumerate(errors):
+        assert isinstance(error, NotEnoughSamplesError), error
+        assert "holds 2 samples" in str(error)
+        assert str(error).startswith("rank 2 (pid") == (rank != 2)
+
+
+def test_a_failed_epoch_can_be_tried_again_by_all(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(1, 2)
+    set_fill_state(cache, "complete")
+    failed = threading.Barrier(2)
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> Epochs:
+        loader = make(cache, 4)
+        with pytest.raises(NotEnoughSamplesError):
+            next(iter(loader))
+        failed.wait(20)
+        if rank == 0:
+            add_shard(cache, numbered(2, 20))
+        failed.wait(20)
+        return epochs_of(loader, 2)
+
+    results = new_job(2).run(work)
+    assert [[len(epoch) for epoch in result] for result in results] == [[2, 2]] * 2
+
+
+def test_an_error_of_the_users_own_code_on_one_rank_reaches_all(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(2, 12)
+
+    def sampler(rank: int) -> Callable[[Any], Any]:
+        def choose(dataset: Any) -> Any:
+            if rank == 1:
+                raise ZeroDivisionError("in the sampler")
+            return range(len(dataset))
+
+        return choose
+
+    mine, theirs = new_job(2).run(lambda rank, make: epochs_of(make(cache, 4, sampler=sampler(rank)), 1))
+    assert isinstance(theirs, ZeroDivisionError)
+    assert "rank 1" in str(mine)
+    assert "ZeroDivisionError: in the sampler" in str(mine)
+
+
+def test_a_rank_that_never_comes_is_named_by_the_others(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(2, 12)
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> Any:
+        return None if rank == 1 else epochs_of(make(cache, 2, timeout_s=3), 1)
+
+    first, _, third = new_job(3).run(work)
+    for error in (first, third):
+        assert isinstance(error, RankMismatchError)
+        assert "rank 1 has not come to its EpochLoader" in str(error)
+
+
+def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_deadline(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache = new_cache(4, 24)
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> Any:
+        loader = make(cache, 2, prefetch=1)
+        batches = iter(loader)
+        next(batches)
+        if rank == 2:
+            loader.close()
+            return None
+        for _ in batches:
+            pass
+        began = time.monotonic()
+        try:
+            next(iter(loader))
+        except RankMismatchError as error:
+            return str(error), time.monotonic() - began
+        return "no error", 0.0
+
+    for message, waited_s in new_job(3).run(work)[:2]:
+        assert "rank 2 (pid" in message
+        assert "dead, or stuck?" in message
+        assert waited_s < DEADLINE_S + 1
+
+
+def test_a_rank_whose_trainer_pauses_still_answers_the_others(new_cache: NewCache, new_job: NewJob) -> None:
+    """One rank computes for longer than the deadline, in the midst of an epoch: nobody takes it for dead."""
+    cache = new_cache(4, 24)
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> int:
+        loader = make(cache, 2, prefetch=1)
+        batches = iter(loader)
+        next(batches)
+        if rank == 1:
+            threading.Event().wait(DEADLINE_S + 1)
+        return 1 + len(list(batches)) + len(list(loader))
+
+    assert new_job(2).run(work) == [48, 48]
