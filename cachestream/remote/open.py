@@ -10,9 +10,11 @@ from typing import Any, Final
 
 from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError
+from cachestream.remote.arrays import ARRAY_ENDINGS, ArraySource
 from cachestream.remote.datasets import DatasetSource, is_map_style
 from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource
+from cachestream.remote.locate import is_zarr, split_dataset
 from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
 from cachestream.remote.tars import TAR_ENDINGS, TarSource
@@ -22,11 +24,12 @@ __all__ = ["open_source"]
 # How paths and URLs end → the source for them; all others are plain files.
 _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
     **dict.fromkeys(TAR_ENDINGS, TarSource),
+    **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
+    ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
 }
 _NOT_YET: Final[dict[str, str]] = {
     **dict.fromkeys((".parquet", ".pq"), "Parquet files"),
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrecord.gz"), "TFRecord files"),
-    **dict.fromkeys((".zarr", ".h5", ".hdf5"), "Zarr and HDF5 arrays"),
 }
 _AFTER_NAME: Final = re.compile(r"[/*]+$")
 
@@ -34,18 +37,21 @@ _AFTER_NAME: Final = re.compile(r"[/*]+$")
 def open_source(what: Any, **options: Any) -> Source:
     """The source for `what`.
 
-    A path, a URL, a wildcard or a list of them: by its ending, else a `FileSource`. A function
+    A path, a URL, a wildcard or a list of them: by its ending, else a `FileSource`; with `window=`,
+    or as a dict of them by name, an `ArraySource`. A function
     `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
     map-style torch Dataset: a `DatasetSource`. A Source: itself. `options` are those of the class
     that is chosen. Raises ConfigError for what none of them can read.
     """
-    if isinstance(what, Source):
+    if isinstance(what, Source) and not isinstance(what, type):
         if options:
             raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
         return what
     if isinstance(what, str | os.PathLike) or _is_list_of_urls(what):
         first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
-        return _make(_by_ending(first), (what,), options)
+        return _make(ArraySource if "window" in options else _by_ending(first), (what,), options)
+    if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
+        return _make(ArraySource, (what,), options)
     if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
         return _make(DatasetSource, (what,), options)
     if callable(what) and not isinstance(what, type):
@@ -73,8 +79,14 @@ def _is_list_of_urls(what: Any) -> bool:
     )
 
 
+def _is_url_or_list(what: Any) -> bool:
+    return isinstance(what, str | os.PathLike) or _is_list_of_urls(what)
+
+
 def _by_ending(url: str) -> Callable[..., Source]:
     name = _AFTER_NAME.sub("", redact(url)).lower()
+    if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
+        return ArraySource
     for ending in sorted({*_BY_ENDING, *_NOT_YET}, key=len, reverse=True):
         if not name.endswith(ending):
             continue

@@ -1,0 +1,15 @@
+"""Whether a source keeps the promises of the `Source` protocol: the checks that our own sources pass.
+
+    from cachestream.testing import check_source
+
+    def test_my_source_keeps_the_protocol():
+        check_source(lambda: MySource("s3://bucket/small"), secrets=["the password"])
+
+Each check raises an AssertionError that says what was promised, what came, and what to mend.
+"""
+
+from __future__ import annotations
+
+from cachestream.testing.checks import CHECKS, SourceChecks, check_source
+
+__all__ = ["CHECKS", "SourceChecks", "check_source"]

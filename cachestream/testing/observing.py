@@ -1,0 +1,119 @@
+"""What the checks look at: threads, files, another process, what a cache holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import Any, Final, TypeGuard
+
+import cloudpickle
+import numpy as np
+
+from cachestream.remote.source import Source
+from cachestream.sampling.child import start_python
+from cachestream.sampling.job import read_frame, write_frame
+from cachestream.storage.cache import Cache
+from cachestream.storage.shard import MappedShard
+
+__all__ = ["NumberedSource", "cached_keys", "fingerprint_elsewhere", "is_source", "open_files", "threads"]
+
+_POOLED: Final = (
+    "socket:",
+    "anon_inode:",
+    "/dev/",
+    "/proc/",
+    "/memfd:",
+)  # of connections that are used again
+
+
+def is_source(value: Source | Callable[[], Source]) -> TypeGuard[Source]:
+    """Whether `value` is a source itself; the class of one is not, although it has the same names."""
+    return isinstance(value, Source) and not isinstance(value, type)
+
+
+class NumberedSource:
+    """The first `num_units` of a source, under keys that tell unit and place: "<unit> <offset> <key>"."""
+
+    def __init__(self, inner: Source, num_units: int) -> None:
+        self._inner = inner
+        self.num_units = num_units
+        self.fingerprint = inner.fingerprint
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        for offset, (key, sample) in enumerate(self._inner.read(unit, rng)):
+            yield f"{unit} {offset} {key}", sample
+
+    @staticmethod
+    def place(key: str) -> tuple[int, int]:
+        """The unit of a sample, and its place in it, from its key."""
+        unit, offset, _ = key.split(" ", 2)
+        return int(unit), int(offset)
+
+
+def cached_keys(cache: Cache) -> Iterator[str]:
+    """The keys of all samples in published shards."""
+    folder = os.path.join(cache.path, "shards")
+    for name in os.listdir(folder):
+        with closing(MappedShard(os.path.join(folder, name))) as shard:
+            yield from shard.keys()
+
+
+def threads() -> set[str]:
+    """The threads of this process."""
+    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+
+
+def open_files() -> set[str]:
+    """Open files and pipes of this process, by number and path."""
+    found = set()
+    with suppress(OSError):  # only Linux tells
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{fd}")
+                if not target.startswith(_POOLED):
+                    found.add(f"{fd} -> {target}")
+    return found
+
+
+def fingerprint_elsewhere(source: Source | Callable[[], Source], timeout_s: float) -> str:
+    """The fingerprint as a fresh interpreter finds it."""
+    process = start_python(
+        __name__,
+        tuple(path or os.getcwd() for path in sys.path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        with process.stdin, process.stdout:
+            write_frame(process.stdin, cloudpickle.dumps(source))
+            answer = read_frame(process.stdout)
+    except (EOFError, BrokenPipeError):
+        answer = ("an error", f"the process ended with code {process.wait()}; its error is on stderr")
+    finally:
+        timer.cancel()
+        timer.join()
+        process.wait()
+    kind, text = answer
+    if kind != "fingerprint":
+        raise AssertionError(f"the source could not be opened in another process: {text}")
+    return str(text)
+
+
+def main() -> None:
+    """Tell the fingerprint of the source that comes through stdin."""
+    try:
+        source = pickle.loads(read_frame(sys.stdin.buffer))  # noqa: S301  sent by our own parent
+        made = source if is_source(source) else source()
+        answer = ("fingerprint", made.fingerprint)
+    except Exception as error:  # noqa: BLE001  a process's main: the parent tells
+        answer = ("an error", f"{type(error).__name__}: {error}")
+    write_frame(sys.stdout.buffer, answer)
