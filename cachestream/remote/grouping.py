@@ -16,6 +16,7 @@ __all__ = ["LOOK_BACK_BYTES", "Group", "Part", "Problems", "read_groups", "seek_
 
 MAX_SAMPLE_BYTES: Final = 1 << 30  # of one sample's files together
 MAX_NAME: Final = 4096  # Linux' PATH_MAX
+MAX_REASON: Final = 800
 LOOK_BACK_BYTES: Final = 16 << 10  # for the extended headers of the member at a part's begin
 SCAN_BYTES: Final = 64 << 10
 
@@ -69,6 +70,8 @@ class Problems:
         self._count = 0
 
     def add(self, reason: str) -> None:
+        if len(reason) > MAX_REASON:  # a name may be long
+            reason = f"{reason[: MAX_REASON // 2]}…{reason[-MAX_REASON // 2 :]}"
         self._first = self._first or reason
         self._count += 1
 
