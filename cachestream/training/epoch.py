@@ -8,36 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.maps import EpochMaps
 from cachestream.training.plan import Order, Plan
 from cachestream.training.resume import Record
-from cachestream.training.samplers import SamplerLike
 
-__all__ = ["EpochSettings", "Request", "Segment"]
-
-
-@dataclass(frozen=True, slots=True)
-class EpochSettings:
-    """What an `EpochLoader` was asked for; see there."""
-
-    batch_size: int
-    shuffle: bool
-    seed: int
-    epoch_size: int | None
-    min_samples: int | None
-    turnover: float
-    drop_last: bool
-    sampler: SamplerLike | None
-    timeout_s: float
-
-    def to_compare(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
-        return {name: getattr(self, name) for name in names} | {"sampler": self.sampler is not None}
+__all__ = ["Request", "Segment"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,22 +7,23 @@ import itertools
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError, EpochError
 from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.epoch import EpochSettings, Request, Segment
+from cachestream.training.epoch import Request, Segment
+from cachestream.training.options import EpochSettings, check_count, refuse_unknown
 from cachestream.training.prefetch import Engine, close_all
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_ranks
-from cachestream.training.samplers import SamplerLike, check_sampler
-from cachestream.training.schedule import Schedule
+from cachestream.training.samplers import SamplerLike
+from cachestream.training.schedule import Delivery, Schedule
 from cachestream.training.state import from_state, to_state
 from cachestream.training.stats import LoaderStats, Meter, Reuse
 from cachestream.training.transfer import BatchTransform, Transfer, make_transfer
@@ -36,41 +37,13 @@ __all__ = ["EpochLoader"]
 
 _instances = itertools.count()
 _RANKS_DEADLINE_S: Final = 60.0
-_OPTIONS: Final = [
-    "shuffle",
-    "seed",
-    "epoch_size",
-    "min_samples",
-    "turnover",
-    "drop_last",
-    "device",
-    "sampler",
-    "batch_transform",
-    "prefetch",
-    "timeout_s",
-]
-_HINTS: Final = {
-    "weights": "give sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))",
-    "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
-    "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
-    "batch_sampler": "give it as sampler=",
-    "generator": "give seed=",
-    **dict.fromkeys(
-        ("num_replicas", "rank", "world_size"),
-        "the ranks are found from torch.distributed, once it is initialised",
-    ),
-    **dict.fromkeys(
-        ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
-        "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",
-    ),
-}
 
 
 @dataclass(slots=True, eq=False)
 class _Cursor:
     """Where the trainer is: after `batches` of `epoch`, the last from `segment`, drawn from `snapshot`.
 
-    `loaded` is the state that it was begun from, until its first batch.
+    `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
     """
 
     epoch: int
@@ -79,6 +52,7 @@ class _Cursor:
     segment: Segment | None = None
     snapshot: Snapshot | None = None
     finished: bool = False
+    parcel: deque[Delivery] = field(default_factory=deque)
 
 
 class EpochLoader:
@@ -126,25 +100,16 @@ class EpochLoader:
         timeout_s: float = 120.0,
         **unknown: object,
     ) -> None:
-        _refuse(unknown)
+        refuse_unknown(unknown)
         if not hasattr(cache, "take_snapshot"):
             raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
-        _check_count("batch_size", batch_size)
-        _check_count("prefetch", prefetch)
-        for name, value in (("epoch_size", epoch_size), ("min_samples", min_samples)):
-            if value is not None:
-                _check_count(name, value)
-        if not 0 <= turnover < 1:
-            raise ConfigError(f"turnover={turnover!r}: give a share from 0 up to, not with, 1")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}: give seconds above 0")
-        if sampler is not None:
-            check_sampler(sampler)
+        check_count("prefetch", prefetch)
         self.cache = cache
         self.batch_size = batch_size
         self._settings = EpochSettings(
             batch_size, shuffle, seed, epoch_size, min_samples, turnover, drop_last, sampler, timeout_s
         )
+        self._settings.check()
         self._schedule = Schedule(prefetch)
         self._engine = self._make_engine(make_transfer(device, prefetch + 2), batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
@@ -192,28 +157,33 @@ class EpochLoader:
             )
         if cursor.finished:
             raise StopIteration
+        wait_s = 0.0 if cursor.parcel else self._fetch(cursor)
+        if not cursor.parcel:
+            self._leave()
+            self._meter.between(wait_s)
+            raise StopIteration
+        delivery = cursor.parcel.popleft()
+        cursor.batches = delivery.number
+        self._meter.delivered(delivery.size, delivery.skipped, wait_s)
+        return self._engine.transfer.receive(delivery.staged)
+
+    def _fetch(self, cursor: _Cursor) -> float:
+        """Wait for the next batches; returns how long that took, in seconds."""
         began_s = self._meter.clock()
         try:
-            item = self._schedule.take(cursor.epoch, self._settings.timeout_s)
+            parcel = self._schedule.take(cursor.epoch, self._settings.timeout_s)
         except Exception:
             if self._schedule.has_failed and cursor.segment is None:
                 # Nothing of it was delivered: the next iteration tries again.
                 self._planned, self._cursor = Request(0, cursor.epoch), None
             raise
-        if item.segment is not cursor.segment:
-            self._enter(cursor, item.segment)
-        wait_s = self._meter.clock() - began_s
-        if item.staged is None:
-            self._leave()
-            self._meter.between(wait_s)
-            raise StopIteration
-        batch = self._engine.transfer.receive(item.staged)
-        cursor.batches = item.number
-        self._meter.delivered(item.size, item.skipped, wait_s)
-        return batch
+        if parcel.segment is not cursor.segment:
+            self._enter(cursor, parcel.segment)
+        cursor.parcel = parcel.batches
+        return self._meter.clock() - began_s
 
     def _enter(self, cursor: _Cursor, segment: Segment) -> None:
-        """The first item of `segment` has come."""
+        """The first batch of `segment` has come."""
         self._count_reuse(cursor)
         close_all(self._schedule.passed(segment))
         cursor.segment = segment
@@ -235,6 +205,7 @@ class EpochLoader:
         if cursor.segment is not None:
             close_all(self._schedule.ended(cursor.segment))
             cursor.segment = None  # and with it the maps
+        cursor.parcel = deque()
 
     def _count_reuse(self, cursor: _Cursor) -> None:
         segment = cursor.segment
@@ -375,15 +346,3 @@ class _Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._loader._next(self._cursor)
-
-
-def _refuse(unknown: dict[str, object]) -> None:
-    for name in unknown:
-        if name in _HINTS:
-            raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
-    reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *_OPTIONS))
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}: give a whole number, 1 or more")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from cachestream.training.epoch import Request, Segment
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
 from cachestream.training.reading import Gathered, read_batches
-from cachestream.training.schedule import Item, Schedule
+from cachestream.training.schedule import Delivery, Parcel, Schedule
 from cachestream.training.threads import use_one_thread
 from cachestream.training.transfer import BatchTransform, Transfer
 
@@ -31,8 +32,10 @@ __all__ = ["Engine"]
 _LISTEN_S: Final = 0.25  # how often a rank looks whether another one asks for the next segment
 _JOIN_S: Final = 5.0
 _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
-_AHEAD_OPEN_S: Final = 600.0
+_AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
 _OPEN_AT_ONCE: Final = 16
+_PARCEL_BATCHES: Final = 16
+_PARCEL_S: Final = 0.0003
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -159,27 +162,35 @@ class Engine:
                 schedule.fail(segment.request, error)
 
     def _gather(self, segment: Segment) -> None:
-        number = segment.request.done
-        for gathered in read_batches(
-            segment, self.transfer.pool, lambda *damage: self._on_damage(segment, *damage)
-        ):
-            number += 1
-            if not gathered.size:
-                if self.preparer.alone:
-                    continue
-                raise CorruptShardError(
-                    f"all samples of a batch of epoch {segment.request.epoch} lie in damaged shards, and the ranks "
-                    "must make the same steps; run 'cachestream verify CACHE --repair' and start again"
-                )
-            if not self.schedule.put(self._staged(segment, number, gathered)):
-                return
-        if segment.last:
-            self.schedule.put(Item(segment, number, None))
+        """Put all batches of `segment` into the queue, a few small ones or a large one at a time."""
+        reading = read_batches(segment, self.transfer.pool, lambda *damage: self._on_damage(segment, *damage))
+        number, wanted, ended = segment.request.done, True, False
+        while wanted:
+            parcel = Parcel(segment)
+            began_s = time.perf_counter()
+            try:
+                for gathered in reading:
+                    number += 1
+                    self._add(parcel, number, gathered)
+                    # Threads wake each other up more slowly than small batches come.
+                    if len(parcel.batches) >= _PARCEL_BATCHES or time.perf_counter() - began_s > _PARCEL_S:
+                        break
+            finally:
+                ended = not parcel.batches
+                wanted = not ended and self.schedule.put(parcel)
+        if ended and segment.last:
+            self.schedule.put(Parcel(segment))
 
-    def _staged(self, segment: Segment, number: int, gathered: Gathered) -> Item:
-        batch = packed(gathered.columns, segment.snapshot.schema)
-        staged = self.transfer.send(batch, self._transform)
-        return Item(segment, number, staged, gathered.size, gathered.skipped)
+    def _add(self, parcel: Parcel, number: int, gathered: Gathered) -> None:
+        if gathered.size:
+            batch = packed(gathered.columns, parcel.segment.snapshot.schema)
+            staged = self.transfer.send(batch, self._transform)
+            parcel.batches.append(Delivery(staged, number, gathered.size, gathered.skipped))
+        elif not self.preparer.alone:
+            raise CorruptShardError(
+                f"all samples of a batch of epoch {parcel.segment.request.epoch} lie in damaged shards, and the ranks "
+                "must make the same steps; run 'cachestream verify CACHE --repair' and start again"
+            )
 
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
         if self.schedule.stale(segment.request):

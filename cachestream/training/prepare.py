@@ -5,25 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import xxhash
 
 from cachestream.errors import (
-    CacheStreamError,
     ConfigError,
-    CorruptShardError,
     NotEnoughSamplesError,
     RankMismatchError,
 )
-from cachestream.model import IntArray, Schema, Snapshot
+from cachestream.model import IntArray
 from cachestream.permutation import mix_key
-from cachestream.storage.leases import Lease, join_lease
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.epoch import EpochSettings, Request, Segment
-from cachestream.training.maps import EpochMaps
+from cachestream.training.epoch import Request, Segment
+from cachestream.training.holding import Held, Holder, Watch
+from cachestream.training.options import EpochSettings
 from cachestream.training.plan import Plan, count_batches
 from cachestream.training.ranks import Cancelled, Payload, Ranks
 from cachestream.training.resume import OrderKind, Record, rebuild, translate
@@ -34,35 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Preparer"]
 
-_SLICE: Final = 16  # shards opened between two looks at the clock, and at whether it is still wanted
-_RETAKES: Final = 10
 _WATCH_S: Final = 0.02
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A leased snapshot; `gone` names the shards of a record that it lacks, None when it is not of the record."""
-
-    snapshot: Snapshot
-    lease: Lease
-    maps: EpochMaps
-    gone: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """When to stop opening shards ahead, and whether the whole preparation is still wanted."""
-
-    until_s: float
-    cancelled: Callable[[], bool]
-
-    def check(self) -> None:
-        if self.cancelled():
-            raise Cancelled
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self.until_s
 
 
 class Preparer:
@@ -76,7 +45,7 @@ class Preparer:
         self._find = find
         self._found: Ranks | None = None
         self._closed = closed
-        self._maps: EpochMaps | None = None
+        self._holder = Holder(cache, settings.turnover)
         self.last_s = 0.0
 
     @property
@@ -104,29 +73,29 @@ class Preparer:
         began_s = time.monotonic()
         ranks = self.ranks
         ranks.request(request.name)
-        held: _Held | None = None
+        held: Held | None = None
         try:
-            self._await_samples(request, cancelled)
-            held = self._hold(request, _Watch(time.monotonic() + budget_s, cancelled))
-            segment = self._lay_out(request, held)
-        except Exception as error:
+            try:
+                self._await_samples(request, cancelled)
+                watch = Watch(time.monotonic() + budget_s, cancelled)
+                held = self._holder.hold(ranks, request, self._remaining(request), watch)
+                segment = self._lay_out(request, held)
+            except Exception as error:
+                if not isinstance(error, Cancelled):
+                    ranks.report(request.name, error)
+                raise
+            self._agree(segment, cancelled)
+        except BaseException:
             if held is not None:
                 held.lease.release()
-            if not isinstance(error, Cancelled):
-                ranks.report(request.name, error)
             raise
-        try:
-            self._agree(segment, cancelled)
-        except (CacheStreamError, Cancelled):
-            held.lease.release()
-            raise
-        self._maps = held.maps
+        self._holder.maps = held.maps
         self.last_s = time.monotonic() - began_s
         return segment
 
     def forget(self) -> None:
         """Let go of the maps kept for the next preparation."""
-        self._maps = None
+        self._holder.maps = None
 
     # --- samples
 
@@ -161,81 +130,13 @@ class Preparer:
         )
         if state == "none":
             hint = "start a worker (cs.start_worker, or 'cachestream worker')"
+        elif state == "failed":
+            hint = self._cache.status().fill_message or "see 'cachestream status CACHE'"
         elif ended:
             hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
         else:
             hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
         return f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
-
-    # --- the snapshot
-
-    def _hold(self, request: Request, watch: _Watch) -> _Held:
-        """The group's snapshot, leased by this process."""
-        led: list[_Held] = []
-
-        def lead() -> Payload:
-            led.append(self._take(request, watch))
-            return _to_payload(led[0])
-
-        try:
-            shared = self.ranks.share(request.name, lead, watch.cancelled)
-            if led:
-                return led[0]
-            snapshot = _from_payload(shared)
-            lease = join_lease(snapshot.lease)
-            gone = None if shared["gone"] is None else tuple(shared["gone"])
-            led.append(_Held(snapshot, lease, EpochMaps(snapshot, self._maps), gone))
-            damaged = self._open(led[0].maps, watch)
-            if damaged:
-                raise damaged[0][1]
-        except BaseException:
-            for held in led:
-                held.lease.release()
-            raise
-        return led[0]
-
-    def _take(self, request: Request, watch: _Watch) -> _Held:
-        """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
-        for _ in range(_RETAKES):
-            held = self._take_once(request)
-            try:
-                damaged = self._open(held.maps, watch)
-            except BaseException:
-                held.lease.release()
-                raise
-            if not damaged:
-                return held
-            held.lease.release()
-            for place, error in damaged:
-                self._cache.quarantine(int(held.snapshot.shard_ids[place]), str(error))
-        raise CorruptShardError(
-            f"{self._cache.path}: new damaged shards in each of {_RETAKES} snapshots; check the disk, "
-            "then run 'cachestream verify CACHE --repair'"
-        )
-
-    def _take_once(self, request: Request) -> _Held:
-        record = (request.records or {}).get(self._cache.cache_id)
-        if record is not None:
-            try:
-                snapshot, lease, gone = self._cache.retake_snapshot(record.shard_ids, record.counts)
-                known = {shard_id for cut in record.cuts for shard_id in cut.gone}
-                new = tuple(shard_id for shard_id in gone if shard_id not in known)
-                return _Held(snapshot, lease, EpochMaps(snapshot, self._maps), new)
-            except NotEnoughSamplesError:
-                pass  # all of them are gone: what is left of the epoch is drawn from what there is
-        snapshot, lease = self._cache.take_snapshot(self._remaining(request), self._settings.turnover)
-        return _Held(snapshot, lease, EpochMaps(snapshot, self._maps), None)
-
-    def _open(self, maps: EpochMaps, watch: _Watch) -> list[tuple[int, CorruptShardError]]:
-        """Map and verify shards until the time is up; returns the damaged ones."""
-        damaged: list[tuple[int, CorruptShardError]] = []
-        missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
-        for start in range(0, len(missing), _SLICE):
-            watch.check()
-            damaged += maps.open(missing[start : start + _SLICE])
-            if watch.over:
-                break
-        return damaged
 
     # --- order and plan
 
@@ -246,7 +147,7 @@ class Preparer:
         share = len(self.ranks.group) if share is None else share
         return max(0, self._settings.epoch_size * share // self.ranks.size - request.drawn)
 
-    def _lay_out(self, request: Request, held: _Held) -> Segment:
+    def _lay_out(self, request: Request, held: Held) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
         group, shared, missing = self.ranks.group, True, 0
         given = (request.records or {}).get(self._cache.cache_id)
@@ -345,27 +246,3 @@ class Preparer:
             for answer in answers
             if "record" in answer
         }
-
-
-def _to_payload(held: _Held) -> Payload:
-    snapshot = held.snapshot
-    return {
-        "cache_id": snapshot.cache_id,
-        "root": snapshot.root,
-        "lease": snapshot.lease,
-        "schema": snapshot.schema.to_json(),
-        "shards": snapshot.shard_ids.tolist(),
-        "counts": snapshot.counts.tolist(),
-        "gone": held.gone,
-    }
-
-
-def _from_payload(payload: Payload) -> Snapshot:
-    return Snapshot(
-        payload["cache_id"],
-        payload["root"],
-        payload["lease"],
-        Schema.from_json(payload["schema"]),
-        np.array(payload["shards"], np.int64),
-        np.array(payload["counts"], np.int64),
-    )

@@ -1,7 +1,7 @@
 """What is prepared, gathered and waiting, and what comes next: the state that three threads share.
 
 The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
-happens under one condition and does no work: what has to be closed is returned, and closed by the caller.
+happens under one lock and does no work: what has to be closed is returned, and closed by the caller.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.transfer import Staged
 
-__all__ = ["Item", "Schedule"]
+__all__ = ["Delivery", "Parcel", "Schedule"]
 
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
 _LEAST_AHEAD_S: Final = 1.0
@@ -25,52 +25,66 @@ _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this
 _PACE_SMOOTHING: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
-    """A batch that waits for the trainer, of `size` samples; None marks the end of an epoch.
-
-    `number` counts the epoch's batches up to and with this one; `skipped` samples of it are damaged.
+class Delivery(NamedTuple):
+    """A batch for the trainer, of `size` samples. With it, `number` batches of the epoch are done; `skipped`
+    samples of it were left out because they are damaged.
     """
 
-    segment: Segment
+    staged: Staged
     number: int
-    staged: Staged | None
-    size: int = 0
-    skipped: int = 0
+    size: int
+    skipped: int
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """A few batches that go to the trainer together, oldest first; none marks the end of an epoch."""
+
+    segment: Segment
+    batches: deque[Delivery] = field(default_factory=deque)
 
 
 class Schedule:
     """The state of a loader's epochs. Thread-safe.
 
     Invariants: `_next` is the one segment not yet prepared that follows all others; a request is stale once its
-    generation or its epoch is past, and nothing stale is ever delivered; at most `prefetch` batches wait.
+    generation or its epoch is past, and nothing stale is ever delivered; no batches are added while `prefetch`
+    or more of them wait. Who waits for what has a condition of its own, so that a batch wakes up one thread.
     """
 
     def __init__(self, prefetch: int) -> None:
         self._prefetch = prefetch
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._batches = threading.Condition(
+            self._lock
+        )  # the trainer waits for batches, or for an epoch's length
+        self._room = threading.Condition(self._lock)  # the gathering thread waits for room, or for a segment
+        self._work = threading.Condition(self._lock)  # the preparing thread waits for its time
         self._stopped = False
         self._next = Request(0, 0)
         self._prepared: deque[Segment] = deque()
         self._gathering: Segment | None = None
         self._gathered = 0
-        self._queue: deque[Item] = deque()
+        self._queue: deque[Parcel] = deque()
+        self._waiting = 0
         self._open: list[Segment] = []
         self._failure: tuple[Request, BaseException] | None = None
         self._raised = False
         self._generation = 0
         self._trained_epoch = -1
         self._totals: dict[tuple[int, int], int] = {}
+        self._ahead_s = 0.0
         self._pace_s: float | None = None
         self._paced = 0
         self._last_take_s = 0.0
+        self._last_taken = 0
         self.doing = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
 
     def begin(self, request: Request | None, epoch: int) -> list[Segment]:
         """The trainer goes on to `epoch`, or jumps to `request`; returns the segments to close."""
-        with self._changed:
+        with self._lock:
             if request is not None or self._raised:
                 # A new generation gives the rounds that ranks agree in new names, also to try a failed one again.
                 failed = self._failure[0] if self._failure is not None else None
@@ -83,35 +97,38 @@ class Schedule:
             self._trained_epoch = epoch
             self._pace_s, self._paced = None, 0
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
-            self._queue = deque(item for item in self._queue if not self._stale(item.segment.request))
+            self._queue = deque(parcel for parcel in self._queue if not self._stale(parcel.segment.request))
+            self._waiting = sum(len(parcel.batches) for parcel in self._queue)
             if self._failure is not None and self._stale(self._failure[0]):
                 self._failure = None
             self._totals = {key: total for key, total in self._totals.items() if key[1] >= epoch}
-            self._changed.notify_all()
+            self._wake_all()
             return self._retire(lambda segment: self._stale(segment.request))
 
     def jump(self, request: Request) -> list[Segment]:
         """Prepare `request` next, before the trainer begins its epoch; returns the segments to close."""
         closing = self.begin(request, request.epoch)
-        with self._changed:
+        with self._lock:
             self._trained_epoch = request.epoch - 1
         return closing
 
-    def take(self, epoch: int, timeout_s: float) -> Item:
-        """The next item of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
+    def take(self, epoch: int, timeout_s: float) -> Parcel:
+        """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
         give_up = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while not self._queue or self._queue[0].segment.request.epoch != epoch:
                 self._wait_for(epoch, give_up, timeout_s)
-            item = self._queue.popleft()
-            self._note_pace()
-            self._changed.notify_all()
-            return item
+            parcel = self._queue.popleft()
+            self._waiting -= len(parcel.batches)
+            self._note_pace(len(parcel.batches))
+            self._room.notify()
+            self._wake_if_due()
+            return parcel
 
     def length(self, epoch: int, timeout_s: float) -> int:
         """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
         give_up = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while (total := self._totals.get((self._generation, epoch))) is None:
                 self._wait_for(epoch, give_up, timeout_s)
             return total
@@ -123,28 +140,29 @@ class Schedule:
 
     def passed(self, segment: Segment) -> list[Segment]:
         """The trainer has come to `segment`: the ones before it can be closed."""
-        with self._changed:
+        with self._lock:
             place = self._open.index(segment) if segment in self._open else 0
             before, self._open = self._open[:place], self._open[place:]
             return before
 
     def ended(self, segment: Segment) -> list[Segment]:
         """The trainer has had all of `segment`."""
-        with self._changed:
+        with self._lock:
             return self._retire(lambda other: other is segment)
 
     def current(self, epoch: int) -> Segment | None:
         """The oldest segment of `epoch` that is still open."""
-        with self._changed:
+        with self._lock:
             return next((s for s in self._open if s.request.epoch == epoch), None)
 
     def stop(self) -> list[Segment]:
         """End everything; returns the segments to close."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._queue.clear()
+            self._waiting = 0
             self._prepared.clear()
-            self._changed.notify_all()
+            self._wake_all()
             return self._retire(lambda _: True)
 
     # --- the thread that prepares
@@ -155,19 +173,20 @@ class Schedule:
         It is due when the gathering thread waits for it, or soon will: when what is left of the running segment
         lasts no longer than `ahead_s`. As late as that, so that the snapshot is fresh.
         """
-        with self._changed:
-            if not self._stopped and not self._is_due(ahead_s):
-                self._changed.wait(timeout_s)
-            return None if self._stopped else (self._next, self._is_due(ahead_s))
+        with self._lock:
+            self._ahead_s = ahead_s
+            if not self._stopped and not self._is_due():
+                self._work.wait(timeout_s)
+            return None if self._stopped else (self._next, self._is_due())
 
     def may_follow(self, request: Request) -> bool:
         """Whether `request` may be prepared because another rank asks for it."""
-        with self._changed:
+        with self._lock:
             return self._next is request and self._failure is None and len(self._prepared) < _MOST_AHEAD
 
     def stale(self, request: Request) -> bool:
         """Whether nobody waits for `request` any more."""
-        with self._changed:
+        with self._lock:
             return self._stale(request)
 
     def superseded(self, request: Request) -> bool:
@@ -180,22 +199,22 @@ class Schedule:
 
     def add(self, segment: Segment) -> bool:
         """Take `segment` in, if it still is what comes next."""
-        with self._changed:
+        with self._lock:
             if self.superseded(segment.request):
                 return False
             self._prepared.append(segment)
             self._open.append(segment)
             self._next = segment.next_request()
             self._totals[segment.request.generation, segment.request.epoch] = segment.total
-            self._changed.notify_all()
+            self._wake_all()
             return True
 
     def fail(self, request: Request, error: BaseException) -> None:
         """A thread failed on `request`: the trainer will get `error` when it comes there."""
-        with self._changed:
+        with self._lock:
             if not self._stale(request) and self._failure is None:
                 self._failure = request, error
-                self._changed.notify_all()
+                self._wake_all()
 
     def to_open(self) -> Segment | None:
         """The segment being gathered, if not all of its shards are open."""
@@ -208,38 +227,48 @@ class Schedule:
 
     def next_segment(self) -> Segment | None:
         """The next prepared segment, waited for; None when all is over."""
-        with self._changed:
+        with self._lock:
             self._gathering, self._gathered = None, 0
-            self._changed.notify_all()
+            self._wake_if_due()
             while not self._prepared:
                 if self._stopped:
                     return None
-                self._changed.wait()
+                self._room.wait()
             self._gathering = self._prepared.popleft()
-            self._changed.notify_all()
+            self._work.notify()
             return self._gathering
 
-    def put(self, item: Item) -> bool:
-        """Queue `item` when there is room; False when nobody wants it any more."""
-        with self._changed:
-            while not self._unwanted(item) and item.staged is not None and len(self._queue) >= self._prefetch:
-                self._changed.wait()
-            if self._unwanted(item):
+    def put(self, parcel: Parcel) -> bool:
+        """Queue `parcel` when there is room; False when nobody wants it any more."""
+        with self._lock:
+            while self._waiting >= self._prefetch and parcel.batches and not self._unwanted(parcel):
+                self._room.wait()
+            if self._unwanted(parcel):
                 return False
-            self._queue.append(item)
-            self._gathered += item.staged is not None
-            self._changed.notify_all()
+            self._queue.append(parcel)
+            self._waiting += len(parcel.batches)
+            self._gathered += len(parcel.batches)
+            self._batches.notify()
+            self._wake_if_due()
             return True
 
-    # --- under the condition
+    # --- under the lock
 
-    def _unwanted(self, item: Item) -> bool:
-        return self._stopped or self._stale(item.segment.request)
+    def _unwanted(self, parcel: Parcel) -> bool:
+        return self._stopped or self._stale(parcel.segment.request)
 
     def _stale(self, request: Request) -> bool:
         return request.generation != self._generation or request.epoch < self._trained_epoch
 
-    def _is_due(self, ahead_s: float) -> bool:
+    def _wake_if_due(self) -> None:
+        if self._is_due():
+            self._work.notify()
+
+    def _wake_all(self) -> None:
+        for condition in (self._batches, self._room, self._work):
+            condition.notify_all()
+
+    def _is_due(self) -> bool:
         if self._prepared or self._failure is not None or self._next.epoch > self._trained_epoch + 1:
             return False
         if self._gathering is None:
@@ -249,17 +278,18 @@ class Schedule:
             return True
         if self._pace_s is None or self._paced < self._prefetch:
             return False
-        left = batches - self._gathered + len(self._queue)
-        return left * self._pace_s <= max(_LEAST_AHEAD_S, ahead_s)
+        left = batches - self._gathered + self._waiting
+        return left * self._pace_s <= max(_LEAST_AHEAD_S, self._ahead_s)
 
-    def _note_pace(self) -> None:
+    def _note_pace(self, batches: int) -> None:
+        """The trainer has come for `batches` batches, and worked on the ones before until now."""
         now = time.monotonic()
         if self._paced:
-            took_s = now - self._last_take_s
+            took_s = (now - self._last_take_s) / max(1, self._last_taken)
             before_s = took_s if self._pace_s is None else self._pace_s
             self._pace_s = before_s + _PACE_SMOOTHING * (took_s - before_s)
-        self._last_take_s = now
-        self._paced += 1
+        self._last_take_s, self._last_taken = now, batches
+        self._paced += batches
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
         closing = [segment for segment in self._open if done(segment)]
@@ -276,11 +306,11 @@ class Schedule:
         left_s = give_up_s - time.monotonic()
         if left_s <= 0:
             raise EpochError(self._diagnosis(epoch, timeout_s))
-        self._changed.wait(left_s)
+        self._batches.wait(left_s)
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (
             f"no batch of epoch {epoch} within {timeout_s:.0f} s (timeout_s): preparation: {self.doing['prepare']}; "
-            f"gathering: {self.doing['gather']}; {len(self._queue)} batches are waiting. Is the disk hanging, or the "
+            f"gathering: {self.doing['gather']}; {self._waiting} batches are waiting. Is the disk hanging, or the "
             "batch_transform?"
         )

@@ -1,0 +1,156 @@
+"""Getting hold of an epoch's shards: the group's leader takes and leases a snapshot of them, the others join."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from cachestream.errors import CorruptShardError, NotEnoughSamplesError
+from cachestream.model import Schema, Snapshot
+from cachestream.storage.leases import Lease, join_lease
+from cachestream.training.epoch import Request
+from cachestream.training.maps import EpochMaps
+from cachestream.training.ranks import Cancelled, Payload, Ranks
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+
+__all__ = ["Held", "Holder", "Watch"]
+
+_SLICE: Final = 16  # shards opened between two looks at the clock, and at whether it is still wanted
+_RETAKES: Final = 10
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A leased snapshot; `gone` names the shards of a record that it lacks, None when it is not of the record."""
+
+    snapshot: Snapshot
+    lease: Lease
+    maps: EpochMaps
+    gone: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """When to stop opening shards ahead, and whether the whole preparation is still wanted."""
+
+    until_s: float
+    cancelled: Callable[[], bool]
+
+    def check(self) -> None:
+        if self.cancelled():
+            raise Cancelled
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.until_s
+
+
+class Holder:
+    """Takes the snapshots of one loader; `maps` are the last ones, whose open shards the next ones take over."""
+
+    def __init__(self, cache: Cache, turnover: float) -> None:
+        self.maps: EpochMaps | None = None
+        self._cache = cache
+        self._turnover = turnover
+
+    def hold(self, ranks: Ranks, request: Request, epoch_size: int | None, watch: Watch) -> Held:
+        """The snapshot of this rank's group, leased by this process, with what is mapped of it so far.
+
+        The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
+        Raises CacheStreamError and Cancelled.
+        """
+        led: list[Held] = []
+
+        def lead() -> Payload:
+            led.append(self._take(request, epoch_size, watch))
+            return _to_payload(led[0])
+
+        try:
+            shared = ranks.share(request.name, lead, watch.cancelled)
+            if led:
+                return led[0]
+            snapshot = _from_payload(shared)
+            lease = join_lease(snapshot.lease)
+            gone = None if shared["gone"] is None else tuple(shared["gone"])
+            led.append(Held(snapshot, lease, EpochMaps(snapshot, self.maps), gone))
+            damaged = self._open(led[0].maps, watch)
+            if damaged:
+                raise damaged[0][1]
+        except BaseException:
+            for held in led:
+                held.lease.release()
+            raise
+        return led[0]
+
+    def _take(self, request: Request, epoch_size: int | None, watch: Watch) -> Held:
+        """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
+        for _ in range(_RETAKES):
+            held = self._take_once(request, epoch_size)
+            try:
+                damaged = self._open(held.maps, watch)
+            except BaseException:
+                held.lease.release()
+                raise
+            if not damaged:
+                return held
+            held.lease.release()
+            for place, error in damaged:
+                self._cache.quarantine(int(held.snapshot.shard_ids[place]), str(error))
+        raise CorruptShardError(
+            f"{self._cache.path}: new damaged shards in each of {_RETAKES} snapshots; check the disk, "
+            "then run 'cachestream verify CACHE --repair'"
+        )
+
+    def _take_once(self, request: Request, epoch_size: int | None) -> Held:
+        record = (request.records or {}).get(self._cache.cache_id)
+        if record is not None:
+            try:
+                snapshot, lease, gone = self._cache.retake_snapshot(record.shard_ids, record.counts)
+                known = {shard_id for cut in record.cuts for shard_id in cut.gone}
+                new = tuple(shard_id for shard_id in gone if shard_id not in known)
+                return Held(snapshot, lease, EpochMaps(snapshot, self.maps), new)
+            except NotEnoughSamplesError:
+                pass  # all of them are gone: what is left of the epoch is drawn from what there is
+        snapshot, lease = self._cache.take_snapshot(epoch_size, self._turnover)
+        return Held(snapshot, lease, EpochMaps(snapshot, self.maps), None)
+
+    def _open(self, maps: EpochMaps, watch: Watch) -> list[tuple[int, CorruptShardError]]:
+        """Map and verify shards until the time is up; returns the damaged ones."""
+        damaged: list[tuple[int, CorruptShardError]] = []
+        missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
+        for start in range(0, len(missing), _SLICE):
+            watch.check()
+            damaged += maps.open(missing[start : start + _SLICE])
+            if watch.over:
+                break
+        return damaged
+
+
+def _to_payload(held: Held) -> Payload:
+    snapshot = held.snapshot
+    return {
+        "cache_id": snapshot.cache_id,
+        "root": snapshot.root,
+        "lease": snapshot.lease,
+        "schema": snapshot.schema.to_json(),
+        "shards": snapshot.shard_ids.tolist(),
+        "counts": snapshot.counts.tolist(),
+        "gone": held.gone,
+    }
+
+
+def _from_payload(payload: Payload) -> Snapshot:
+    return Snapshot(
+        payload["cache_id"],
+        payload["root"],
+        payload["lease"],
+        Schema.from_json(payload["schema"]),
+        np.array(payload["shards"], np.int64),
+        np.array(payload["counts"], np.int64),
+    )

@@ -1,0 +1,91 @@
+"""What an `EpochLoader` can be asked for, and what is said to those who ask for something else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cachestream.config import reject_unknown
+from cachestream.errors import ConfigError
+from cachestream.training.samplers import SamplerLike, check_sampler
+
+__all__ = ["EpochSettings", "check_count", "refuse_unknown"]
+
+_OPTIONS: Final = [
+    "shuffle",
+    "seed",
+    "epoch_size",
+    "min_samples",
+    "turnover",
+    "drop_last",
+    "device",
+    "sampler",
+    "batch_transform",
+    "prefetch",
+    "timeout_s",
+]
+_HINTS: Final = {
+    "weights": "give sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))",
+    "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
+    "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
+    "batch_sampler": "give it as sampler=",
+    "generator": "give seed=",
+    **dict.fromkeys(
+        ("num_replicas", "rank", "world_size"),
+        "the ranks are found from torch.distributed, once it is initialised",
+    ),
+    **dict.fromkeys(
+        ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
+        "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSettings:
+    """What an `EpochLoader` was asked for; see there."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    epoch_size: int | None
+    min_samples: int | None
+    turnover: float
+    drop_last: bool
+    sampler: SamplerLike | None
+    timeout_s: float
+
+    def to_compare(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
+        return {name: getattr(self, name) for name in names} | {"sampler": self.sampler is not None}
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work."""
+        check_count("batch_size", self.batch_size)
+        for name in ("epoch_size", "min_samples"):
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value)
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed={self.seed!r}: give a whole number")
+        if not 0 <= self.turnover < 1:
+            raise ConfigError(f"turnover={self.turnover!r}: give a share from 0 up to, not with, 1")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
+        if self.sampler is not None:
+            check_sampler(self.sampler)
+
+
+def refuse_unknown(unknown: dict[str, object]) -> None:
+    """Raise ConfigError for arguments that `EpochLoader` does not take, saying what to use instead."""
+    for name in unknown:
+        if name in _HINTS:
+            raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
+    reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *_OPTIONS))
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is a whole number, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: give a whole number, 1 or more")
