@@ -155,8 +155,8 @@ class S3Stream(RangeStream):
 
     async def _get(self, begin: int, end: int) -> bytes | bytearray:
         target = s3_target(self._filesystem, self._path)
-        if self._version:
-            target["IfMatch"] = self._version
+        if self._version is not None and self._version[1]:
+            target["IfMatch"] = self._version[1]
         try:
             answer = await self._filesystem._call_s3("get_object", **target, Range=f"bytes={begin}-{end - 1}")
         except Exception as error:
@@ -172,8 +172,10 @@ class S3Stream(RangeStream):
             data = bytearray(await body.read())
         finally:
             body.close()
-        self.size_bytes = int(total[1])
-        self._version = answer.get("ETag")
+        version = (int(total[1]), answer.get("ETag"))
+        if self._version not in (None, version):  # not every server heeds If-Match
+            raise ChangedError(f"{self._version} became {version}")
+        self.size_bytes, self._version = version[0], version
         if len(data) < min(end, self.size_bytes) - begin:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
         return data
