@@ -1,0 +1,129 @@
+"""The demo's remote: JPEG views of places in the photographs that scikit-image ships, in a folder for each place.
+
+The task is to tell from a view (position and scale vary) which of 135 places it shows. It needs many views
+of each place, so accuracy follows what has been cached. No network, nothing synthetic.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from cachestream.errors import ConfigError
+
+__all__ = ["PLACES", "SIDE", "Remote", "make_remote", "shrink"]
+
+SIDE: Final = 48  # pixels of the views that are cached
+PHOTOGRAPHS: Final = (
+    "astronaut.png", "brick.png", "camera.png", "cell.png", "chelsea.png", "coffee.png", "coins.png",
+    "grass.png", "gravel.png", "hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png",
+    "retina.jpg", "rocket.jpg",
+)  # fmt: skip
+GRID: Final = 3  # a photograph is cut into 3 × 3 places
+PLACES: Final = len(PHOTOGRAPHS) * GRID * GRID
+LARGEST: Final = (720, 720)
+VIEW: Final = (0.5, 0.9)  # side of a view, as a share of its place's shorter side
+JPEG_QUALITY: Final = 90
+_THREADS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What was made: `url` is the folder to sample, `held_out` one with further views, to measure accuracy on."""
+
+    url: str
+    held_out: str
+    num_samples: int
+    size_bytes: int
+
+
+def make_remote(
+    root: Path,
+    num_samples: int,
+    num_held_out: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Remote:
+    """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out.
+
+    The same files each time. Raises ConfigError without scikit-image, and for fewer samples than places.
+    """
+    if min(num_samples, num_held_out) < PLACES:
+        raise ConfigError(f"the demo needs at least {PLACES} samples, one for each place; give more")
+    photographs = _photographs()
+    total = num_samples + num_held_out
+    folders = {"train": range(num_samples), "held-out": range(num_samples, total)}
+    written = dict.fromkeys(folders, 0)
+    done = 0
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for name, numbers in folders.items():
+            for place in range(PLACES):
+                (root / name / _place_name(place)).mkdir(parents=True)
+            for size in threads.map(
+                lambda number, at=root / name: _write_view(photographs, at, number), numbers
+            ):
+                written[name] += size
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, total)
+    return Remote(str(root / "train"), str(root / "held-out"), num_samples, written["train"])
+
+
+def shrink(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The demo's transform, run in the background: a view of any size becomes uint8 `[3, SIDE, SIDE]`."""
+    view = Image.fromarray(np.ascontiguousarray(sample["image"].transpose(1, 2, 0)))
+    small = np.asarray(view.resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0))
+    return {"image": np.ascontiguousarray(small.transpose(2, 0, 1)), "label": sample["label"]}
+
+
+def _photographs() -> list[Image.Image]:
+    spec = importlib.util.find_spec("skimage")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the demo trains on photographs that scikit-image ships, which is not installed; "
+            "run: pip install 'cachestream[demo]'"
+        )
+    folder = Path(spec.origin).parent / "data"
+    found = []
+    for name in PHOTOGRAPHS:
+        try:
+            with Image.open(folder / name) as image:
+                photograph = image.convert("RGB")
+        except OSError as error:
+            raise ConfigError(
+                f"the demo's photographs cannot be read: {error}; install a scikit-image from 0.22 on"
+            ) from error
+        photograph.thumbnail(LARGEST)
+        found.append(photograph)
+    return found
+
+
+def _place_name(place: int) -> str:
+    photograph, cell = divmod(place, GRID * GRID)
+    return f"{Path(PHOTOGRAPHS[photograph]).stem}-{cell}"
+
+
+def _write_view(photographs: list[Image.Image], folder: Path, number: int) -> int:
+    """Write view `number`, of place `number % PLACES`; returns its size in bytes."""
+    place = number % PLACES
+    photograph = photographs[place // (GRID * GRID)]
+    box = _view_box(photograph.size, place % (GRID * GRID), np.random.default_rng(number))
+    path = folder / _place_name(place) / f"{number:06d}.jpg"
+    photograph.crop(box).save(path, quality=JPEG_QUALITY)
+    return path.stat().st_size
+
+
+def _view_box(size: tuple[int, int], cell: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom pixel of a random square inside `cell` of a photograph."""
+    cells: npt.NDArray[np.float64] = np.array(size) / GRID
+    side = float(cells.min()) * rng.uniform(*VIEW)
+    row, column = divmod(cell, GRID)
+    left, top = np.array([column, row]) * cells + rng.uniform(size=2) * (cells - side)
+    return int(left), int(top), int(left + side), int(top + side)
