@@ -197,12 +197,13 @@ class Filler:
             if self._stop.is_set():
                 return  # the rest is read again by whoever goes on
             self._settle_refused()
+            # Before a sample and not after: so the end of a unit lies in the shard of its last sample.
+            if self._open.packer.size_bytes >= self._target_bytes():
+                self._flush()
             self._open_up()
             self._add(flight, key, sample)
             flight.done = offset + 1
             self._open.tally.passed(flight.claim_id, flight.position, offset)
-            if self._open.packer.size_bytes >= self._target_bytes():
-                self._flush()
         if delivery.finished and not self._gave_up(flight):
             self._finish(flight)
 

@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
@@ -16,7 +17,18 @@ import cloudpickle
 
 from cachestream.errors import ConfigError, WorkerError
 
-__all__ = ["Job", "Payload", "load_shared", "pack", "read_frame", "share", "unpack", "write_frame"]
+__all__ = [
+    "Job",
+    "Payload",
+    "load_shared",
+    "pack",
+    "pack_sampler",
+    "read_frame",
+    "share",
+    "unpack",
+    "unpack_sampler",
+    "write_frame",
+]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -24,6 +36,8 @@ _LENGTH: Final = struct.Struct("<Q")
 @dataclass(frozen=True, slots=True)
 class Job:
     """The worker's orders, without the user's objects: these are in `payload`, pickled.
+
+    What only the supervisor needs, the `sampler`, is pickled by itself: it may bring torch.
 
     `kind`, `seed`: the order over units.
     `listing`: the digest of the source's listing. Sizes in bytes, times in seconds.
@@ -44,6 +58,7 @@ class Job:
     hang_timeout_s: float
     custom_eviction: bool
     payload: bytes
+    sampler: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +69,23 @@ class Payload:
     transform: Any
     eviction: Any
     weights: Any
-    sampler: Any
 
 
 def pack(payload: Payload) -> bytes:
     """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle."""
+    return _pickled(payload, _culprit)
+
+
+def pack_sampler(sampler: Any) -> bytes:
+    """The user's sampler pickled, nothing for None; raises ConfigError if it does not pickle."""
+    return b"" if sampler is None else _pickled(sampler, lambda _: None)
+
+
+def _pickled(value: Any, culprit: Callable[[Any], tuple[str, Exception] | None]) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(payload))
+        return bytes(cloudpickle.dumps(value))
     except Exception as error:  # noqa: BLE001  pickling runs the user's code
-        name, cause = _culprit(payload) or ("job", error)
+        name, cause = culprit(value) or ("order", error)
         raise ConfigError(
             f"the {name} cannot be sent to the background processes ({type(cause).__name__}: {cause}); "
             "open files, connections, locks and generators inside it, at its first use there"
@@ -72,7 +95,7 @@ def pack(payload: Payload) -> bytes:
 def _culprit(payload: Payload) -> tuple[str, Exception] | None:
     """What of `payload` does not pickle, by the name its user knows, and why."""
     names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
-    for name in ("source", "transform", "eviction", "weights", "sampler"):
+    for name in ("source", "transform", "eviction", "weights"):
         try:
             cloudpickle.dumps(getattr(payload, name))
         except Exception as error:  # noqa: BLE001  pickling runs the user's code
@@ -82,15 +105,24 @@ def _culprit(payload: Payload) -> tuple[str, Exception] | None:
 
 def unpack(data: bytes) -> Payload:
     """The user's objects again; raises WorkerError when something they need cannot be imported here."""
-    try:
-        payload = pickle.loads(data)  # noqa: S301  sent by our own parent through a pipe
-    except Exception as error:
-        raise WorkerError(
-            f"the source or transform cannot be loaded in the background process ({type(error).__name__}: "
-            f"{error}); is the module it comes from importable there?"
-        ) from error
+    payload = _loaded(data, "source or transform")
     assert isinstance(payload, Payload)
     return payload
+
+
+def unpack_sampler(data: bytes) -> Any:
+    """The user's sampler again; raises WorkerError when something it needs cannot be imported here."""
+    return _loaded(data, "order")
+
+
+def _loaded(data: bytes, what: str) -> Any:
+    try:
+        return pickle.loads(data)  # noqa: S301  sent by our own parent through a pipe
+    except Exception as error:
+        raise WorkerError(
+            f"the {what} cannot be loaded in the background process ({type(error).__name__}: "
+            f"{error}); is the module it comes from importable there?"
+        ) from error
 
 
 def share(job: Job) -> int:

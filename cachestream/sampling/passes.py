@@ -106,6 +106,9 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         _save_order(cache, plan.ordinal, drawn)
     with cache.catalogue.transaction() as tables:
         tables.forget_old_passes()
+        tables.set_meta(
+            "fill_state", "filling"
+        )  # together, or a complete cache would seem to be complete still
         tables.insert_pass(plan.to_json(), plan.length, int(tables.meta("evicted_shards", 0)))
 
 

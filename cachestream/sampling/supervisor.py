@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
 from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop, longest_pause_s
-from cachestream.sampling.job import Job, Payload, read_frame, share, unpack, write_frame
+from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
 from cachestream.sampling.order import check_drawn
 from cachestream.sampling.passes import begin, go_on
 from cachestream.sampling.process import EXIT_FATAL, EXIT_RESTART
@@ -67,7 +67,7 @@ class Supervisor:
         self._wardens = Wardens(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
-        self._payload: Payload | None = None
+        self._sampler: Any = None
         self._leaving: HeldFile | None = None
         self._resting = False
         self._state = ""
@@ -200,9 +200,9 @@ class Supervisor:
 
     def draw(self, ordinal: int) -> IntArray:
         """What the user's sampler gives for pass `ordinal`."""
-        if self._payload is None:
-            self._payload = unpack(self._job.payload)  # kept: a sampler goes on where its generator is
-        sampler = self._payload.sampler
+        if self._sampler is None:
+            self._sampler = unpack_sampler(self._job.sampler)  # kept: it goes on where its generator is
+        sampler = self._sampler
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(ordinal)
         return check_drawn(np.fromiter(iter(sampler), np.int64), self._job.num_units)
@@ -274,11 +274,9 @@ def main() -> None:
         raise
     logger.info("started, %d left-over files removed", removed)
     _let_go_of_terminal()
-    try:
-        code = supervisor.run()
-    finally:
-        lock.release()
-    sys.exit(code)
+    code = supervisor.run()
+    logging.shutdown()
+    os._exit(code)  # the lock goes with the process: who sees it free knows that nothing of it is left
 
 
 def _last_error(words: str) -> str:

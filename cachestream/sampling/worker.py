@@ -20,7 +20,7 @@ from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.remote.open import open_source
 from cachestream.remote.source import Source
 from cachestream.sampling.child import start_python
-from cachestream.sampling.job import Job, Payload, pack, read_frame, write_frame
+from cachestream.sampling.job import Job, Payload, pack, pack_sampler, read_frame, write_frame
 from cachestream.sampling.order import check_weights
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.admission import HEADROOM_BYTES
@@ -306,7 +306,8 @@ class _Options:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, transform, policy, weights, sampler)),
+            payload=pack(Payload(source, transform, policy, weights)),
+            sampler=pack_sampler(sampler),
         )
 
     def _shard_bytes(self, cache: Cache) -> int:

@@ -19,6 +19,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
     found = Processes(secrets.token_hex(8))
     monkeypatch.setenv(TOKEN, found.token)
     yield found
+    try:
+        found.wait_until_gone(1.0)
+    except AssertionError:
+        pass
     left = found.pids()
     commands = [
         Path(f"/proc/{pid}/cmdline").read_bytes()[-200:] for pid in left if os.path.exists(f"/proc/{pid}")
