@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SourceUnavailableError,
         WorkerError,
     )
+    from cachestream.remote.arrays import ArraySource
     from cachestream.remote.datasets import DatasetSource
     from cachestream.remote.files import FileSource
     from cachestream.remote.functions import CallableSource
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from cachestream.training.loader import EpochLoader
 
 __all__ = [
+    "ArraySource",
     "Cache",
     "CacheError",
     "CacheFullError",
@@ -74,6 +76,7 @@ __version__ = "0.1.0"
 
 # Where a name lives; whatever is public and not named here is an error class.
 _HOMES: Final[dict[str, str]] = {
+    "ArraySource": "remote.arrays",
     "Cache": "storage.cache",
     "CallableSource": "remote.functions",
     "DatasetSource": "remote.datasets",

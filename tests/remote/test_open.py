@@ -147,7 +147,6 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(what: Any, message: str) 
     [
         "d/*.parquet",
         "x.TFRECORD",
-        "x.zarr/",
     ],
 )
 def test_formats_of_the_future_say_so_and_offer_a_way_today(url: str) -> None:

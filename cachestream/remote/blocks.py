@@ -1,0 +1,74 @@
+"""A remote file as a file object: for libraries that seek and read a little here and there."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from typing import Any, Final
+
+from cachestream.remote.ranges import RangedFile
+
+__all__ = ["BlockFile"]
+
+BLOCK_BYTES: Final = 64 << 10  # fetched at once, and kept
+MAX_BLOCKS: Final = 256
+
+
+class BlockFile(io.RawIOBase):
+    """Read-only; the blocks used last are kept, large reads go past them. For one thread at a time.
+
+    `error` is what a read failed with: libraries in C pass on only that one did.
+    """
+
+    def __init__(self, file: RangedFile) -> None:
+        self._file = file
+        self._size_bytes = file.look().size_bytes
+        self._position = 0
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = (0, self._position, self._size_bytes)[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        start, stop = self._position, min(self._position + len(out), self._size_bytes)
+        if stop <= start:
+            return 0
+        try:
+            if stop - start > MAX_BLOCKS * BLOCK_BYTES // 4:
+                self._file.read_spans([(start, stop)], [out[: stop - start]])
+            else:
+                self._copy(start, stop, out)
+        except Exception as error:
+            self.error = error
+            raise
+        self._position = stop
+        return stop - start
+
+    def _copy(self, start: int, stop: int, out: memoryview) -> None:
+        numbers = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+        missing = [number for number in numbers if number not in self._blocks]
+        spans = [
+            (number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._size_bytes)) for number in missing
+        ]
+        self._blocks.update(zip(missing, self._file.read_spans(spans), strict=True))
+        for number in numbers:
+            self._blocks.move_to_end(number)
+            first = number * BLOCK_BYTES
+            low, high = max(start, first), min(stop, first + BLOCK_BYTES)
+            out[low - start : high - start] = self._blocks[number][low - first : high - first]
+        while len(self._blocks) > MAX_BLOCKS:
+            self._blocks.popitem(last=False)
