@@ -56,9 +56,9 @@ class NumberedSource:
 
 
 def cached_keys(cache: Cache) -> Iterator[str]:
-    """The keys of all samples in published shards."""
+    """The keys of all samples in published shards, in the order they were published."""
     folder = os.path.join(cache.path, "shards")
-    for name in os.listdir(folder):
+    for name in sorted(os.listdir(folder)):
         with closing(MappedShard(os.path.join(folder, name))) as shard:
             yield from shard.keys()
 
