@@ -19,6 +19,7 @@ import torch
 __all__ = ["BufferPool", "Loan", "as_tensor"]
 
 Bytes = npt.NDArray[np.uint8]
+_SIZES: Final = 8  # sizes of which free buffers are kept
 _SMALL_BYTES: Final = 64 * 1024  # below this malloc reuses its memory as well as a pool does, and is quicker
 
 
@@ -88,7 +89,9 @@ class BufferPool:
         if num_bytes < _SMALL_BYTES and not self._pinned:
             return Loan(np.empty(num_bytes, np.uint8), None)
         num_bytes = max(num_bytes, 1)
-        free = self._free.setdefault(num_bytes, deque(maxlen=self._keep))
+        free = self._free.get(num_bytes)
+        if free is None:
+            free = self._new_size(num_bytes)
         try:
             buffer = free.pop()
         except IndexError:
@@ -97,6 +100,12 @@ class BufferPool:
         memory.give_back = functools.partial(free.append, buffer)
         # All views and tensors on the array keep it, it keeps `memory`, and that ends the loan when it dies.
         return Loan(np.frombuffer(memoryview(memory), np.uint8), buffer)
+
+    def _new_size(self, num_bytes: int) -> deque[_Buffer]:
+        """A free list for another size; the oldest size is forgotten, so that what is kept stays bounded."""
+        while len(self._free) >= _SIZES:
+            self._free.pop(next(iter(self._free), 0), None)
+        return self._free.setdefault(num_bytes, deque(maxlen=self._keep))
 
     def lend_rounded(self, num_bytes: int) -> Loan:
         """As `lend`, for sizes that vary: a power of two, so that buffers fit again."""

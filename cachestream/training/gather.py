@@ -48,12 +48,16 @@ class Block:
 
 
 class Gatherer:
-    """Gathers samples of one snapshot. Not thread-safe; all shards of a block must be mapped before."""
+    """Gathers samples of one snapshot. Not thread-safe; all shards of a block must be mapped before.
+
+    `batch_size` is what most gathers are for: memory is taken for as much. 0 where they vary.
+    """
 
     def __init__(self, maps: EpochMaps, pool: BufferPool, batch_size: int = 0) -> None:
         self.maps = maps
         self._pool = pool
         self._batch_size = batch_size
+        self._lend = pool.lend if batch_size else pool.lend_rounded
         self._fields = [(field, fixed_row_bytes(field)) for field in maps.snapshot.schema.fields]
 
     def block(self, shards: IntArray, rows: IntArray) -> Block:
@@ -91,7 +95,7 @@ class Gatherer:
         run.start, run.stop = start, max(stop, min(start + rows, len(run.index)))
         run.values = None  # before the next buffer is taken: it may be the one that this gives back
         count = run.stop - start
-        loan = self._pool.lend(max(rows, count) * row_bytes)
+        loan = self._lend(max(rows, count) * row_bytes)
         torch.index_select(
             window.rows(row_bytes), 0, run.index[start : run.stop], out=loan.rows(count, row_bytes)
         )

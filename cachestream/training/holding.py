@@ -126,7 +126,7 @@ class Holder:
         missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
         for start in range(0, len(missing), _SLICE):
             watch.check()
-            damaged += maps.open(missing[start : start + _SLICE])
+            damaged += maps.open(missing[start : start + _SLICE], ahead=True)
             if watch.over:
                 break
         return damaged

@@ -25,7 +25,7 @@ from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Delivery, Schedule
 from cachestream.training.state import from_state, to_state
-from cachestream.training.stats import LoaderStats, Meter, Reuse
+from cachestream.training.stats import LoaderStats, Meter
 from cachestream.training.transfer import BatchTransform, Transfer, make_transfer
 
 if TYPE_CHECKING:
@@ -119,7 +119,6 @@ class EpochLoader:
         self._wanted_epoch: int | None = None
         self._loaded: dict[str, Any] = {}
         self._meter = Meter()
-        self._reuse = Reuse()
 
     def _make_engine(self, transfer: Transfer, transform: BatchTransform | None) -> Engine:
         settings, cache, closed = self._settings, self.cache, threading.Event()
@@ -210,7 +209,7 @@ class EpochLoader:
     def _count_reuse(self, cursor: _Cursor) -> None:
         segment = cursor.segment
         if segment is not None:
-            self._reuse.add(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
+            self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
 
     def _apply_wanted_epoch(self) -> None:
         """Go where `set_epoch` has pointed, unless that is where the loader goes anyway."""
@@ -300,22 +299,9 @@ class EpochLoader:
     @property
     def stats(self) -> LoaderStats:
         """What was delivered and waited for, up to now."""
-        cursor, meter = self._cursor, self._meter
-        snapshot = None if cursor is None else cursor.snapshot
-        return LoaderStats(
-            epoch=self.epoch if cursor is None else cursor.epoch,
-            epoch_samples=0 if snapshot is None else snapshot.num_samples,
-            shards=0 if snapshot is None else snapshot.num_shards,
-            samples=meter.samples,
-            batches=meter.batches,
-            skipped=meter.skipped,
-            wait_s=meter.wait_s,
-            wait_share=meter.wait_share,
-            gap_s=meter.gap_s,
-            samples_per_s=meter.samples_per_s,
-            reuse_factor=self._reuse.factor,
-            prepare_s=self._engine.preparer.last_s,
-        )
+        cursor = self._cursor
+        epoch, snapshot = (self.epoch, None) if cursor is None else (cursor.epoch, cursor.snapshot)
+        return self._meter.stats(epoch, snapshot, self._engine.preparer.last_s)
 
     # --- the end
 

@@ -69,7 +69,7 @@ class FieldAddresses:
 
 
 class EpochMaps:
-    """The mapped shards of one snapshot. Thread-safe, but for eviction: see `open`.
+    """The mapped shards of one snapshot. Thread-safe, but for the dropping of maps: see `open`.
 
     `verified` holds the ids of the shards that this process has checked, shared with later epochs.
     At most `max_open` shards are mapped at a time (the kernel limits the maps of a process).
@@ -122,30 +122,28 @@ class EpochMaps:
             beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
         return shards, samples - self.starts[shards]
 
-    def open(self, shards: IntArray) -> list[tuple[int, CorruptShardError]]:
+    def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
         """Map and verify those of `shards` (places) that are not mapped; returns the damaged (place, error).
 
         Over `max_open` the maps unused for longest go: so only one thread may gather while more shards
-        than that are asked for, and it must ask for all shards of a gather at once.
+        than that are asked for, and it must ask for all shards of a gather at once. Another thread may open
+        some `ahead`, which drops none.
         """
-        self._tick += 1
-        self._last_used[shards] = self._tick
+        if not ahead:
+            self._tick += 1
+            self._last_used[shards] = self._tick
         missing = np.unique(shards[~self.mapped[shards]])
         damaged: list[tuple[int, CorruptShardError]] = []
         for place in missing.tolist():
             if self.num_mapped >= self.max_open:
+                if ahead:
+                    break
                 self._drop_some(keep=shards)
             try:
                 self._insert(place, self._map(int(self.snapshot.shard_ids[place])))
             except CorruptShardError as error:
                 damaged.append((place, error))
         return damaged
-
-    def verify_ahead(self, place: int) -> None:
-        """Verify one shard without keeping it mapped; raises CorruptShardError."""
-        shard_id = int(self.snapshot.shard_ids[place])
-        if shard_id not in self.verified:
-            self._map(shard_id)
 
     def after_fork(self) -> None:
         """In a forked child: a thread of the parent may have held the lock."""

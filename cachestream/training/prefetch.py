@@ -140,7 +140,7 @@ class Engine:
         room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
         missing = np.flatnonzero(~maps.mapped)[:room]
         # Damage is dealt with by the thread that gathers, when it comes to those shards.
-        if not len(missing) or maps.open(missing):
+        if not len(missing) or maps.open(missing, ahead=True):
             segment.opened_ahead = True
 
     # --- gathering

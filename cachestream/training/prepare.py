@@ -124,9 +124,7 @@ class Preparer:
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
         why = (
-            f"its filling is '{state}'"
-            if ended
-            else f"after {self._settings.timeout_s:.0f} s it is '{state}'"
+            f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
         )
         if state == "none":
             hint = "start a worker (cs.start_worker, or 'cachestream worker')"

@@ -131,7 +131,7 @@ class StoreRanks:
     def meet(self, settings: Mapping[str, Any], cache_id: str) -> None:
         """Learn who the others are; raises RankMismatchError for other `settings` than rank 0's."""
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
-        self._store.set(f"hello/{self.rank}", json.dumps(me))
+        self._guarded(lambda: self._store.set(f"hello/{self.rank}", json.dumps(me)))
         hellos = self._collect("hello", range(self.size), "come to its EpochLoader", self._deadlines_s.first)
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         for r, hello in enumerate(hellos):
@@ -208,9 +208,7 @@ class StoreRanks:
         # Store.wait would do the waiting, but cannot be cancelled, and prints a warning at every timeout.
         while not self._guarded(lambda: self._store.check(keys)):
             if time.monotonic() > give_up:
-                late = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-                if late:
-                    raise RankMismatchError(self._late(late, done, deadline_s))
+                raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
             if cancelled() or self._closed.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
@@ -220,11 +218,14 @@ class StoreRanks:
                 raise _error_of(payload, self._names[rank], rank == self.rank)
         return payloads
 
-    def _late(self, late: list[int], done: str, deadline_s: float) -> str:
+    def _late(self, ranks: Sequence[int], keys: list[str], done: str, deadline_s: float) -> str:
+        """Names the ranks that have not posted their keys."""
+        there = self._guarded(lambda: [self._store.check([key]) for key in keys])
+        late = [rank for rank, is_there in zip(ranks, there, strict=True) if not is_there] or list(ranks)
         names = ", ".join(self._names[rank] for rank in late[:8]) + (", …" if len(late) > 8 else "")
         have = "has" if len(late) == 1 else "have"
         return (
-            f"{names} {have} not {done} within {deadline_s:.0f} s: dead, or stuck? See the log of that process; "
+            f"{names} {have} not {done} within {deadline_s:.3g} s: dead, or stuck? See the log of that process; "
             "every rank must iterate its EpochLoader"
         )
 
@@ -283,7 +284,7 @@ def _connect(prefix: str, rank: int, deadline_s: float, closed: threading.Event)
         while not exchange.check(["address"]):
             if time.monotonic() > give_up:
                 raise RankMismatchError(
-                    f"rank 0 has not come to its EpochLoader within {deadline_s:.0f} s: dead, or stuck? "
+                    f"rank 0 has not come to its EpochLoader within {deadline_s:.3g} s: dead, or stuck? "
                     "Every rank must make and iterate the same EpochLoaders"
                 )
             if closed.wait(_PAUSES_S[1]):

@@ -6,6 +6,7 @@ happens under one lock and does no work: what has to be closed is returned, and 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -44,6 +45,30 @@ class Parcel:
     batches: deque[Delivery] = field(default_factory=deque)
 
 
+class _Pace:
+    """How long the trainer takes for a batch, smoothed."""
+
+    def __init__(self) -> None:
+        self._batch_s: float | None = None
+        self._noted = 0
+        self._last_s = 0.0
+        self._last_batches = 0
+
+    def note(self, batches: int) -> None:
+        """The trainer has come for `batches` batches, and worked on the ones before until now."""
+        now = time.monotonic()
+        if self._noted:
+            took_s = (now - self._last_s) / max(1, self._last_batches)
+            before_s = took_s if self._batch_s is None else self._batch_s
+            self._batch_s = before_s + _PACE_SMOOTHING * (took_s - before_s)
+        self._last_s, self._last_batches = now, batches
+        self._noted += batches
+
+    def lasts(self, batches: int, least: int) -> float:
+        """How long `batches` last, in seconds; for ever as long as fewer than `least` were seen."""
+        return math.inf if self._batch_s is None or self._noted < least else batches * self._batch_s
+
+
 class Schedule:
     """The state of a loader's epochs. Thread-safe.
 
@@ -74,10 +99,7 @@ class Schedule:
         self._trained_epoch = -1
         self._totals: dict[tuple[int, int], int] = {}
         self._ahead_s = 0.0
-        self._pace_s: float | None = None
-        self._paced = 0
-        self._last_take_s = 0.0
-        self._last_taken = 0
+        self._pace = _Pace()
         self.doing = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
@@ -95,7 +117,7 @@ class Schedule:
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._pace_s, self._paced = None, 0
+            self._pace = _Pace()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
             self._queue = deque(parcel for parcel in self._queue if not self._stale(parcel.segment.request))
             self._waiting = sum(len(parcel.batches) for parcel in self._queue)
@@ -120,7 +142,7 @@ class Schedule:
                 self._wait_for(epoch, give_up, timeout_s)
             parcel = self._queue.popleft()
             self._waiting -= len(parcel.batches)
-            self._note_pace(len(parcel.batches))
+            self._pace.note(len(parcel.batches))
             self._room.notify()
             self._wake_if_due()
             return parcel
@@ -276,20 +298,8 @@ class Schedule:
         batches = self._gathering.plan.num_batches
         if self._gathered >= _PREPARE_AT * batches:
             return True
-        if self._pace_s is None or self._paced < self._prefetch:
-            return False
         left = batches - self._gathered + self._waiting
-        return left * self._pace_s <= max(_LEAST_AHEAD_S, self._ahead_s)
-
-    def _note_pace(self, batches: int) -> None:
-        """The trainer has come for `batches` batches, and worked on the ones before until now."""
-        now = time.monotonic()
-        if self._paced:
-            took_s = (now - self._last_take_s) / max(1, self._last_taken)
-            before_s = took_s if self._pace_s is None else self._pace_s
-            self._pace_s = before_s + _PACE_SMOOTHING * (took_s - before_s)
-        self._last_take_s, self._last_taken = now, batches
-        self._paced += batches
+        return self._pace.lasts(left, self._prefetch) <= max(_LEAST_AHEAD_S, self._ahead_s)
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
         closing = [segment for segment in self._open if done(segment)]
@@ -310,7 +320,7 @@ class Schedule:
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (
-            f"no batch of epoch {epoch} within {timeout_s:.0f} s (timeout_s): preparation: {self.doing['prepare']}; "
+            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: {self.doing['prepare']}; "
             f"gathering: {self.doing['gather']}; {self._waiting} batches are waiting. Is the disk hanging, or the "
             "batch_transform?"
         )

@@ -97,6 +97,7 @@ class Meter:
         self._epoch_samples = 0
         self._pending_gap_s = 0.0
         self._first = True
+        self._reuse = Reuse()
 
     def epoch_begins(self) -> None:
         now = self.clock()
@@ -120,12 +121,25 @@ class Meter:
         self.wait_s += wait_s
         self._last_s = self.clock()
 
-    @property
-    def wait_share(self) -> float:
-        passed_s = 0.0 if self._began_s is None else self._last_s - self._began_s
-        return min(1.0, self.wait_s / passed_s) if passed_s > 0 else 0.0
+    def drawn(self, snapshot: Snapshot, share: float) -> None:
+        """The `share` of `snapshot` has been drawn."""
+        self._reuse.add(snapshot, share)
 
-    @property
-    def samples_per_s(self) -> float:
-        passed_s = self._last_s - self._epoch_began_s
-        return self._epoch_samples / passed_s if self._epoch_samples and passed_s > 0 else 0.0
+    def stats(self, epoch: int, snapshot: Snapshot | None, prepare_s: float) -> LoaderStats:
+        """All of it, for a loader in `epoch`, drawn from `snapshot`."""
+        passed_s = 0.0 if self._began_s is None else self._last_s - self._began_s
+        epoch_s = self._last_s - self._epoch_began_s
+        return LoaderStats(
+            epoch=epoch,
+            epoch_samples=0 if snapshot is None else snapshot.num_samples,
+            shards=0 if snapshot is None else snapshot.num_shards,
+            samples=self.samples,
+            batches=self.batches,
+            skipped=self.skipped,
+            wait_s=self.wait_s,
+            wait_share=min(1.0, self.wait_s / passed_s) if passed_s > 0 else 0.0,
+            gap_s=self.gap_s,
+            samples_per_s=self._epoch_samples / epoch_s if self._epoch_samples and epoch_s > 0 else 0.0,
+            reuse_factor=self._reuse.factor,
+            prepare_s=prepare_s,
+        )

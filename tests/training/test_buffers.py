@@ -92,3 +92,10 @@ def test_small_memory_is_fresh_and_exact() -> None:
     loan = BufferPool(keep=2).lend(100)
     assert loan.array.shape == (100,)
     assert loan.array.dtype == np.uint8
+
+
+def test_memory_of_many_sizes_is_not_kept_for_ever() -> None:
+    pool = BufferPool(keep=2)
+    for size in range(SIZE, SIZE + 100):
+        pool.lend(size)
+    assert len(pool._free) <= 8

@@ -336,7 +336,7 @@ def test_a_batch_that_does_not_come_is_an_error_with_a_diagnosis(new_cache: NewC
 
     with EpochLoader(new_cache(2, 8), 4, batch_transform=transform, timeout_s=0.3) as loader:
         batches = iter(loader)
-        with pytest.raises(EpochError, match=r"no batch of epoch 0 within 0 s .*gathering epoch 0"):
+        with pytest.raises(EpochError, match=r"no batch of epoch 0 within 0.3 s .*gathering epoch 0"):
             next(batches)
         released.set()
         assert len(list(batches)) == 4
