@@ -187,7 +187,7 @@ class Admission:
     def clear_dead(self, owner: str | None = None) -> None:
         """Give back what processes that died had reserved, in the name of `owner`."""
         for name in os.listdir(self._directory.leases):
-            if name.endswith(Owner.SUFFIX):
+            if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
             if not self._dead(tables):

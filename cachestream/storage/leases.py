@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from typing import Final
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unhel
 
 __all__ = ["Lease", "Leases", "join_lease", "merge_ranges", "ranges_of"]
 
-_SUFFIX = ".lease"
 _CREATE_TIMEOUT_S = 2.0
 
 
@@ -63,13 +63,15 @@ def join_lease(path: str, timeout_s: float = 5.0) -> Lease:
 class Leases:
     """The leases of one cache. Not thread-safe: used under the catalogue's lock only."""
 
+    SUFFIX: Final = ".lease"
+
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._ranges: dict[str, IntArray] = {}
 
     def create(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` [n, 2] (first, last) for this process, within a write transaction."""
-        path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}")
+        path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
             raise EpochError(f"{path}: the new lease was taken away at once; is another cache cleaning up?")
@@ -106,7 +108,7 @@ class Leases:
         return self.look()[0]
 
     def _names(self) -> list[str]:
-        return [name for name in os.listdir(self._folder) if name.endswith(_SUFFIX)]
+        return [name for name in os.listdir(self._folder) if name.endswith(self.SUFFIX)]
 
 
 def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
