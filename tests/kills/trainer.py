@@ -1,0 +1,84 @@
+"""A trainer: epoch after epoch over snapshots of a cache, each sample held against what its key says it must be.
+
+What it finds wrong it writes into a file, one line each; it is killed at any point, so it cannot tell otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from cachestream import Cache
+from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.shard import MappedShard, shard_path
+from tests.sampling.sources import content
+
+STEP_S = 0.05  # what a network would take
+
+
+def check_shard(root: str, shard_id: int, count: int) -> list[str]:
+    """Hold every sample of a shard against its key; returns the keys."""
+    shard = MappedShard(shard_path(root, shard_id))
+    keys, rows = shard.keys(), shard.array("x")
+    assert len(keys) == len(rows) == count, (
+        f"shard {shard_id}: {len(keys)} keys, {len(rows)} rows, {count} expected"
+    )
+    for key, row in zip(keys, rows, strict=True):
+        assert row.tobytes() == content(key, len(row)).tobytes(), (
+            f"shard {shard_id}: {key} holds something else"
+        )
+    del rows
+    shard.close()
+    return keys
+
+
+def train_epoch(cache: Cache) -> int:
+    """One epoch over all that is cached; returns its samples."""
+    cache.wait(1, timeout_s=60.0)
+    snapshot, lease = cache.take_snapshot(turnover=0.25)
+    try:
+        keys: Counter[str] = Counter()
+        for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
+            keys.update(check_shard(cache.path, shard_id, count))
+        twice = [key for key, count in keys.items() if count > 1]
+        assert not twice, f"twice in one snapshot: {twice[:5]}"
+        return len(keys)
+    finally:
+        lease.release()
+
+
+def train_with_loader(cache: Cache) -> None:
+    """Epochs the way users run them, with torch."""
+    from cachestream import EpochLoader  # torch takes seconds to load: only where it is wanted
+
+    with EpochLoader(cache, batch_size=16, min_samples=16, drop_last=False) as loader:
+        while True:
+            for batch in loader:
+                assert batch["x"].shape[1:] == (len(batch["x"][0]),)
+
+
+def main() -> None:
+    root, errors, kind = sys.argv[1:]
+    cache = Cache(root)
+    try:
+        if kind == "loader":
+            train_with_loader(cache)
+        while True:
+            try:
+                train_epoch(cache)
+                time.sleep(STEP_S)
+            except NotEnoughSamplesError:
+                continue  # nothing yet, or all of it was just evicted
+    except BaseException:  # whatever it is, the test shall see it
+        with open(errors, "a", encoding="utf-8") as file:
+            file.write(f"trainer {os.getpid()}: {traceback.format_exc()}\n")
+        raise
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).touch()
+    main()
