@@ -30,7 +30,8 @@ demo = Path("windows-demo")
 image, mask = sys.argv[1:3] if len(sys.argv) > 3 else make_pair(demo)
 cache = cs.Cache(sys.argv[3] if len(sys.argv) > 3 else demo / "cache", "200MB")
 
-source = cs.open_source({"image": image, "mask": mask}, window=(64, 64))
+# Without num_units windows are drawn for ever, and old ones make room; so the filling rests after a pass.
+source = cs.open_source({"image": image, "mask": mask}, window=(64, 64), num_units=8000)
 loader = cs.stream(source, cache, batch_size=32, epoch_size=640, num_workers=2)
 
 network = torch.nn.Sequential(
