@@ -48,7 +48,8 @@ class Parcel:
 class _Pace:
     """How long the trainer takes for a batch, smoothed."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._batch_s: float | None = None
         self._noted = 0
         self._last_s = 0.0
@@ -56,7 +57,7 @@ class _Pace:
 
     def note(self, batches: int) -> None:
         """The trainer has come for `batches` batches, and worked on the ones before until now."""
-        now = time.monotonic()
+        now = self._clock()
         if self._noted:
             took_s = (now - self._last_s) / max(1, self._last_batches)
             before_s = took_s if self._batch_s is None else self._batch_s
@@ -77,8 +78,9 @@ class Schedule:
     or more of them wait. Who waits for what has a condition of its own, so that a batch wakes up one thread.
     """
 
-    def __init__(self, prefetch: int) -> None:
+    def __init__(self, prefetch: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._prefetch = prefetch
+        self._clock = clock
         self._lock = threading.RLock()
         self._batches = threading.Condition(
             self._lock
@@ -99,7 +101,7 @@ class Schedule:
         self._trained_epoch = -1
         self._totals: dict[tuple[int, int], int] = {}
         self._ahead_s = 0.0
-        self._pace = _Pace()
+        self._pace = _Pace(self._clock)
         self.doing = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
@@ -117,7 +119,7 @@ class Schedule:
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._pace = _Pace()
+            self._pace = _Pace(self._clock)
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
             self._queue = deque(parcel for parcel in self._queue if not self._stale(parcel.segment.request))
             self._waiting = sum(len(parcel.batches) for parcel in self._queue)
@@ -136,7 +138,7 @@ class Schedule:
 
     def take(self, epoch: int, timeout_s: float) -> Parcel:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
-        give_up = time.monotonic() + timeout_s
+        give_up = self._clock() + timeout_s
         with self._lock:
             while not self._queue or self._queue[0].segment.request.epoch != epoch:
                 self._wait_for(epoch, give_up, timeout_s)
@@ -149,7 +151,7 @@ class Schedule:
 
     def length(self, epoch: int, timeout_s: float) -> int:
         """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
-        give_up = time.monotonic() + timeout_s
+        give_up = self._clock() + timeout_s
         with self._lock:
             while (total := self._totals.get((self._generation, epoch))) is None:
                 self._wait_for(epoch, give_up, timeout_s)
@@ -313,7 +315,7 @@ class Schedule:
             raise self._failure[1]
         if self._stopped:
             raise EpochError("this EpochLoader is closed; make a new one")
-        left_s = give_up_s - time.monotonic()
+        left_s = give_up_s - self._clock()
         if left_s <= 0:
             raise EpochError(self._diagnosis(epoch, timeout_s))
         self._batches.wait(left_s)

@@ -1,0 +1,179 @@
+"""When the next segment is prepared: as late as is safe, so that it holds what is newest."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cachestream import EpochLoader
+from cachestream.model import Schema, Snapshot
+from cachestream.training.dataset import EpochDataset
+from cachestream.training.epoch import Request, Segment
+from cachestream.training.maps import EpochMaps
+from cachestream.training.plan import Plan, SequentialOrder
+from cachestream.training.resume import Record
+from cachestream.training.schedule import Delivery, Parcel, Schedule
+from cachestream.training.threads import one_thread, use_one_thread
+from cachestream.training.transfer import Staged
+
+NOTHING = np.zeros(0, np.int64)
+
+
+class Trainer:
+    """A schedule with an epoch of `batches` under way, and a clock of its own."""
+
+    def __init__(self, batches: int) -> None:
+        self.now = 0.0
+        self.schedule = Schedule(prefetch=4, clock=lambda: self.now)
+        self.schedule.begin(None, 0)
+        asked = self.schedule.wait_request(0.0, 0.0)
+        assert asked is not None
+        request, due = asked
+        assert due
+        snapshot = Snapshot("id", "/", "/", Schema(()), NOTHING, NOTHING)
+        segment = Segment(
+            request,
+            EpochDataset(snapshot),
+            EpochMaps(snapshot),
+            SequentialOrder(batches),
+            Plan(batches, 1, 1, batches),
+            0,
+            batches,
+            Record(NOTHING, NOTHING, "sequential", batches),
+        )
+        assert self.schedule.add(segment)
+        taken = self.schedule.next_segment()
+        assert taken is segment
+        self.segment = segment
+        self.gathered = 0
+
+    def gather(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.gathered += 1
+            delivery = Delivery(Staged(self.gathered), self.gathered, 1, 0)
+            assert self.schedule.put(Parcel(self.segment, deque([delivery])))
+
+    def step(self, seconds: float) -> Any:
+        """Train on one batch for `seconds`; another one is gathered meanwhile."""
+        parcel = self.schedule.take(0, 1.0)
+        self.now += seconds
+        if self.gathered < self.segment.plan.num_batches:
+            self.gather()
+        return parcel.batches[0].staged.batch
+
+    def is_due(self, ahead_s: float = 0.0) -> bool:
+        asked = self.schedule.wait_request(ahead_s, 0.0)
+        assert asked is not None
+        return asked[1]
+
+
+def test_the_next_epoch_is_prepared_when_what_is_left_lasts_for_a_second() -> None:
+    trainer = Trainer(batches=1000)
+    trainer.gather(4)
+    left = 1000
+    while not trainer.is_due():
+        assert trainer.step(0.002) == 1001 - left
+        left -= 1
+    assert 490 <= left <= 510
+
+
+def test_it_is_prepared_earlier_when_that_took_longer_before() -> None:
+    trainer = Trainer(batches=1000)
+    trainer.gather(4)
+    left = 1000
+    while not trainer.is_due(ahead_s=2.0):
+        trainer.step(0.004)
+        left -= 1
+    assert 490 <= left <= 510
+
+
+def test_it_is_prepared_at_the_latest_when_three_quarters_are_gathered() -> None:
+    trainer = Trainer(batches=100)
+    trainer.gather(4)
+    while not trainer.is_due():
+        trainer.step(10.0)
+    assert trainer.gathered == 75
+
+
+def test_nothing_is_prepared_more_than_one_epoch_ahead_of_the_trainer() -> None:
+    trainer = Trainer(batches=2)
+    trainer.gather(2)
+    assert trainer.is_due()
+    asked = trainer.schedule.wait_request(0.0, 0.0)
+    assert asked is not None
+    following = trainer.segment
+    following.request, following.total = asked[0], 2
+    assert trainer.schedule.add(following)
+    assert trainer.schedule.next_segment() is following
+    trainer.gathered = 0
+    trainer.gather(2)
+    assert not trainer.is_due()
+    trainer.schedule.begin(None, 1)
+    assert trainer.is_due()
+
+
+def test_what_was_prepared_before_a_jump_is_void() -> None:
+    trainer = Trainer(batches=100)
+    trainer.gather(4)
+    old = Request(0, 1)
+    closing = trainer.schedule.jump(Request(0, 5))
+    assert closing == [trainer.segment]
+    assert not trainer.schedule.put(Parcel(trainer.segment, deque([Delivery(Staged(5), 5, 1, 0)])))
+    assert trainer.schedule.stale(trainer.segment.request)
+    assert trainer.schedule.superseded(old)
+    asked = trainer.schedule.wait_request(0.0, 0.0)
+    assert asked is not None
+    assert (asked[0].epoch, asked[0].generation, asked[1]) == (5, 1, False)  # a batch is still being gathered
+
+
+def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen: list[int] = []
+
+    def single() -> None:
+        use_one_thread()
+        seen.append(torch.get_num_threads())
+        late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        late.start()
+        late.join(10)
+
+    try:
+        thread = threading.Thread(target=single)
+        thread.start()
+        thread.join(10)
+        assert seen == [1, 3]
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_on_a_gpu_keep_their_values_when_held_changed_and_used_on_other_streams(
+    cache_of: Any,
+) -> None:
+    cache = cache_of([{"x": torch.full((50_000,), float(i)), "number": i} for i in range(64)], [32, 32])
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    held = []
+    with EpochLoader(cache, 4, device="cuda", batch_transform=lambda b: {**b, "y": b["x"] + 1}) as loader:
+        for _ in range(3):
+            for batch in loader:
+                assert batch["x"].is_cuda
+                with torch.cuda.stream(other):
+                    other.wait_stream(torch.cuda.current_stream())
+                    for tensor in batch.values():
+                        tensor.record_stream(other)
+                    held.append((batch["number"].clone(), batch["x"].amin(1), batch["y"].amax(1)))
+                torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+                batch["x"].fill_(-1)
+    torch.cuda.synchronize()
+    for number, least, most in held:
+        assert torch.equal(least, number.float())
+        assert torch.equal(most, number.float() + 1)
