@@ -9,8 +9,6 @@ import asyncio
 import concurrent.futures
 import random
 import re
-import time
-from collections import deque
 from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
@@ -23,81 +21,17 @@ from cachestream.remote.waiting import result_of
 
 __all__ = ["RangeStream", "S3Stream", "WebStream"]
 
-RANGE_BYTES: Final = 4 << 20  # in one request, once the first piece has come
-AHEAD: Final = 2  # ranges asked for before they are needed
-PIECE_TIMEOUT_S: Final = 120.0
+RANGE_BYTES: Final = 4 << 20  # in one request, where each piece is one
+PIECE_TIMEOUT_S: Final = 60.0
 RESUMES: Final = 8  # without a byte in between; about a minute, as to begin anew costs all that came
-HELD_BACK_S: Final = 0.05
-SLOW_S: Final = 2.0
 _TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
-_EMPTY: Final = memoryview(b"")
 
 
 class _AsyncStream(Stream):
-    """What comes by coroutines on the filesystem's loop, which are tried again after what passes by itself."""
+    """What comes by coroutines on the filesystem's loop, which are tried again after what passes by itself.
 
-    def __init__(self, filesystem: Any, path: str, where: str, secrets: Iterable[str], start: int) -> None:
-        super().__init__(where, secrets, start)
-        self._filesystem = filesystem
-        self._path = path
-        self._offset = start  # of the first byte that was not taken yet
-        self._begun = False
-        self._narrow = False  # one piece at a time, and small ones
-        self._pending: deque[tuple[int, concurrent.futures.Future[Any]]] = (
-            deque()
-        )  # how much is asked for, what comes
-
-    def _ask(self, needed: bool) -> None:
-        """Ask for what comes next, unless it is on its way: at least one piece if it is `needed` now."""
-        raise NotImplementedError
-
-    def _submit(self, nbytes: int, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._pending.append((nbytes, asyncio.run_coroutine_threadsafe(coroutine, self._filesystem.loop)))
-
-    def _drop(self) -> None:
-        """Give up what is on its way."""
-        while self._pending:
-            self._pending.pop()[1].cancel()
-
-    def _next_piece(self) -> memoryview:
-        piece = memoryview(self._patiently())
-        self._begun = self._begun or len(piece) > 0
-        self._offset += len(piece)
-        begun_s = time.monotonic()
-        pulse.fetched(len(piece))
-        # Where the budget or the line holds us back, to ask ahead would only overdraw it.
-        self._narrow = self._narrow or time.monotonic() - begun_s > HELD_BACK_S
-        self._ask(needed=False)
-        return piece
-
-    def _patiently(self) -> bytes | bytearray:
-        """What is next on its way; asked for again where it broke. Empty at the end."""
-        failures, delays = 0, backoff_delays(random)
-        while True:
-            self._ask(needed=True)
-            if not self._pending:
-                return b""
-            begun_s = time.monotonic()
-            try:
-                piece: bytes | bytearray = result_of(self._pending[0][1], PIECE_TIMEOUT_S)
-            except Exception as error:
-                self._drop()
-                # What never began is retried from outside, with the whole unit's back-off.
-                if not self._begun or classify(error) != "unavailable" or failures >= RESUMES:
-                    raise
-                failures += 1
-                pulse.wait(next(delays))
-            else:
-                self._narrow = time.monotonic() - begun_s > SLOW_S
-                self._pending.popleft()
-                return piece
-
-    def close(self) -> None:
-        self._drop()
-
-
-class RangeStream(_AsyncStream):
-    """Ranges of an object, the next ones asked for while this one is used."""
+    Bytes past `likely_stop` are asked for only when they are needed.
+    """
 
     def __init__(
         self,
@@ -108,159 +42,230 @@ class RangeStream(_AsyncStream):
         start: int,
         likely_stop: int | None,
     ) -> None:
-        super().__init__(filesystem, path, where, secrets, start)
+        super().__init__(where, secrets, start)
+        self._filesystem = filesystem
+        self._path = path
+        self._offset = start  # of the first byte that was not taken yet
         self._likely_stop = likely_stop
         self._version: Any = None
+        self._begun = False
+        self._pending: concurrent.futures.Future[bytes | bytearray] | None = None
 
-    def _ask(self, needed: bool) -> None:
-        begin = self._offset + sum(nbytes for nbytes, _ in self._pending)
-        while len(self._pending) < (1 if self._narrow or not self._begun else AHEAD):
-            beyond = self._likely_stop is not None and begin >= self._likely_stop
-            if beyond and (self._pending or not needed):
-                return
-            small = beyond or self._narrow or not self._begun
-            end = begin + (PIECE_BYTES if small else RANGE_BYTES)
-            if self.size_bytes is not None:
-                end = min(end, self.size_bytes)
-            if self._likely_stop is not None and not beyond:
-                end = min(end, self._likely_stop)
-            if end <= begin:
-                return
-            self._submit(end - begin, self._get(begin, end))
-            begin = end
+    def _next(self) -> Coroutine[Any, Any, bytes | bytearray]:
+        """Get a piece from `_offset` on; empty at the end."""
+        raise NotImplementedError
 
-    async def _get(self, begin: int, end: int) -> bytes | bytearray:
+    def _stop(self, nbytes: int) -> int:
+        """How far to ask for about `nbytes` more."""
+        stop = self._offset + nbytes
+        if self._likely_stop is not None and self._offset < self._likely_stop:
+            stop = min(stop, self._likely_stop)
+        return stop if self.size_bytes is None else min(stop, self.size_bytes)
+
+    def _ask(self) -> concurrent.futures.Future[bytes | bytearray]:
+        """What is on its way; sees that something is."""
+        if self._pending is None:
+            self._pending = asyncio.run_coroutine_threadsafe(self._next(), self._filesystem.loop)
+        return self._pending
+
+    def _drop(self) -> None:
+        """Give up what is on its way."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+
+    def _next_piece(self) -> memoryview:
+        piece = self._patiently()
+        self._begun = self._begun or len(piece) > 0
+        self._offset += len(piece)
+        pulse.fetched(len(piece))
+        at_end = not piece or self._offset == self.size_bytes
+        if not at_end and (self._likely_stop is None or self._offset < self._likely_stop):
+            self._ask()
+        return memoryview(piece)
+
+    def _patiently(self) -> bytes | bytearray:
+        """What is next on its way; asked for again where it broke. Empty at the end."""
+        failures, delays = 0, backoff_delays(random)
+        while True:
+            try:
+                piece: bytes | bytearray = result_of(self._ask(), PIECE_TIMEOUT_S)
+            except Exception as error:
+                self._drop()
+                # What never began is retried from outside, with the whole unit's back-off.
+                if not self._begun or classify(error) != "unavailable" or failures >= RESUMES:
+                    raise
+                failures += 1
+                pulse.wait(next(delays))
+            else:
+                self._pending = None
+                return piece
+
+    def _jump(self, nbytes: int) -> None:
+        self._drop()
+        self._offset += nbytes
+
+    def _check_version(self, version: Any) -> None:
+        if self._version not in (None, version):
+            raise ChangedError(f"{self._version} became {version}")
+        self._version = version
+
+    def close(self) -> None:
+        self._drop()
+
+
+class RangeStream(_AsyncStream):
+    """A request for each piece, through fsspec's `_cat_file`, where a filesystem offers no more."""
+
+    async def _next(self) -> bytes | bytearray:
         if self.size_bytes is None:
             info = await self._filesystem._info(self._path)
             self.size_bytes, self._version = int(info["size"]), version_of(info)
-        end = min(end, self.size_bytes)
+        begin, end = self._offset, self._stop(RANGE_BYTES if self._begun else PIECE_BYTES)
         if end <= begin:
             return b""
         data: bytes = await self._filesystem._cat_file(self._path, start=begin, end=end)
         if len(data) < end - begin:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
         if end == self.size_bytes:
-            now = version_of(await self._filesystem._info(self._path))
-            if now != self._version:
-                raise ChangedError(f"{self._version} became {now}")
+            self._check_version(version_of(await self._filesystem._info(self._path)))
         return bytearray(data)
 
-    def _jump(self, nbytes: int) -> None:
-        self._drop()
-        self._offset += nbytes
+
+class _BodyStream(_AsyncStream):
+    """Pieces of the body of one answer; of another from where that one broke, or ended as it was asked to."""
+
+    _body: Any = None  # has `read(nbytes)`, a coroutine
+
+    async def _open(self, stop: int | None) -> Any:
+        """Ask for the bytes from `_offset` to `stop` (None: the end); the body that stands at the first.
+
+        None if there is nothing. Sets `size_bytes`, if it is told.
+        """
+        raise NotImplementedError
+
+    def _close_body(self, body: Any) -> None:
+        raise NotImplementedError
+
+    async def _next(self) -> bytes | bytearray:
+        data = bytearray()
+        while not data and self._offset != self.size_bytes:
+            if self._body is None:
+                self._body = await self._open(None if self._likely_stop is None else self._stop(1 << 62))
+            body = self._body
+            if body is None:
+                break
+            try:
+                ended = await self._read(body, data)
+            except BaseException:
+                self._hang_up(body)
+                if not data:
+                    raise
+                break  # what came is not lost: the next call resumes after it
+            if ended:
+                self._hang_up(body)
+                if self.size_bytes is None:
+                    self.size_bytes = self._offset + len(data)
+        return data
+
+    async def _read(self, body: Any, data: bytearray) -> bool:
+        """Add a piece of `body` to `data`; whether that was its end."""
+        while len(data) < PIECE_BYTES:
+            part = await body.read(PIECE_BYTES - len(data))
+            if not part:
+                return True
+            data += part
+        if self._offset + len(data) == self.size_bytes:
+            await body.read(1)  # its end: only then is the connection free for the next request
+            return True
+        return False
+
+    async def _leave_out(self, body: Any, nbytes: int) -> None:
+        """Read past what a server without ranges sends again."""
+        while nbytes:
+            part = await body.read(min(nbytes, PIECE_BYTES))
+            if not part:
+                raise ConnectionError("the body ended early")
+            nbytes -= len(part)
+
+    def _hang_up(self, body: Any) -> None:
+        if self._body is body:
+            self._body = None
+        self._close_body(body)
+
+    def _drop(self) -> None:
+        super()._drop()
+        if self._body is not None:
+            self._filesystem.loop.call_soon_threadsafe(self._hang_up, self._body)
 
 
-class S3Stream(RangeStream):
-    """Ranges of one version of an object of S3: one request each, nothing beside."""
+class S3Stream(_BodyStream):
+    """An object of S3: one request, unless it breaks."""
 
-    async def _get(self, begin: int, end: int) -> bytes | bytearray:
+    async def _open(self, stop: int | None) -> Any:
         target = s3_target(self._filesystem, self._path)
         if self._version is not None and self._version[1]:
             target["IfMatch"] = self._version[1]
+        begin = self._offset
         try:
-            answer = await self._filesystem._call_s3("get_object", **target, Range=f"bytes={begin}-{end - 1}")
+            answer = await self._filesystem._call_s3(
+                "get_object", **target, Range=f"bytes={begin}-{'' if stop is None else max(begin, stop - 1)}"
+            )
         except Exception as error:
             if classify(error) == "range" and self.size_bytes is None:  # there is nothing at or after `begin`
                 self.size_bytes = begin
-                return b""
+                return None
             raise
         body = answer["Body"]
         try:
             total = _TOTAL.match(answer.get("ContentRange") or "")
-            if total is None:
-                raise OSError("the server sends no ranges of objects")
-            data = bytearray(await body.read())
-        finally:
-            body.close()
-        version = (int(total[1]), answer.get("ETag"))
-        if self._version not in (None, version):  # not every server heeds If-Match
-            raise ChangedError(f"{self._version} became {version}")
-        self.size_bytes, self._version = version[0], version
-        if len(data) < min(end, self.size_bytes) - begin:
-            raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
-        return data
-
-
-class WebStream(_AsyncStream):
-    """One answer of a web server, resumed where it broke; a server may have no ranges."""
-
-    def __init__(self, filesystem: Any, path: str, where: str, secrets: Iterable[str], start: int) -> None:
-        super().__init__(filesystem, path, where, secrets, start)
-        self._response: Any = None
-        self._version: str | None = None
-        self._done = False
-
-    def _ask(self, needed: bool) -> None:
-        if not self._pending and not self._done:
-            self._submit(0, self._advance())
-
-    async def _advance(self) -> bytes | bytearray:
-        response = self._response or await self._open()
-        self._response = response
-        data = bytearray()
-        try:
-            while len(data) < PIECE_BYTES:
-                part = await response.content.read(PIECE_BYTES - len(data))
-                if not part:
-                    break
-                data += part
+            size_bytes = int(total[1] if total else answer["ContentLength"])
+            self._check_version((size_bytes, answer.get("ETag")))  # not every server heeds If-Match
+            self.size_bytes = size_bytes
+            await self._leave_out(body, 0 if total else begin)
         except BaseException:
-            self._hang_up(response)
-            if not data:
-                raise  # else what came is not lost: the next call resumes after it
-        else:
-            self._done = not data
-        return data
+            body.close()
+            raise
+        return body
 
-    async def _open(self) -> Any:
+    def _close_body(self, body: Any) -> None:
+        body.close()
+
+
+class WebStream(_BodyStream):
+    """A file of a web server: one request, unless it breaks; a server may have no ranges."""
+
+    _response: Any = None
+
+    async def _open(self, stop: int | None) -> Any:
         import aiohttp
 
         session = await self._filesystem.set_session()
         options = dict(self._filesystem.kwargs)
         # Compressed on the way, the bytes of a range would be others.
         options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
-        if self._offset:
-            options["headers"]["Range"] = f"bytes={self._offset}-"
+        if self._offset or stop is not None:
+            last = "" if stop is None else max(self._offset, stop - 1)
+            options["headers"]["Range"] = f"bytes={self._offset}-{last}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         url = self._filesystem.encode_url(self._path)
         response = await session.get(url, **{"timeout": limits, **options})
         try:
-            await self._check(response)
+            self._filesystem._raise_not_found_for_status(response, self._path)
+            total = (
+                _TOTAL.match(response.headers.get("Content-Range", "")) if response.status == 206 else None
+            )
+            length = total[1] if total else response.headers.get("Content-Length")
+            version = response.headers.get("ETag") or response.headers.get("Last-Modified")
+            self._check_version((length, version))
+            self.size_bytes = None if length is None else int(length)
+            await self._leave_out(response.content, 0 if response.status == 206 else self._offset)
         except BaseException:
             response.close()
             raise
-        return response
+        self._response = response
+        return response.content
 
-    async def _check(self, response: Any) -> None:
-        self._filesystem._raise_not_found_for_status(response, self._path)
-        version = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        if self._begun and version != self._version:
-            raise ChangedError(f"{self._version} became {version}")
-        self._version = version
-        length, leave_out = response.headers.get("Content-Length"), 0
-        if response.status == 206:
-            total = _TOTAL.match(response.headers.get("Content-Range", ""))
-            self.size_bytes = int(total[1]) if total else None
-        else:
-            self.size_bytes = None if length is None else int(length)
-            leave_out = self._offset  # it sends all of it again
-        while leave_out:
-            part = await response.content.read(min(leave_out, PIECE_BYTES))
-            if not part:
-                raise ConnectionError("the body ended early")
-            leave_out -= len(part)
-
-    def _jump(self, nbytes: int) -> None:
-        self._drop()
-        self._offset += nbytes
-
-    def _hang_up(self, response: Any) -> None:
-        if self._response is response:
-            self._response = None
-        response.close()
-
-    def _drop(self) -> None:
-        super()._drop()
-        response = self._response
-        if response is not None:
-            self._filesystem.loop.call_soon_threadsafe(self._hang_up, response)
+    def _close_body(self, body: Any) -> None:
+        if self._response is not None and self._response.content is body:
+            self._response.close()

@@ -36,7 +36,7 @@ def open_stream(
             if not filesystem.async_impl:
                 stream = _OpenedStream(filesystem, path, where, secrets, start)
             elif remote.is_web:
-                stream = WebStream(filesystem, path, where, secrets, start)
+                stream = WebStream(filesystem, path, where, secrets, start, likely_stop)
             elif remote.is_s3:
                 stream = S3Stream(filesystem, path, where, secrets, start, likely_stop)
             else:
