@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ _BLOCK: Final = 16_384  # samples whose places are worked out at once: the cost 
 OnDamage = Callable[[int, CorruptShardError], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(NamedTuple):
     """One batch: its fields, how many samples it has, and how many it lacks because their shard is damaged."""
 
     columns: Columns

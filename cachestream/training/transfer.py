@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -18,8 +17,7 @@ BatchTransform = Callable[[Any], Any]
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(NamedTuple):
     """A batch on its way: `ready` is the event after the last work on it, None when it needs no waiting."""
 
     batch: Any
