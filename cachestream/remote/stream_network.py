@@ -148,9 +148,12 @@ class _BodyStream(_AsyncStream):
         raise NotImplementedError
 
     async def _next(self) -> bytes | bytearray:
-        data = bytearray()
+        data, opened = bytearray(), False
         while not data and self._offset != self.size_bytes:
             if self._body is None:
+                if opened:
+                    raise ConnectionError(f"nothing came after {self._offset} of {self.size_bytes} bytes")
+                opened = True
                 self._body = await self._open(None if self._likely_stop is None else self._stop(1 << 62))
             body = self._body
             if body is None:
