@@ -29,13 +29,12 @@ from cachestream import Cache
 from cachestream.errors import CacheStreamError
 from cachestream.sampling.worker import Worker
 from cachestream.storage.locks import is_held
-from tests.kills.scanner import Numbers as Scan
-from tests.kills.scanner import occupied_bytes, scanning
-from tests.sampling.sources import Numbers
+from tests.kills.scanner import Numbers, scanning
+from tests.sampling.sources import Named
 from tests.sampling.support import ROOT, TOKEN, Processes, failures_of, left_files, only_once, wait_until
 
 MB: Final = 1_000_000
-SOURCE: Final = Numbers(units=700, samples=3, nbytes=8_000, pause_s=0.004)  # 17 MB
+SOURCE: Final = Named(units=700, samples=3, nbytes=8_000, pause_s=0.004)  # 17 MB
 LIMITS: Final = (5 * MB, 9 * MB)
 LAST_LIMIT: Final = 60 * MB
 ROLES: Final = {
@@ -43,7 +42,7 @@ ROLES: Final = {
     "sampling process": ("cachestream.sampling.process", 5),
     "trainer": ("tests.kills.trainer", 2),
 }
-TRAINERS: Final = ("epochs", "epochs")
+TRAINERS: Final = ("epochs", "epochs", "loader")
 LONGEST_PAUSE_S: Final = 0.3
 HASTY_SHARE: Final = 0.4
 CHECK_EVERY: Final = 25
@@ -125,7 +124,7 @@ def going(scene: Scene, kinds: tuple[str, ...] = TRAINERS) -> Iterator[None]:
             scene.worker.stop()
 
 
-def kill_at_random(scene: Scene, scan: Scan, rng: random.Random, kills: int) -> Counter[str]:
+def kill_at_random(scene: Scene, scan: Numbers, rng: random.Random, kills: int) -> Counter[str]:
     """Kill until there are `kills` dead; checks the cache on the way. Returns how many of each role."""
     dead: Counter[str] = Counter()
     written = 0
@@ -145,6 +144,7 @@ def kill_at_random(scene: Scene, scan: Scan, rng: random.Random, kills: int) -> 
             continue
         dead[role] += 1
         written = samples_written(scene.cache)
+        hold_to_the_limit(scene.cache, scan)
         assert scan["over"] == 0, f"{scan['over']} bytes over the limit"
         assert not scene.errors.exists() or not scene.errors.read_text(), scene.errors.read_text()
         if dead.total() % CHECK_EVERY == 0:
@@ -161,15 +161,20 @@ def has_grown(cache: Cache, written: int) -> bool:
     return samples_written(cache) > written
 
 
-def check(scene: Scene, scan: Scan, rng: random.Random) -> None:
+def check(scene: Scene, scan: Numbers, rng: random.Random) -> None:
     """While all runs: the cache is sound; then another limit."""
     report = scene.cache.verify()
     assert report.ok, report
     limit_bytes = rng.randint(*LIMITS)
     scan["limit"] = max(scan["limit"], limit_bytes)
     scene.cache.size_limit = limit_bytes
-    if occupied_bytes(scene.cache.path) <= limit_bytes:
-        scan["limit"] = limit_bytes  # else leases still hold it above, and it comes down as they end
+
+
+def hold_to_the_limit(cache: Cache, scan: Numbers) -> None:
+    """A limit that was lowered holds from when leases and reservations of before have come down to it."""
+    with cache.catalogue.transaction() as tables:
+        if cache.admission.room(tables).free_bytes >= 0:
+            scan["limit"] = cache.size_limit
 
 
 def check_nothing_is_left(scene: Scene) -> None:

@@ -57,8 +57,18 @@ def train_with_loader(cache: Cache) -> None:
 
     with EpochLoader(cache, batch_size=16, min_samples=16, drop_last=False) as loader:
         while True:
+            seen: Counter[str] = Counter()
             for batch in loader:
-                assert batch["x"].shape[1:] == (len(batch["x"][0]),)
+                units, numbers = batch["unit"].tolist(), batch["number"].tolist()
+                for unit, number, row in zip(units, numbers, batch["x"], strict=True):
+                    key = f"{unit}/{number}"
+                    assert row.numpy().tobytes() == content(key, len(row)).tobytes(), (
+                        f"{key} holds something else"
+                    )
+                    seen[key] += 1
+            twice = [key for key, count in seen.items() if count > 1]
+            assert not twice, f"twice in one epoch: {twice[:5]}"
+            time.sleep(STEP_S)
 
 
 def main() -> None:

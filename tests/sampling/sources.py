@@ -62,6 +62,15 @@ class Numbers:
 
 
 @dataclass(frozen=True)
+class Named(Numbers):
+    """Numbers whose samples tell their keys."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        key, fields = super().sample(unit, sample)
+        return key, {**fields, "unit": unit, "number": sample}
+
+
+@dataclass(frozen=True)
 class Faulty(Numbers):
     """Numbers, some units of which `misbehave` as the kinds in `faults` say."""
 
