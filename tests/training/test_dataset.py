@@ -38,6 +38,7 @@ def check_batches(loader: DataLoader[Any], expected: list[int]) -> None:
     assert sorted(seen) == sorted(expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
 @pytest.mark.parametrize(("workers", "start"), [(0, None), (1, "fork"), (2, "fork"), (2, "spawn")])
 def test_a_dataloader_delivers_every_sample_once_with_any_workers_collate_and_sampler(
     workers: int, start: str | None, new_cache: NewCache
@@ -156,6 +157,7 @@ def test_a_copy_that_comes_too_late_is_refused(new_cache: NewCache) -> None:
         pickle.loads(pickled)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
 def test_a_forked_child_reads_on_after_the_parent_has_closed(new_cache: NewCache) -> None:
     cache = new_cache(2, 3)
     dataset = cache.snapshot()

@@ -352,6 +352,7 @@ def test_a_closed_loader_says_so(new_cache: NewCache) -> None:
     assert list(batches) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
 def test_a_forked_child_is_told_to_make_a_loader_of_its_own(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(1, 8), 4) as loader:
         next(iter(loader))
