@@ -20,13 +20,14 @@ from PIL import Image
 
 from cachestream import Cache, EpochError
 from cachestream.demo import Size, run
-from cachestream.demo.data import PLACES, make_remote
+from cachestream.demo.data import PLACES, Remote, make_remote
 from cachestream.demo.launch import Ranks
+from cachestream.demo.main import Outcome
 from cachestream.demo.messages import Settings
 from cachestream.demo.watch import LimitWatch
 
 ROOT: Final = Path(__file__).parents[1]
-SHORT: Final = Size(num_samples=810, num_held_out=135, epochs=3, epoch_s=1.0, fetch_s=2.0, min_samples=270)
+SHORT: Final = Size(num_samples=810, num_held_out=135, epochs=3, epoch_s=1.0, fetch_s=1.5)
 TIMEOUT_S: Final = 60.0
 
 
@@ -106,6 +107,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(tmp_path: Path) -> None:
     assert left == {"demo-output"}
 
 
+@pytest.mark.slow
 def test_a_killed_demo_takes_its_ranks_and_its_worker_with_it(tmp_path: Path) -> None:
     with training_demo(tmp_path) as process:
         process.kill()
@@ -133,6 +135,17 @@ def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
     assert tight.exceeded
     assert not wide.exceeded
     assert tight.peak_bytes >= 100_000
+
+
+def test_a_demo_whose_cache_exceeded_its_limit_has_a_problem(tmp_path: Path) -> None:
+    with Cache(tmp_path, "10MB") as cache:
+        with LimitWatch(cache.path, 4096) as watch:
+            wait_until("it has looked", lambda: watch.looks > 0)
+        remote = Remote("remote", "held-out", 1, 1)
+        outcome = Outcome(remote, [], cache.status(), cache.verify(), watch, tmp_path / "demo.png")
+    over, unfinished = outcome.problems(SHORT)
+    assert "more than its limit of 4,096" in over
+    assert "only 0 of 3 epochs" in unfinished
 
 
 def test_held_out_views_are_not_in_the_remote(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from cachestream.demo.messages import Begun, EpochDone, Progress, Settings
 from cachestream.demo.plot import draw
 from cachestream.demo.show import Screen
 from cachestream.demo.watch import LimitWatch
-from cachestream.errors import WorkerError
+from cachestream.errors import ConfigError, WorkerError
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from cachestream.storage.history import read_history
 from cachestream.storage.status import CacheStatus, VerifyReport
 
-__all__ = ["Size", "run"]
+__all__ = ["Outcome", "Size", "run"]
 
 RANKS: Final = 2
 PLOT: Final = "demo.png"
@@ -46,7 +46,7 @@ class Size:
     epoch_s: float = 4.0
     fetch_s: float = 32.0
     cached_share: float = 0.55
-    min_samples: int = 512
+    min_samples: int = 2 * PLACES
 
     @property
     def limit_bytes(self) -> int:
@@ -54,7 +54,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """What there is to tell at the end."""
 
     remote: Remote
@@ -74,16 +74,16 @@ class _Outcome:
         if len(self.epochs) < size.epochs:
             found.append(f"only {len(self.epochs)} of {size.epochs} epochs were trained")
         if self.status.skipped:
-            found.append(f"{self.status.skipped} samples were skipped: {self.status.failures}")
+            reasons = ", ".join(sorted({failure.reason for failure in self.status.failures}))
+            found.append(f"{self.status.skipped} samples were skipped: {reasons}")
         if not self.report.ok:
             found.append(f"the cache is not sound: {self.report}")
         return found
 
     def summary(self) -> str:
         last, status = self.epochs[-1], self.status
-        waited = sum(event.wait * event.seconds for event in self.epochs) / sum(
-            e.seconds for e in self.epochs
-        )
+        seconds = sum(event.seconds for event in self.epochs)
+        waited = sum(event.wait * event.seconds for event in self.epochs) / seconds
         return (
             f"{last.accuracy:.0%} accuracy after {last.epoch} epochs: {last.seen:.0%} of the remote went through a "
             f"cache of {format_size(self.watch.peak_bytes)} at most (limit {format_size(status.size_limit)}), "
@@ -97,11 +97,16 @@ def run(
     """Train two ranks on a growing cache of a slow remote, and show it; 0 if all went well, else 1.
 
     The plot and the ranks' log go to the folder `output`; the remote and the cache to a temporary folder, which is
-    removed at the end unless `keep`. Raises ConfigError for what is missing, WorkerError if the ranks fail.
+    removed at the end unless `keep`. Raises ConfigError for what is missing, EpochError if the ranks fail.
     """
     size = size or Size()
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder for the plot cannot be made: {error}; give another with --output"
+        ) from error
     began_s = time.monotonic()
     with Screen() as screen, _workplace(keep) as work:
         remote = _prepare(work, size, screen)
@@ -146,7 +151,7 @@ def _prepare(work: Path, size: Size, screen: Screen) -> Remote:
     return remote
 
 
-def _train(work: Path, folder: Path, remote: Remote, size: Size, screen: Screen) -> _Outcome:
+def _train(work: Path, folder: Path, remote: Remote, size: Size, screen: Screen) -> Outcome:
     settings = Settings(
         remote=remote.url,
         held_out=remote.held_out,
@@ -173,7 +178,7 @@ def _train(work: Path, folder: Path, remote: Remote, size: Size, screen: Screen)
         history = read_history(Directory(cache.path).worker_file("history"))
         plot = folder / PLOT
         draw(history, epochs, remote.num_samples, plot)
-        return _Outcome(remote, epochs, cache.status(), cache.verify(), watch, plot)
+        return Outcome(remote, epochs, cache.status(), cache.verify(), watch, plot)
 
 
 def _follow(ranks: Ranks, cache: Cache, screen: Screen) -> list[EpochDone]:

@@ -25,8 +25,9 @@ from cachestream.demo.messages import Begun, EpochDone, Event, Failed, Progress,
 from cachestream.demo.network import augment, make_network, normalise
 
 _PROGRESS_S: Final = 0.2
-_MEASURED_STEPS: Final = 16
-_WARM_UP_STEPS: Final = 4
+_MEASURED_STEPS: Final = 36
+_WARM_UP_STEPS: Final = 6
+_FEWEST_STEPS: Final = 10
 _LEARNING_RATE: Final = 4e-3
 
 
@@ -103,52 +104,53 @@ class _Rank:
 
     def run(self) -> None:
         settings = self.settings
-        worker = cs.start_worker(
-            self.cache,
-            settings.remote,
-            num_workers=2,
-            transform=shrink,
-            shard_size=settings.shard_bytes,
-            bandwidth_limit=settings.bandwidth_bytes_per_s,
-        )
-        with worker:
-            held_out = self._held_out()
-            speed = self._measure()
-            epoch_size = self._epoch_size(speed)
-            _say(Begun(str(self.device), self.backend, speed, epoch_size))
-            steps = epoch_size // (settings.batch_size * settings.ranks)
-            trainer = _Trainer.new(self.device, settings.epochs * steps)
-            with cs.EpochLoader(
+        held_out = self._held_out()
+        speed = self._measure()
+        epoch_size = self._epoch_size(speed)
+        _say(Begun(str(self.device), self.backend, speed, epoch_size))
+        steps = epoch_size // (settings.batch_size * settings.ranks)
+        trainer = _Trainer.new(self.device, settings.epochs * steps)
+        with (
+            cs.start_worker(
+                self.cache,
+                settings.remote,
+                num_workers=2,
+                transform=shrink,
+                shard_size=settings.shard_bytes,
+                bandwidth_limit=settings.bandwidth_bytes_per_s,
+            ),
+            cs.EpochLoader(
                 self.cache,
                 settings.batch_size,
                 epoch_size=epoch_size,
                 min_samples=settings.min_samples,
                 batch_transform=augment,
                 device=self.device,
-            ) as loader:
-                for _ in range(settings.epochs):
-                    self._epoch(loader, trainer, held_out)
+            ) as loader,
+        ):
+            for _ in range(settings.epochs):
+                self._epoch(loader, trainer, held_out)
 
     def _measure(self) -> float:
         """Samples a second that all ranks train on when no data has to be waited for."""
         batch_size = self.settings.batch_size
-        trainer = _Trainer.new(self.device, _WARM_UP_STEPS + _MEASURED_STEPS)
+        trainer = _Trainer.new(self.device, _MEASURED_STEPS)
         images = torch.randn(batch_size, 3, SIDE, SIDE, device=self.device)
         labels = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
-        began_s = 0.0
-        for step in range(_WARM_UP_STEPS + _MEASURED_STEPS):
+        steps, began_s = 0, time.perf_counter()
+        for step in range(_MEASURED_STEPS):
             if step == _WARM_UP_STEPS:
                 self._finish_work()
-                began_s = time.perf_counter()
+                steps, began_s = 0, time.perf_counter()
             trainer.step(images, labels)
+            steps += 1
         self._finish_work()
-        seconds = time.perf_counter() - began_s
-        return self._sum(_MEASURED_STEPS * batch_size / seconds)
+        return self._sum(steps * batch_size / (time.perf_counter() - began_s))
 
     def _epoch_size(self, samples_per_s: float) -> int:
         """As many samples as take about `epoch_s`: epochs of one length, on slow machines and fast ones."""
         at_once = self.settings.batch_size * self.settings.ranks
-        return at_once * max(2, round(samples_per_s * self.settings.epoch_s / at_once))
+        return at_once * max(_FEWEST_STEPS, round(samples_per_s * self.settings.epoch_s / at_once))
 
     def _epoch(self, loader: cs.EpochLoader, trainer: _Trainer, held_out: tuple[Tensor, Tensor]) -> None:
         before = loader.stats
