@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Screen"]
 
-_BAR_WIDTH: Final = 30
+_BAR_WIDTH: Final = 26
 # Heading and width of each column.
 _COLUMNS: Final = (
     ("epoch", 5), ("samples", 7), ("cached", 6), ("remote seen", 11), ("reuse", 5),
@@ -79,18 +79,17 @@ class Screen:
 
     def _view(self) -> Table:
         rows = Table.grid(padding=(0, 2))
-        rows.add_column(width=18)
+        rows.add_column(width=16)
         rows.add_column(width=_BAR_WIDTH)
         rows.add_column()
         status = self._status
         if status is not None:
             size = f"{format_size(status.size_bytes)} of {format_size(status.size_limit)}"
-            held = f"{status.num_samples:,} samples, {status.evicted_samples:,} evicted"
-            rows.add_row("cache", _bar(status.size_bytes, status.size_limit), Text(f"{size}, {held}"))
+            held = Text(f"{size}, {status.num_samples:,} samples")
+            rows.add_row("cache", _bar(status.size_bytes, status.size_limit), held)
             done = status.pass_done or 0.0
-            rows.add_row(
-                f"remote, pass {max(1, status.pass_number)}", _bar(done, 1), Text(f"{done:.0%} fetched")
-            )
+            come = Text(f"{done:.0%} fetched, {status.evicted_samples:,} evicted")
+            rows.add_row(f"remote, pass {max(1, status.pass_number)}", _bar(done, 1), come)
         if self._what:
             share = f"{self._done / self._total:.0%}" if self._total else ""
             rows.add_row(Text(self._what), _bar(self._done, self._total), Text(share))
