@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cachestream.remote.functions import CallableSource
     from cachestream.remote.open import open_source
     from cachestream.remote.source import Source
+    from cachestream.remote.tables import ParquetSource
     from cachestream.remote.tars import TarSource
     from cachestream.sampling.worker import Worker, start_worker
     from cachestream.storage.cache import Cache
@@ -58,6 +59,7 @@ __all__ = [
     "EpochLoader",
     "FileSource",
     "NotEnoughSamplesError",
+    "ParquetSource",
     "RankMismatchError",
     "SampleError",
     "SchemaMismatchError",
@@ -83,6 +85,7 @@ _HOMES: Final[dict[str, str]] = {
     "EpochDataset": "training.dataset",
     "EpochLoader": "training.loader",
     "FileSource": "remote.files",
+    "ParquetSource": "remote.tables",
     "Source": "remote.source",
     "TarSource": "remote.tars",
     "Worker": "sampling.worker",

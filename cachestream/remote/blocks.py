@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Final
 
-from cachestream.remote.ranges import RangedFile
+from cachestream.remote.ranges import RangedFile, merge_spans
 
-__all__ = ["BlockFile"]
+__all__ = ["BlockFile", "SpanFile"]
 
 BLOCK_BYTES: Final = 64 << 10  # fetched at once, and kept
 MAX_BLOCKS: Final = 256
@@ -72,3 +73,47 @@ class BlockFile(io.RawIOBase):
             out[low - start : high - start] = self._blocks[number][low - first : high - first]
         while len(self._blocks) > MAX_BLOCKS:
             self._blocks.popitem(last=False)
+
+
+class SpanFile(io.RawIOBase):
+    """Read-only; what lies in `spans` comes at once, the rest as it is read. For one thread at a time.
+
+    Reads give memory that is not used again, without a copy where it can be. `error` is as for BlockFile.
+    """
+
+    def __init__(self, file: RangedFile, spans: Sequence[tuple[int, int]]) -> None:
+        self._file = file
+        self._size_bytes = file.look().size_bytes
+        self._position = 0
+        merged = [span for span, _ in merge_spans(spans)]
+        self._held = list(zip(merged, file.read_spans(merged), strict=True))
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = (0, self._position, self._size_bytes)[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> memoryview:
+        start = self._position
+        stop = self._size_bytes if size < 0 else min(start + size, self._size_bytes)
+        if stop <= start:
+            return memoryview(b"")
+        self._position = stop
+        for (first, last), data in self._held:
+            if first <= start and stop <= last:
+                return data[start - first : stop - first]
+        try:
+            return self._file.read(start, stop)
+        except Exception as error:
+            self.error = error
+            raise

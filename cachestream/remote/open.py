@@ -17,6 +17,7 @@ from cachestream.remote.functions import CallableSource
 from cachestream.remote.locate import is_zarr, split_dataset
 from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
+from cachestream.remote.tables import PARQUET_ENDINGS, ParquetSource
 from cachestream.remote.tars import TAR_ENDINGS, TarSource
 
 __all__ = ["open_source"]
@@ -25,10 +26,10 @@ __all__ = ["open_source"]
 _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
     **dict.fromkeys(TAR_ENDINGS, TarSource),
     **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
+    **dict.fromkeys(PARQUET_ENDINGS, ParquetSource),
     ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
 }
 _NOT_YET: Final[dict[str, str]] = {
-    **dict.fromkeys((".parquet", ".pq"), "Parquet files"),
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrecord.gz"), "TFRecord files"),
 }
 _AFTER_NAME: Final = re.compile(r"[/*]+$")

@@ -1,0 +1,337 @@
+"""Columns of an Arrow table as the fields of samples: one value a row, and why a row has none.
+
+| column | field |
+|-|-|
+| bool, int, float | a number of the same type |
+| decimal | float64 |
+| date, time, timestamp, duration | int64, in the column's own unit (days for date32), from 1970 in UTC |
+| string; binary | str; bytes |
+| list, fixed-size list, tensor of numbers, nested too | an array |
+| struct | a field for each member, "column.member" |
+| struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
+| other lists, map | JSON text |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import ConfigError, SampleError
+from cachestream.remote.decode import decode_image, decode_with
+from cachestream.remote.magic import looks_like_image
+
+__all__ = ["Columns", "Unusable"]
+
+_IMAGE_MEMBERS: Final = ("bytes", "path")
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """In place of a value: why this row has none."""
+
+    reason: str
+
+
+Values = list[Any] | npt.NDArray[Any]
+Reader = Callable[[Any], Values]  # of a pyarrow array
+
+
+class Columns:
+    """How the columns of one Arrow schema become fields. Raises ConfigError for a type that has no field.
+
+    `nulls` has the values that stand for null, by field; any other null makes its row unusable.
+    `images` are the binary columns that hold encoded images; those in Hugging Face's layout are
+    decoded if `decode_images`.
+    """
+
+    def __init__(
+        self,
+        arrow: Any,
+        schema: Any,
+        *,
+        nulls: Mapping[str, Any],
+        decode_images: bool,
+        images: Sequence[str],
+    ) -> None:
+        self._arrow = arrow
+        self._nulls, self._decode_images, self._images = nulls, decode_images, images
+        self._features = _features(schema)
+        self.types = {field.name: field.type for field in schema}
+        for name, kind in self.types.items():
+            self._check(name, kind)
+
+    def rows(self, batch: Any) -> Iterator[dict[str, Any]]:
+        """The rows of a record batch, with Unusable in place of what has no value."""
+        fields: dict[str, Values] = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            fields.update(self._fields(name, column))
+        for values in zip(*fields.values(), strict=True):
+            yield dict(zip(fields, values, strict=True))
+
+    # --- types
+
+    def _check(self, name: str, kind: Any) -> None:
+        """Raise ConfigError for a column that no row could be read from."""
+        types = self._arrow.types
+        if types.is_dictionary(kind):
+            self._check(name, kind.value_type)
+        elif types.is_struct(kind) and not self._is_image(kind):
+            for member in kind:
+                self._check(f"{name}.{member.name}", member.type)
+        elif types.is_null(kind):
+            raise ConfigError(f"column '{name}' holds nothing but nulls: leave it out with columns=[…]")
+        elif _is_list(types, kind) and _holds_binary(types, kind):
+            raise ConfigError(
+                f"column '{name}' ({kind}) has no form as an array or a text: leave it out with columns=[…]"
+            )
+
+    def _is_image(self, kind: Any) -> bool:
+        """Whether a struct is {bytes, path}, as Hugging Face keeps images, audio and video."""
+        types = self._arrow.types
+        return (
+            types.is_struct(kind)
+            and kind.num_fields == 2
+            and sorted(member.name for member in kind) == list(_IMAGE_MEMBERS)
+            and _is_binary(types, kind.field("bytes").type)
+            and _is_text(types, kind.field("path").type)
+        )
+
+    # --- values
+
+    def _fields(self, name: str, array: Any) -> dict[str, Values]:
+        """The fields of one column: several for a struct."""
+        types = self._arrow.types
+        if isinstance(array, self._arrow.ExtensionArray):
+            shape, order = getattr(array.type, "shape", None), getattr(array.type, "permutation", None)
+            found = self._fields(name, array.storage)
+            if shape is not None:  # a tensor: Arrow stores it flat
+                found[name] = [_tensor(one, shape, order) for one in found[name]]
+            return found
+        if types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        kind = array.type
+        if self._is_image(kind):
+            return {name: self._checked(name, array, lambda one: self._files(name, one))}
+        if types.is_struct(kind):
+            members = zip(kind, array.flatten(), strict=True)  # nulls of the struct are nulls of all members
+            return {
+                key: values
+                for member, part in members
+                for key, values in self._fields(f"{name}.{member.name}", part).items()
+            }
+        return {name: self._checked(name, array, lambda one: self._plain(name, one))}
+
+    def _checked(self, name: str, array: Any, read: Reader) -> Values:
+        """The values of `array`, with nulls replaced or reported."""
+        values = read(array)
+        if not array.null_count:
+            return values
+        found = list(values)
+        instead: Any = Unusable(f"column '{name}' is null")
+        if name in self._nulls:
+            instead = self._nulls[name]
+            if isinstance(values, np.ndarray):  # the type of the column, whatever the value's own
+                instead = values.dtype.type(instead)
+        for row in np.flatnonzero(~np.asarray(array.is_valid())):
+            found[row] = instead
+        return found
+
+    def _plain(self, name: str, array: Any) -> Values:
+        arrow, types = self._arrow, self._arrow.types
+        kind = array.type
+        if types.is_temporal(kind):
+            # Dates and times of 32 bits do not cast to 64.
+            wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
+            array = array.cast(wide).cast(arrow.int64())
+        elif types.is_decimal(kind):
+            array = array.cast(arrow.float64())
+        if types.is_boolean(kind) or types.is_primitive(array.type):
+            return _numbers(array)
+        if _is_text(types, kind):
+            return list(array.to_pylist())
+        if _is_binary(types, kind):
+            if name in self._images:
+                return [self._image(name, one) for one in _buffers(array)]
+            return list(array.to_pylist())
+        if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):
+            return nested(arrow, array, name)
+        if _is_list(types, kind) or types.is_map(kind):
+            return [_as_json(name, one) for one in array.to_pylist()]
+        raise SampleError(f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]")
+
+    def _files(self, name: str, array: Any) -> Values:
+        """The files of Hugging Face's layout: images decoded, others as bytes."""
+        member = array.field("bytes")
+        feature = self._features.get(name)
+        found: list[Any] = []
+        for row, data in enumerate(_buffers(member)):
+            if data is None:
+                path = array.field("path")[row].as_py()
+                found.append(
+                    Unusable(f"column '{name}' has no bytes, only the path {path!r}, which is not followed")
+                )
+            elif self._decode_images and (feature == "Image" or (feature is None and looks_like_image(data))):
+                found.append(self._image(name, data))
+            else:
+                found.append(bytes(data))
+        return found
+
+    def _image(self, name: str, data: memoryview | None) -> Any:
+        if data is None:
+            return None
+        try:
+            return decode_with(decode_image, data, "image", f"column '{name}'")
+        except SampleError as error:
+            return Unusable(str(error))
+
+
+# --- types -------------------------------------------------------------------------------------
+
+
+def _features(schema: Any) -> dict[str, str]:
+    """What Hugging Face's own metadata say of columns: "Image", "Audio", …, by name."""
+    raw = (schema.metadata or {}).get(b"huggingface")
+    try:
+        features = json.loads(raw)["info"]["features"] if raw else {}
+        return {
+            name: str(one["_type"])
+            for name, one in features.items()
+            if isinstance(one, dict) and "_type" in one
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):  # others may use the name for what they like
+        return {}
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    return any(
+        check(kind) for name in ("is_string", "is_large_string", "is_string_view")
+        if (check := getattr(types, name, None)) is not None
+    )  # fmt: skip
+
+
+def _is_binary(types: Any, kind: Any) -> bool:
+    return any(
+        check(kind) for name in ("is_binary", "is_large_binary", "is_fixed_size_binary", "is_binary_view")
+        if (check := getattr(types, name, None)) is not None
+    )  # fmt: skip
+
+
+def _is_list(types: Any, kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _innermost(types: Any, kind: Any) -> Any:
+    while _is_list(types, kind):
+        kind = kind.value_type
+    return kind
+
+
+def _is_numeric(types: Any, kind: Any) -> bool:
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+
+
+def _holds_binary(types: Any, kind: Any) -> bool:
+    if _is_list(types, kind):
+        return _holds_binary(types, kind.value_type)
+    if types.is_struct(kind):
+        return any(_holds_binary(types, member.type) for member in kind)
+    return _is_binary(types, kind)
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def _numbers(array: Any) -> npt.NDArray[Any]:
+    """The numbers of an array; any value where there is a null."""
+    if array.null_count:
+        array = array.fill_null(False if str(array.type) == "bool" else 0)
+    found: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _buffers(array: Any) -> Iterator[memoryview | None]:
+    """The bytes of each row, without a copy."""
+    for one in array:
+        buffer = one.as_buffer()
+        yield None if buffer is None else memoryview(buffer)
+
+
+def _as_json(name: str, value: Any) -> Any:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Unusable(f"column '{name}' has no form as JSON: {error}")
+
+
+def nested(arrow: Any, array: Any, name: str) -> Values:
+    """An array for each row of a column of lists of numbers, nested to any depth.
+
+    A row is unusable where its lists are of different lengths, or hold a null.
+    """
+    lengths: list[npt.NDArray[np.int64]] = []
+    ends: list[npt.NDArray[np.int64]] = []
+    holes: list[npt.NDArray[np.int64]] = []  # at each depth, the places of nulls
+    while _is_list(arrow.types, array.type):
+        if lengths:
+            holes.append(_null_places(array))
+        length = _numbers(arrow.compute.list_value_length(array)).astype(np.int64)
+        lengths.append(length)
+        ends.append(np.concatenate([[0], np.cumsum(length)]))
+        array = array.flatten()
+    holes.append(_null_places(array))
+    values = _numbers(array)
+    bad = _rows_of(holes, ends)
+    return [
+        Unusable(f"column '{name}' holds a null") if row in bad else _one(values, lengths, ends, row, name)
+        for row in range(len(lengths[0]))
+    ]
+
+
+def _one(
+    values: npt.NDArray[Any],
+    lengths: list[npt.NDArray[np.int64]],
+    ends: list[npt.NDArray[np.int64]],
+    row: int,
+    name: str,
+) -> Any:
+    shape = []
+    first, last = row, row + 1
+    for length, end in zip(lengths, ends, strict=True):
+        inside = length[first:last]
+        if len(inside) and (inside != inside[0]).any():
+            return Unusable(
+                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no array"
+            )
+        shape.append(int(inside[0]) if len(inside) else 0)
+        first, last = int(end[first]), int(end[last])
+    return values[first:last].reshape(shape)
+
+
+def _tensor(flat: Any, shape: Sequence[int], order: Sequence[int] | None) -> Any:
+    if isinstance(flat, Unusable):
+        return flat
+    tensor = np.asarray(flat).reshape(tuple(shape))
+    return tensor if order is None else tensor.transpose(tuple(order))
+
+
+def _null_places(array: Any) -> npt.NDArray[np.int64]:
+    if not array.null_count:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(~np.asarray(array.is_valid()))
+
+
+def _rows_of(holes: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
+    """The rows that the places at each depth belong to."""
+    rows: set[int] = set()
+    for depth, places in enumerate(holes):
+        found = places
+        for end in reversed(ends[: depth + 1]):
+            found = np.searchsorted(end, found, side="right") - 1
+        rows.update(found.tolist())
+    return rows

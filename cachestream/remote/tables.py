@@ -1,0 +1,206 @@
+"""Parquet files, row group by row group: only the chosen columns are fetched, rows come in small batches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.errors import CacheStreamError, ConfigError, SampleError
+from cachestream.remote.blocks import SpanFile
+from cachestream.remote.columns import Columns, Unusable
+from cachestream.remote.extras import require
+from cachestream.remote.filelist import FileList, Url, check_unit
+from cachestream.remote.footers import Footer, Footers
+from cachestream.remote.grouping import Problems
+from cachestream.remote.retry import ChangedError, classify, map_errors
+
+__all__ = ["PARQUET_ENDINGS", "ParquetSource"]
+
+PARQUET_ENDINGS: Final = (".parquet", ".pq")
+LOOKED_AT_ONCE: Final = 16
+PREFETCH_BYTES: Final = 16 << 20  # of a row group's columns, fetched together; larger ones in pieces
+PIECE_BYTES: Final = 4 << 20
+BUFFER_BYTES: Final = 32 << 20  # of all columns together, in pieces
+BATCH_BYTES: Final = 8 << 20
+MAX_BATCH_ROWS: Final = 4096
+_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
+
+
+class ParquetSource:
+    """The rows of Parquet files; a unit is a row group.
+
+    urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these; Hugging Face data sets
+    are `hf://datasets/name/*.parquet`, where huggingface_hub is installed.
+
+    A sample is a dict of the columns: numbers with their own type, str, bytes, lists of numbers as
+    arrays (nested ones, too), structs as fields "column.member", dates and times as int64 in the
+    column's own unit (days, or since 1970 in UTC), decimals as float64, other lists and maps as JSON
+    text. Images in the layout of Hugging Face (a struct of "bytes" and "path") are decoded to uint8
+    `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
+
+    columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
+
+    nulls: what stands for null, by field. A row with any other null is skipped and counted, as is one
+    whose image is broken or whose lists make no array.
+
+    decode_images: False leaves images as bytes; names of columns of bytes are decoded, too.
+
+    Raises ConfigError for columns that are not there or cannot be stored, and otherwise as
+    `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
+    """
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        *,
+        columns: Sequence[str] | None = None,
+        nulls: Mapping[str, Any] | None = None,
+        decode_images: bool | Sequence[str] = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+        require("pyarrow.parquet", "parquet", "Parquet")
+        self._chosen = None if columns is None else tuple(columns)
+        self._nulls = dict(nulls or {})
+        self._images = () if isinstance(decode_images, bool) else tuple(decode_images)
+        self._decode_images = bool(decode_images)
+        self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
+        self._footers = Footers(self._files, self._columns_of)
+        self._ends, self._rows = self._look_at_all()
+        self.listing_digest = self._files.digest
+        options = {"columns": self._chosen, "nulls": self._nulls or None, "decode_images": decode_images}
+        shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+        self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
+
+    @property
+    def num_units(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows all files hold, the unusable ones among them."""
+        return int(self._rows.sum())
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows of a row group, in their order. Raises as `Source.read` says."""
+        check_unit(self, unit, self.num_units)
+        index = int(np.searchsorted(self._ends, unit, side="right"))
+        first = int(self._ends[index - 1]) if index else 0
+        row, key = int(self._rows[first:unit].sum()), self._files.key(index)
+        problems = Problems(self._files.where(index))
+        for sample in self._rows_of(index, unit - first, int(self._rows[unit])):
+            bad = next((value for value in sample.values() if isinstance(value, Unusable)), None)
+            if bad is None:
+                yield f"{key}#{row}", sample
+            else:
+                problems.add(f"row {row}: {bad.reason}")
+            row += 1
+        problems.raise_any()
+
+    def _rows_of(self, index: int, group: int, num_rows: int) -> Iterator[dict[str, Any]]:
+        """The rows of row group `group` of file `index`."""
+        where = self._files.where(index)
+        with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
+            try:
+                footer = self._footers.get(index)
+            except ConfigError as error:  # once its columns were as asked
+                raise SampleError(str(error)) from error
+        if footer.metadata.num_row_groups <= group or footer.metadata.row_group(group).num_rows != num_rows:
+            raise SampleError(f"{where}: was replaced by another table; start again with a new source")
+        batches = self._batches(footer, group, where)
+        while True:
+            try:
+                with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
+                    rows = next(batches, None)
+            except CacheStreamError:
+                self._footers.forget(index)  # it may have been replaced
+                raise
+            if rows is None:
+                return
+            yield from rows
+
+    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[list[dict[str, Any]]]:
+        """Some rows at a time; those of one batch are in memory together."""
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
+        chunks = footer.chunks(group)
+        packed = sum(chunk.stop - chunk.start for chunk in chunks)
+        row_bytes = sum(chunk.unpacked_bytes for chunk in chunks) / max(
+            1, footer.metadata.row_group(group).num_rows
+        )
+        spans = [(chunk.start, chunk.stop) for chunk in chunks] if packed <= PREFETCH_BYTES else []
+        file = SpanFile(footer.file, spans)
+        try:
+            table = parquet.ParquetFile(
+                file,
+                metadata=footer.metadata,
+                buffer_size=max(64 << 10, min(PIECE_BYTES, BUFFER_BYTES // max(1, len(chunks)))),
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
+            for batch in table.iter_batches(
+                batch_size=max(1, min(MAX_BATCH_ROWS, int(BATCH_BYTES / max(1.0, row_bytes)))),
+                row_groups=[group],
+                columns=list(footer.names),
+                use_threads=False,
+            ):
+                yield list(footer.columns.rows(batch))
+        except Exception as error:
+            if file.error is not None:
+                raise file.error from None
+            if isinstance(error, CacheStreamError | ChangedError) or classify(error) != "other":
+                raise
+            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
+
+    def _columns_of(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
+        """What reads the chosen columns of a file's schema, and their names."""
+        arrow = require("pyarrow", "parquet", "Parquet")
+        require("pyarrow.compute", "parquet", "Parquet")  # from now on arrow.compute
+        names = self._chosen
+        if names is None:
+            names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
+        for name in names:
+            if not _is_there(arrow, schema, name):
+                raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
+        tops = [name if name in schema.names else name.partition(".")[0] for name in names]
+        part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
+        columns = Columns(
+            arrow, part, nulls=self._nulls, decode_images=self._decode_images, images=self._images
+        )
+        return columns, names
+
+    def _look_at_all(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+        """Where the units of each file end, and how many rows each unit has."""
+
+        def look(index: int) -> list[int]:
+            with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
+                return self._footers.get(index).group_rows
+
+        look(0)  # what is wrong with the options shows in the first
+        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+            rows = list(pool.map(look, range(len(self._files))))
+        ends = np.cumsum([len(one) for one in rows], dtype=np.int64)
+        flat = np.array([count for one in rows for count in one], np.int64)
+        if not len(flat) or not flat.any():
+            raise ConfigError(f"{self._files.shown}: the tables have no rows")
+        return ends, flat
+
+    def __repr__(self) -> str:
+        return f"<ParquetSource {self._files.shown}, {self.num_units:,} row groups, {self.num_rows:,} rows>"
+
+
+def _is_there(arrow: Any, schema: Any, name: str) -> bool:
+    """Whether `name` is a column, or a member of a struct: "column.member"."""
+    if name in schema.names:
+        return True
+    top, _, rest = name.partition(".")
+    kind = schema.field(top).type if top in schema.names else None
+    while kind is not None and rest:
+        member, _, rest = rest.partition(".")
+        index = kind.get_field_index(member) if arrow.types.is_struct(kind) else -1
+        kind = kind.field(index).type if index >= 0 else None
+    return kind is not None
