@@ -397,13 +397,14 @@ def _spawn(job: Job) -> subprocess.Popen[bytes]:
 def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
     assert process.stdin is not None
     assert process.stdout is not None
-    with process.stdin, process.stdout:
-        try:
+    try:
+        # Outside: closing the pipe to a dead process sends what is left in the buffer, and fails again.
+        with process.stdin, process.stdout:
             write_frame(process.stdin, job)
             readable, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
             if readable:
                 return read_frame(process.stdout)
-            problem = f"did not answer within {_START_TIMEOUT_S:.0f} s"
-        except (BrokenPipeError, EOFError):
-            problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"
+        problem = f"did not answer within {_START_TIMEOUT_S:.0f} s"
+    except (BrokenPipeError, EOFError):
+        problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"
     raise WorkerError(f"the background worker for {job.root} {problem}")

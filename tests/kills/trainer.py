@@ -18,6 +18,7 @@ from cachestream.storage.shard import MappedShard, shard_path
 from tests.sampling.sources import content
 
 STEP_S = 0.05  # what a network would take
+SLOW_S = 0.01
 
 
 def check_shard(root: str, shard_id: int, count: int) -> list[str]:
@@ -36,14 +37,15 @@ def check_shard(root: str, shard_id: int, count: int) -> list[str]:
     return keys
 
 
-def train_epoch(cache: Cache) -> int:
-    """One epoch over all that is cached; returns its samples."""
+def train_epoch(cache: Cache, step_s: float, turnover: float) -> int:
+    """One epoch over what is cached, `step_s` for each shard; returns its samples."""
     cache.wait(1, timeout_s=60.0)
-    snapshot, lease = cache.take_snapshot(turnover=0.25)
+    snapshot, lease = cache.take_snapshot(turnover=turnover)
     try:
         keys: Counter[str] = Counter()
         for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
             keys.update(check_shard(cache.path, shard_id, count))
+            time.sleep(step_s)
         twice = [key for key, count in keys.items() if count > 1]
         assert not twice, f"twice in one snapshot: {twice[:5]}"
         return len(keys)
@@ -79,7 +81,8 @@ def main() -> None:
             train_with_loader(cache)
         while True:
             try:
-                train_epoch(cache)
+                # The slow one holds for long all that there was: what it has not read yet must not go.
+                train_epoch(cache, *((SLOW_S, 0.0) if kind == "slow" else (0.0, 0.25)))
                 time.sleep(STEP_S)
             except NotEnoughSamplesError:
                 continue  # nothing yet, or all of it was just evicted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -334,6 +335,16 @@ def test_a_source_that_does_not_pickle_is_named(cache: Cache) -> None:
 
     with pytest.raises(ConfigError, match=r"the source cannot be sent .* 'socket'"):
         cs.start_worker(cache, Holding(5))
+
+
+def test_a_supervisor_that_is_killed_while_it_starts_is_a_worker_error(
+    cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pipe is closed while the job is still being sent."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError, match="ended at once"):
+        cs.start_worker(cache, Numbers(5))
+    assert not processes.pids()
 
 
 def test_scripts_find_the_package_under_test() -> None:
