@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cachestream.remote.source import Source
     from cachestream.remote.tables import ParquetSource
     from cachestream.remote.tars import TarSource
+    from cachestream.remote.tfrecords import TFRecordSource
     from cachestream.sampling.worker import Worker, start_worker
     from cachestream.storage.cache import Cache
     from cachestream.streaming import stream
@@ -66,6 +67,7 @@ __all__ = [
     "Source",
     "SourceError",
     "SourceUnavailableError",
+    "TFRecordSource",
     "TarSource",
     "Worker",
     "WorkerError",
@@ -87,6 +89,7 @@ _HOMES: Final[dict[str, str]] = {
     "FileSource": "remote.files",
     "ParquetSource": "remote.tables",
     "Source": "remote.source",
+    "TFRecordSource": "remote.tfrecords",
     "TarSource": "remote.tars",
     "Worker": "sampling.worker",
     "collate": "training.batches",

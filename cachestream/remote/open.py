@@ -19,6 +19,7 @@ from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
 from cachestream.remote.tables import PARQUET_ENDINGS, ParquetSource
 from cachestream.remote.tars import TAR_ENDINGS, TarSource
+from cachestream.remote.tfrecords import TFRECORD_ENDINGS, TFRecordSource
 
 __all__ = ["open_source"]
 
@@ -27,10 +28,8 @@ _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
     **dict.fromkeys(TAR_ENDINGS, TarSource),
     **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
     **dict.fromkeys(PARQUET_ENDINGS, ParquetSource),
+    **dict.fromkeys(TFRECORD_ENDINGS, TFRecordSource),
     ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
-}
-_NOT_YET: Final[dict[str, str]] = {
-    **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrecord.gz"), "TFRecord files"),
 }
 _AFTER_NAME: Final = re.compile(r"[/*]+$")
 
@@ -88,15 +87,9 @@ def _by_ending(url: str) -> Callable[..., Source]:
     name = _AFTER_NAME.sub("", redact(url)).lower()
     if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
         return ArraySource
-    for ending in sorted({*_BY_ENDING, *_NOT_YET}, key=len, reverse=True):
-        if not name.endswith(ending):
-            continue
-        if ending in _BY_ENDING:
+    for ending in sorted(_BY_ENDING, key=len, reverse=True):
+        if name.endswith(ending):
             return _BY_ENDING[ending]
-        raise ConfigError(
-            f"{redact(url)}: {_NOT_YET[ending]} are not supported yet; read them in a function fn(rng) -> sample "
-            "or a map-style dataset, or use FileSource for the raw bytes of each file"
-        )
     return FileSource
 
 

@@ -13,7 +13,7 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.remote import pulse
 from cachestream.remote.stream import PIECE_BYTES, Stream
 
-__all__ = ["ENDINGS", "require_unpacker", "unpacked"]
+__all__ = ["ENDINGS", "UnpackedStream", "require_unpacker", "unpacked"]
 
 MEMORY_BYTES: Final = 256 << 20  # of a decompressor; a header may ask for 4 GiB
 _INPUT_BYTES: Final = 256 << 10
@@ -46,8 +46,8 @@ class _Unpacker(Protocol):
 class _Gzip:
     """zlib's object with the interface that those of bz2 and lzma have."""
 
-    def __init__(self) -> None:
-        self._inner = zlib.decompressobj(wbits=31)
+    def __init__(self, wbits: int = 31) -> None:
+        self._inner = zlib.decompressobj(wbits=wbits)
         self._tail = b""
         self.eof = False
         self.unused_data = b""
@@ -82,26 +82,31 @@ def unpacked(stream: Stream) -> Stream:
     for kind, magic in _MAGICS.items():
         # A tar begins with a file's name, which may be "BZh…".
         if start.startswith(magic) and (kind != "bzip2" or start[4:] in _BLOCK_OR_END):
-            return _ZstdStream(stream) if kind == "zstd" else _UnpackedStream(stream, kind)
+            return _ZstdStream(stream) if kind == "zstd" else UnpackedStream(stream, kind)
     return stream
 
 
 def _make(kind: str) -> _Unpacker:
-    if kind == "gzip":
-        return _Gzip()
+    if kind in ("gzip", "zlib"):
+        return _Gzip(31 if kind == "gzip" else zlib.MAX_WBITS)
     if kind == "bzip2":
         return bz2.BZ2Decompressor()
     return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MEMORY_BYTES)
 
 
-class _UnpackedStream(Stream):
-    """`inner` must be closed by whoever opened it."""
+class UnpackedStream(Stream):
+    """What `kind` ("gzip", "zlib", "bzip2", "xz") packed into `inner`, which whoever opened it must close."""
 
     def __init__(self, inner: Stream, kind: str) -> None:
         super().__init__(inner.where)
         self._inner = inner
         self._kind = kind
         self._unpacker = _make(kind)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what was packed has come to its own end, and not only its file."""
+        return self._unpacker.eof
 
     def _next_piece(self) -> memoryview:
         """At most PIECE_BYTES, however small what they are packed in; empty at the end, also a sudden one."""

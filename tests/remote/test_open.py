@@ -142,17 +142,6 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(what: Any, message: str) 
         open_source(what)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "x.TFRECORD",
-    ],
-)
-def test_formats_of_the_future_say_so_and_offer_a_way_today(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"not supported yet; read them in a function"):
-        open_source(url)
-
-
 @pytest.mark.parametrize("url", ["a.tar", "{a,b}.tar", "*.tar", "a.tar.gz", "b.TGZ"])
 def test_tars_packed_or_not_are_read_as_archives(url: str, tmp_path: Path) -> None:
     for name in ("a.tar", "b.tar", "a.tar.gz", "b.TGZ"):

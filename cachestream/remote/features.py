@@ -1,0 +1,96 @@
+"""What a feature of a `tf.train.Example` is to be in a sample: a number, an array, an image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from cachestream.errors import ConfigError, SampleError
+from cachestream.remote.decode import decode_image, decode_with
+from cachestream.remote.examples import Feature
+from cachestream.remote.magic import looks_like_image
+
+__all__ = ["Kind", "as_it_is", "as_kind", "checked_kinds"]
+
+Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
+_KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
+
+
+def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:
+    """`features` with shapes as tuples; raises ConfigError for what is none of the kinds."""
+    checked = {name: tuple(kind) if isinstance(kind, list) else kind for name, kind in features.items()}
+    for name, kind in checked.items():
+        if not isinstance(name, str) or not (_is_shape(kind) or kind in _KINDS):
+            raise ConfigError(f"features={{{name!r}: {kind!r}}}: give a shape, or one of {', '.join(_KINDS)}")
+    if not checked:
+        raise ConfigError("features={}: give at least one, or None for all")
+    return checked
+
+
+def _is_shape(kind: Any) -> bool:
+    return (
+        isinstance(kind, tuple)
+        and all(type(length) is int and length >= -1 for length in kind)
+        and kind.count(-1) <= 1
+    )
+
+
+def as_kind(name: str, feature: Feature, kind: Any) -> Any:
+    """The value of a feature that is to be `kind`. Raises SampleError where it is not."""
+    if kind == "texts":
+        return as_texts(name, feature)
+    if kind == "scalar":
+        return _one(name, feature)
+    if kind == "array" or isinstance(kind, tuple):
+        if not isinstance(feature, np.ndarray):
+            raise SampleError(f"feature '{name}' holds bytes, no numbers")
+        return feature if kind == "array" else _reshaped(name, feature, kind)
+    if isinstance(feature, np.ndarray):
+        raise SampleError(f"feature '{name}' holds numbers, no bytes")
+    data: bytes = _one(name, feature)
+    if kind == "image":
+        return decode_with(decode_image, data, "image", f"feature '{name}'")
+    if kind == "str":
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise SampleError(f"feature '{name}' is no UTF-8: {error}") from error
+    return data
+
+
+def _one(name: str, feature: Any) -> Any:
+    if len(feature) != 1:
+        raise SampleError(f"feature '{name}' holds {len(feature)} values, not one")
+    return feature[0]
+
+
+def _reshaped(name: str, feature: Any, shape: tuple[int, ...]) -> Any:
+    try:
+        return feature.reshape(shape)
+    except ValueError as error:
+        raise SampleError(f"feature '{name}': {len(feature)} values do not make the shape {shape}") from error
+
+
+def as_texts(name: str, feature: Feature) -> str:
+    if isinstance(feature, np.ndarray):
+        raise SampleError(f"feature '{name}' holds numbers, no texts")
+    try:
+        return json.dumps([one.decode() for one in feature], ensure_ascii=False)
+    except UnicodeDecodeError as error:
+        raise SampleError(
+            f"feature '{name}' holds {len(feature)} strings of bytes, which are no texts; choose others with features="
+        ) from error
+
+
+def as_it_is(name: str, feature: Feature, decode_images: bool) -> Any:
+    """The value of a feature of which nothing was said."""
+    if isinstance(feature, np.ndarray):
+        return feature[0] if len(feature) == 1 else feature
+    if len(feature) != 1:
+        return as_texts(name, feature)
+    if decode_images and looks_like_image(feature[0]):
+        return decode_with(decode_image, feature[0], "image", f"feature '{name}'")
+    return feature[0]
