@@ -185,7 +185,7 @@ class Admission:
             tables.delete_reservations([shard_id])
 
     def clear_dead(self, owner: str | None = None) -> None:
-        """Give back what processes that died had reserved, in the name of `owner`."""
+        """Give back what processes that died had reserved or leased, in the name of `owner`."""
         for name in os.listdir(self._directory.leases):
             if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))

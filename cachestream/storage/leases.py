@@ -71,6 +71,7 @@ class Leases:
 
     def create(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` [n, 2] (first, last) for this process, within a write transaction."""
+        self.leased()  # clears the dead: where nothing is written nobody else does
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
