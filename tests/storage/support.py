@@ -1,0 +1,317 @@
+"""What the tests of the storage share: shards to publish, children to kill, and the invariants to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from cachestream.model import ShardRow, Snapshot, Span
+from cachestream.sampling.packer import Packer
+from cachestream.sampling.records import to_record
+from cachestream.storage.admission import Owner
+from cachestream.storage.cache import Cache
+from cachestream.storage.locks import lock_file
+from cachestream.storage.publish import Progress, Publisher
+from cachestream.storage.shard import MappedShard, ShardContent, shard_path
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "Child",
+    "Watcher",
+    "assert_books_cover_disk",
+    "assert_sound",
+    "content",
+    "disk_bytes",
+    "fork",
+    "holding_worker_lock",
+    "insert_rows",
+    "keys_in",
+    "leftovers",
+    "new_cache",
+    "publish",
+    "shard_ids",
+]
+
+KB: Final = 1000
+DEADLINE_S: Final = 30.0
+
+
+def new_cache(path: Path, size_limit: int | str = "4MB", **options: Any) -> Cache:
+    """A cache that may fill the disk it lies on."""
+    return Cache(path, size_limit, **({"min_free": 0} | options))
+
+
+def content(
+    first: int, count: int = 3, size_bytes: int = 8 * KB, fill: dict[str, Any] | None = None
+) -> ShardContent:
+    """A shard of samples "k<number>" that say which they are, of about `size_bytes` in all."""
+    packer = Packer()
+    each = max(1, size_bytes // count // 8)
+    for number in range(first, first + count):
+        packer.add(f"k{number}", to_record({"x": np.full(each, number, np.int64), "n": number}), None)
+    return packer.content({} if fill is None else fill)
+
+
+def publish(
+    cache: Cache,
+    shard: ShardContent,
+    *,
+    spans: Sequence[Span] = (),
+    progress: Progress | None = None,
+    owner: str | None = None,
+    may_evict: bool = True,
+) -> int | None:
+    """Publish as a sampling process does, which lives for this one shard unless it has a name."""
+    held = None if owner else Owner(cache.directory, f"test-{secrets.token_hex(4)}")
+    name = owner or (held.name if held else "")
+    try:
+        publisher = Publisher(cache.directory, cache.catalogue, cache.admission, name)
+        return publisher.publish(shard, spans, progress or Progress(0), may_evict=may_evict)
+    finally:
+        if held is not None:
+            held.release()
+
+
+def insert_rows(cache: Cache, rows: Sequence[ShardRow]) -> None:
+    """Rows without files, for what does not look at files."""
+    with cache.catalogue.transaction() as tables:
+        schema = content(0).schema
+        tables.set_meta("schema", schema.to_json())
+        schema_id = tables.schema_id(schema)
+        for row in rows:
+            tables.insert_shard(row, schema_id, 0, [])
+        tables.set_meta("last_shard_id", max(row.id for row in rows))
+
+
+def shard_ids(cache: Cache) -> list[int]:
+    with cache.catalogue.reading() as tables:
+        return sorted(tables.shard_ids())
+
+
+def keys_in(cache: Cache) -> list[str]:
+    """The keys of all samples, each read from its verified shard."""
+    found: list[str] = []
+    for shard_id in shard_ids(cache):
+        shard = MappedShard(shard_path(cache.path, shard_id))
+        shard.verify()
+        keys = shard.keys()
+        numbers = [int(key[1:]) for key in keys]
+        assert shard.array("n").tolist() == numbers
+        assert all((row == number).all() for row, number in zip(shard.array("x"), numbers, strict=True))
+        found += keys
+        shard.close()
+    return sorted(found)
+
+
+# --- the directory as others see it
+
+
+def disk_bytes(root: str) -> int:
+    """What everything in `root` occupies, as `du` counts it: each file once, whatever it is called."""
+    seen: dict[tuple[int, int], int] = {}
+
+    def look(path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            info = os.lstat(path)
+            seen[info.st_dev, info.st_ino] = info.st_blocks * 512
+
+    look(root)
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            look(os.path.join(folder, name))
+    return sum(seen.values())
+
+
+def leftovers(cache: Cache) -> list[str]:
+    """Temporary files, and lock files of processes and epochs."""
+    names = [
+        *os.listdir(cache.directory.shards),
+        *os.listdir(cache.directory.leases),
+        *os.listdir(cache.path),
+    ]
+    return [name for name in names if re.search(r"\.(tmp|lease|owner)$|^cache\.json\.", name)]
+
+
+def assert_books_cover_disk(cache: Cache) -> None:
+    """What is on the disk is in the books, at every moment, also before any recovery."""
+    with cache.catalogue.reading() as tables:
+        booked = {row.id: row.size_bytes for row in tables.shards()}
+        for reservation in tables.reservations():
+            assert reservation.id not in booked, f"shard {reservation.id} is booked twice"
+            booked[reservation.id] = reservation.size_bytes
+        on_disk: dict[int, int] = {}
+        for entry in os.scandir(cache.directory.shards):
+            shard_id = int(entry.name.partition(".")[0])
+            on_disk[shard_id] = on_disk.get(shard_id, 0) + entry.stat().st_blocks * 512
+    over = {i: (size, booked.get(i)) for i, size in on_disk.items() if size > booked.get(i, 0)}
+    assert not over, f"on disk, but not in the books (shard: disk, booked): {over}"
+
+
+def assert_sound(cache: Cache) -> None:
+    """The invariants after a recovery: no torn shard, books equal to a fresh scan, nothing left, within the limit."""
+    cache.recover()
+    report = cache.verify()
+    assert report.ok, report
+    with cache.catalogue.reading() as tables:
+        rows = list(tables.shards())
+        assert tables.reservations() == []
+        assert tables.totals() == (
+            len(rows),
+            sum(row.num_samples for row in rows),
+            sum(row.size_bytes for row in rows),
+        )
+    blocks = {entry.name: os.stat(entry.path).st_blocks * 512 for entry in os.scandir(cache.directory.shards)}
+    assert blocks == {f"{row.id:012d}.safetensors": row.size_bytes for row in rows}
+    assert leftovers(cache) == []
+    assert cache.size_bytes == disk_bytes(cache.path)
+    assert disk_bytes(cache.path) <= cache.size_limit
+
+
+def assert_readable(snapshot: Snapshot) -> None:
+    """Every shard of a snapshot is there and whole."""
+    for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
+        shard = MappedShard(shard_path(snapshot.root, shard_id))
+        shard.verify()
+        assert shard.num_samples == count
+        shard.close()
+
+
+class Watcher:
+    """Looks at a directory without pause from a thread, and keeps the most it ever occupied."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.most_bytes = 0
+        self.looks = 0
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.most_bytes = max(self.most_bytes, disk_bytes(self._root))
+            self.looks += 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def holding_worker_lock(cache: Cache) -> Iterator[None]:
+    """As if a worker ran."""
+    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=5)
+    assert lock is not None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# --- children
+
+
+@dataclass(slots=True)
+class Child:
+    """A forked child that runs until it is told or killed; what it says comes line by line."""
+
+    pid: int
+    said_fd: int
+    ask_fd: int
+    _text: str = ""
+    status: int | None = None
+
+    def hear(self) -> str:
+        """The next line the child says; "" when it has ended."""
+        while "\n" not in self._text:
+            piece = os.read(self.said_fd, 65_536).decode()
+            if not piece:
+                return ""
+            self._text += piece
+        line, _, self._text = self._text.partition("\n")
+        return line
+
+    def tell(self) -> None:
+        """Let the child go on past `wait_for_word`."""
+        os.write(self.ask_fd, b".")
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """The exit code, or minus the signal."""
+        if self.status is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.status = os.waitstatus_to_exitcode(status)
+            os.close(self.said_fd)
+            os.close(self.ask_fd)
+        return self.status
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The child's end: it says lines, and waits for a word."""
+
+    say_fd: int
+    word_fd: int
+
+    def say(self, text: str) -> None:
+        os.write(self.say_fd, text.encode() + b"\n")
+
+    def wait_for_word(self) -> None:
+        if not os.read(self.word_fd, 1):
+            os._exit(0)  # the test is gone
+
+
+def fork(action: Callable[[Line], object]) -> Child:
+    """Run `action` in a forked child, which then ends without any clean-up: 0, or 1 after an exception."""
+    said, say = os.pipe()
+    word, ask = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(said)
+            os.close(ask)
+            action(Line(say, word))
+            code = 0
+        except BaseException:  # noqa: BLE001  a process's main
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    os.close(say)
+    os.close(word)
+    return Child(pid, said, ask)
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> float:
+    """Seconds until `condition` held; fails the test past the deadline."""
+    begun_s = time.monotonic()
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() - begun_s < deadline_s, f"not within {deadline_s} s: {what}"
+        pause.wait(0.002)
+    return time.monotonic() - begun_s

@@ -1,0 +1,216 @@
+"""Eviction policies: pure, in a total order, and never more than is needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.errors import ConfigError
+from cachestream.model import ShardRow
+from cachestream.storage.cache import Cache
+from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, describe_shortage, in_order
+from tests.storage.support import content, insert_rows, publish, shard_ids
+
+rows = st.lists(
+    st.builds(
+        ShardRow,
+        id=st.integers(1, 10**12),
+        size_bytes=st.integers(1, 10**9),
+        num_samples=st.integers(1, 1000),
+        uses=st.integers(0, 5),
+        last_used=st.integers(0, 5),
+    ),
+    unique_by=lambda row: row.id,
+    max_size=12,
+)
+
+# What each policy says of two shards: does the first go before the second?
+GOES_FIRST: dict[str, Callable[[ShardRow, ShardRow], bool]] = {
+    "lru": lambda a, b: (a.last_used, a.id) < (b.last_used, b.id),
+    "fifo": lambda a, b: a.id < b.id,
+    "least-fresh": lambda a, b: (-a.uses, a.last_used, a.id) < (-b.uses, b.last_used, b.id),
+}
+
+
+@pytest.mark.parametrize("policy", sorted(GOES_FIRST))
+def test_every_pair_of_small_rows_goes_in_the_order_the_policy_promises(policy: str) -> None:
+    """Exhaustively: two shards with any uses and times below 3."""
+    values = list(itertools.product(range(3), repeat=2))
+    for (uses, last_used), (other_uses, other_last_used) in itertools.product(values, repeat=2):
+        pair = [ShardRow(2, 1, 1, uses, last_used), ShardRow(1, 1, 1, other_uses, other_last_used)]
+        first, second = in_order(policy, pair)
+        assert GOES_FIRST[policy](first, second)
+
+
+@pytest.mark.parametrize("policy", sorted(GOES_FIRST))
+@given(rows=rows)
+def test_the_order_is_a_permutation_in_which_every_neighbour_goes_first(
+    policy: str, rows: list[ShardRow]
+) -> None:
+    ordered = in_order(policy, rows)
+    assert sorted(row.id for row in ordered) == sorted(row.id for row in rows)
+    assert all(itertools.starmap(GOES_FIRST[policy], itertools.pairwise(ordered)))
+    assert ordered == in_order(policy, rows[::-1]), "the order does not depend on how the rows came"
+
+
+@given(rows=rows)
+def test_the_policy_none_gives_nothing(rows: list[ShardRow]) -> None:
+    assert in_order("none", rows) == []
+
+
+@given(rows=rows, need_bytes=st.integers(-5, 3 * 10**9))
+def test_victims_are_the_shortest_beginning_that_frees_enough(rows: list[ShardRow], need_bytes: int) -> None:
+    victims = choose_victims(rows, need_bytes)
+    if victims is None:
+        assert sum(row.size_bytes for row in rows) < need_bytes
+        return
+    assert victims == rows[: len(victims)]
+    freed = sum(row.size_bytes for row in victims)
+    assert freed >= need_bytes
+    assert not victims or freed - victims[-1].size_bytes < need_bytes
+
+
+def test_choosing_reads_no_further_than_it_must() -> None:
+    def endless() -> Any:
+        yield from (ShardRow(i, 10, 1, 0, 0) for i in range(3))
+        pytest.fail("read past the last victim")
+
+    victims = choose_victims(endless(), 21)
+    assert victims is not None
+    assert [row.id for row in victims] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh"])
+@given(rows=rows)
+def test_the_catalogue_sorts_as_the_pure_policy_does(
+    policy: str, rows: list[ShardRow], sorting_cache: Cache
+) -> None:
+    with sorting_cache.catalogue.transaction() as tables:
+        tables.delete_shards(tables.shard_ids())
+    if rows:
+        insert_rows(sorting_cache, rows)
+    with sorting_cache.catalogue.reading() as tables:
+        assert list(tables.shards(policy)) == in_order(policy, rows)
+        (ids,) = tables.shard_columns("id", policy=policy)
+        assert ids.tolist() == [row.id for row in in_order(policy, rows)]
+
+
+@pytest.fixture(scope="module")
+def sorting_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    cache = Cache(tmp_path_factory.mktemp("sorting"), "1GB", min_free=0)
+    yield cache
+    cache.close()
+
+
+ROWS = tuple(ShardRow(i, 10, 1, 0, 0) for i in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("answer", "ids"),
+    [
+        ([], []),
+        (ROWS[::-1], [4, 3, 2, 1]),
+        ([3, 1], [3, 1]),
+        (np.array([2, 4]), [2, 4]),
+        ([ROWS[1], 4], [2, 4]),
+        ({2: "x"}, [2]),
+        ((row for row in ROWS), [1, 2, 3, 4]),
+    ],
+)
+def test_a_function_may_return_rows_or_ids_in_anything_that_can_be_gone_through(
+    answer: Any, ids: list[int]
+) -> None:
+    assert [row.id for row in in_order(lambda _: answer, ROWS)] == ids
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "returned a NoneType"),
+        (7, "returned a int"),
+        ([1.5], "returned a list"),
+        (["1"], "returned a list"),
+        ([None], "returned a list"),
+        ([9], "unknown or repeated shards: \\[9\\]"),
+        ([1, 1], "unknown or repeated"),
+        ([ROWS[0], 1], "unknown or repeated"),
+        ([ShardRow(9, 1, 1, 1, 1)], "unknown or repeated shards: \\[9\\]"),
+    ],
+)
+def test_nonsense_from_a_function_is_refused_and_says_what_is_wanted(answer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"the eviction function .*{words}"):
+        in_order(lambda _: answer, ROWS)
+
+
+def test_a_function_that_raises_is_named_and_its_error_kept() -> None:
+    def policy(rows: Sequence[ShardRow]) -> list[int]:
+        raise KeyError("epoch")
+
+    with pytest.raises(ConfigError, match="the eviction function failed: KeyError: 'epoch'") as caught:
+        in_order(policy, ROWS)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_function_cannot_change_what_it_is_given() -> None:
+    seen: list[Any] = []
+
+    def policy(rows: Sequence[ShardRow]) -> Sequence[ShardRow]:
+        seen.append(rows)
+        with pytest.raises(AttributeError):
+            rows[0].uses = 5  # type: ignore[misc]
+        return rows
+
+    in_order(policy, list(ROWS))
+    assert isinstance(seen[0], tuple)
+
+
+@pytest.mark.parametrize("policy", [*ORDERS, len])
+def test_the_policies_there_are_pass(policy: Any) -> None:
+    assert check_policy(policy) is policy
+
+
+@pytest.mark.parametrize("policy", ["LRU", "", "random", 3, None])
+def test_other_policies_are_refused_with_the_choices(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="lru, fifo, least-fresh, none, or give a function"):
+        check_policy(policy)
+
+
+def test_a_shortage_names_what_is_needed_free_leased_and_the_way_out() -> None:
+    text = describe_shortage(64_000_000, 10**9, 990_000_000, 800_000_000)
+    assert text == (
+        "64 MB needed, 10 MB free of 1 GB, 800 MB leased by epochs in use; raise the limit "
+        "('cachestream limit CACHE SIZE') or close epochs"
+    )
+
+
+def test_a_function_evicts_in_a_real_cache_and_nonsense_from_it_changes_nothing(
+    make_cache: Callable[..., Cache],
+) -> None:
+    answers: list[Any] = [[3], None, "raise"]
+
+    def policy(rows: Sequence[ShardRow]) -> Any:
+        answer = answers[0]
+        if answer == "raise":
+            raise RuntimeError("no")
+        return answer
+
+    cache = make_cache("1MB", eviction=policy)
+    while cache.admission.footprint(80_000) + 80_000 < cache.size_limit - cache.size_bytes - 2**19:
+        publish(cache, content(0, size_bytes=80_000))
+    ids = shard_ids(cache)
+    assert len(ids) >= 3
+    assert cache.evict(to=0) > 0
+    assert shard_ids(cache) == [i for i in ids if i != 3]
+    for answers[0] in (None, "raise"):
+        with pytest.raises(ConfigError, match="the eviction function"):
+            cache.evict(to=0)
+        with pytest.raises(ConfigError, match="the eviction function"):
+            publish(cache, content(0, size_bytes=500_000))
+    assert shard_ids(cache) == [i for i in ids if i != 3]
+    assert cache.status().reserved_bytes == 0

@@ -1,0 +1,114 @@
+"""Which shards an epoch is drawn from: pure functions, held against their promises one by one."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.model import IntArray
+from cachestream.storage.admission import Room
+from cachestream.storage.leases import merge_ranges, ranges_of
+from cachestream.storage.snapshots import Filling, bytes_to_leave, leave_out, select_shards
+
+
+def ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int64)
+
+
+def members(ranges: IntArray) -> set[int]:
+    return {i for first, last in ranges.tolist() for i in range(first, last + 1)}
+
+
+def test_an_epoch_takes_the_least_used_shards_first_older_before_newer() -> None:
+    """Exhaustively: four shards of any sizes up to 2 and uses up to 1, any left out, any epoch size."""
+    ids = ints([3, 4, 7, 9])
+    for counts, uses in itertools.product(
+        itertools.product((1, 2), repeat=4), itertools.product((0, 1), repeat=4)
+    ):
+        for left in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in range(4)):
+            there = [i for i in range(4) if i not in left]
+            for epoch_size in (None, 1, 2, 3, 7, 8, 99):
+                chosen = select_shards(
+                    ids, ints(list(counts)), ints(list(uses)), ids[list(left)], epoch_size
+                ).tolist()
+                assert chosen == sorted(chosen)
+                assert set(chosen) <= set(there)
+                if epoch_size is None or sum(counts[i] for i in there) <= epoch_size:
+                    assert chosen == there
+                    continue
+                have = sum(counts[i] for i in chosen)
+                by_use = sorted(there, key=lambda i: (uses[i], i))
+                assert chosen == sorted(by_use[: len(chosen)])
+                assert have >= epoch_size > have - counts[by_use[len(chosen) - 1]], (
+                    "one shard fewer is too few"
+                )
+
+
+shelf = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 2)), min_size=1, max_size=12)
+
+
+@given(rows=shelf, leave_bytes=st.integers(-3, 300))
+def test_what_is_left_out_was_used_is_enough_and_never_all(
+    rows: list[tuple[int, int]], leave_bytes: int
+) -> None:
+    ids = np.arange(10, 10 + len(rows))
+    sizes, uses = ints([size for size, _ in rows]), ints([use for _, use in rows])
+    left = leave_out(ids, sizes, uses, leave_bytes).tolist()
+    usable = [i for i, use in zip(ids.tolist(), uses.tolist(), strict=True) if use]
+    assert left == usable[: len(left)], "first to go first, and nothing that no epoch has seen"
+    assert len(left) < len(rows)
+    size_of = dict(zip(ids.tolist(), sizes.tolist(), strict=True))
+    if left:
+        assert sum(size_of[i] for i in left[:-1]) < leave_bytes, "no shard more than needed"
+    if sum(size_of[i] for i in left) < leave_bytes:
+        assert left == usable[: len(rows) - 1], "all that could be left out"
+
+
+@pytest.mark.parametrize(
+    ("free", "turnover", "filling", "leave"),
+    [
+        (500, 0.25, Filling(10, 100, 500, lost=False), 0),  # a quarter is free already
+        (100, 0.25, Filling(10, 100, 500, lost=False), 150),
+        (0, 0.25, Filling(10, 100, 500, lost=False), 250),
+        (-50, 0.25, Filling(10, 100, 500, lost=False), 250),  # over the limit: no more than the share
+        (100, 0.25, Filling(90, 100, 500, lost=False), 0),  # what is to come fits
+        (100, 0.25, Filling(90, 100, 500, lost=True), 150),  # it fits, but something has been evicted
+        (100, 0.25, Filling(90, None, 500, lost=False), 150),  # an endless source never fits
+        (100, 0.25, Filling(0, 100, 0, lost=False), 150),  # nothing is known yet
+        (100, 0.25, Filling(0, 0, 0, lost=False), 0),  # an empty source
+        (100, 0.0, Filling(10, 100, 500, lost=True), 0),
+    ],
+)
+def test_a_share_is_left_out_only_where_the_filling_needs_it(
+    free: int, turnover: float, filling: Filling, leave: int
+) -> None:
+    assert bytes_to_leave(Room(1000, 1000 - free), turnover, filling) == leave
+
+
+@given(ids=st.sets(st.integers(1, 60), min_size=1, max_size=30).map(sorted), data=st.data())
+def test_the_ranges_of_a_lease_hold_the_chosen_and_no_other_shard_that_is_there(
+    ids: list[int], data: st.DataObject
+) -> None:
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1))))
+    ranges = ranges_of(ints(ids), ints(chosen))
+    assert members(ranges) & set(ids) == {ids[i] for i in chosen}
+    assert (np.diff(ranges.reshape(-1)) >= 0).all()
+
+
+def test_a_lease_of_a_whole_cache_is_one_range_however_many_shards_have_gone() -> None:
+    ids = ints([1, 5, 6, 90, 1000])
+    assert ranges_of(ids, np.arange(5)).tolist() == [[1, 1000]]
+    assert ranges_of(ids, ints([0, 1, 3, 4])).tolist() == [[1, 5], [90, 1000]]
+    assert ranges_of(ids, ints([])).shape == (0, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=12))
+def test_merged_ranges_hold_the_same_ids_disjoint_and_in_order(pairs: list[tuple[int, int]]) -> None:
+    ranges = np.array([(first, first + length) for first, length in pairs], np.int64).reshape(-1, 2)
+    merged = merge_ranges(ranges)
+    assert members(merged) == members(ranges)
+    assert (merged[1:, 0] > merged[:-1, 1] + 1).all()
