@@ -89,11 +89,6 @@ class Catalogue:
                     return False
                 if application != APPLICATION_ID:
                     raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
-                if version > SCHEMA_VERSION:
-                    raise CacheVersionError(
-                        f"{self.path} was written by a newer cachestream (catalogue version {version}, "
-                        f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
-                    )
                 look = "integrity_check(1)" if thoroughly else "quick_check(1)"
                 problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
                 tables.meta("cache_id")
@@ -137,6 +132,7 @@ class Catalogue:
 
     def integrity_problem(self) -> str | None:
         """What SQLite's own check finds wrong with the file, if anything."""
+        self.close()  # else it would look at the pages that it has in memory
         try:
             with self.reading() as tables:
                 result = str(tables.execute("PRAGMA integrity_check(1)").fetchone()[0])
@@ -210,10 +206,20 @@ class Catalogue:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")  # nothing is written outside of the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            self._check_version(connection)
         except BaseException:
             connection.close()
             raise
         self._connection = connection
+
+    def _check_version(self, connection: sqlite3.Connection) -> None:
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if application == APPLICATION_ID and version > SCHEMA_VERSION:
+            raise CacheVersionError(
+                f"{self.path} was written by a newer cachestream (catalogue version {version}, "
+                f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
+            )
 
     def _roll_back(self, connection: sqlite3.Connection) -> None:
         try:
