@@ -1,0 +1,417 @@
+"""The catalogue's transactions hold between threads, processes and forks; a lost one is made again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachestream.errors import CacheError, CacheLockedError, CacheVersionError
+from cachestream.storage import catalogue as module
+from cachestream.storage.cache import Cache
+from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.faults import CatalogueDamagedError
+from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION
+from tests.storage.support import (
+    Line,
+    assert_sound,
+    content,
+    fork,
+    keys_in,
+    new_cache,
+    publish,
+    shard_ids,
+)
+
+
+@pytest.fixture
+def filled(cache: Cache) -> Cache:
+    for first in range(0, 12, 3):
+        publish(cache, content(first))
+    return cache
+
+
+ALL = sorted(f"k{i}" for i in range(12))
+
+
+def can_write(path: str) -> bool:
+    """Whether another process gets the write lock now."""
+
+    def attempt(line: Line) -> None:
+        module.LOCK_TIMEOUT_S = 0.05  # type: ignore[misc]
+        other = Catalogue(path)
+        try:
+            with other.transaction():
+                line.say("yes")
+        except CacheLockedError:
+            line.say("no")
+
+    child = fork(attempt)
+    answer = child.hear()
+    assert child.wait() == 0
+    return answer == "yes"
+
+
+def test_a_transaction_is_all_or_nothing(cache: Cache) -> None:
+    def fail_half_way() -> None:
+        with cache.catalogue.transaction() as tables:
+            tables.set_meta("a", 1)
+            tables.add("b", 1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
+    with cache.catalogue.transaction() as tables:
+        assert tables.meta("a") is None
+        tables.set_meta("a", 2)
+    with cache.catalogue.reading() as tables:
+        assert tables.meta("a") == 2
+
+
+def test_a_writer_keeps_other_processes_out_until_it_commits(cache: Cache) -> None:
+    with cache.catalogue.transaction():
+        assert not can_write(cache.catalogue.path)
+    assert can_write(cache.catalogue.path)
+
+
+def test_opening_the_cache_again_in_one_process_leaves_the_locks_of_the_first(cache: Cache) -> None:
+    """The close of any descriptor of a file drops all POSIX locks that the process holds on it."""
+    with cache.catalogue.transaction():
+        second = Catalogue(cache.catalogue.path)
+        assert second.check()
+        assert not can_write(cache.catalogue.path)
+        second.close()
+        assert not can_write(cache.catalogue.path), "SQLite itself knows of this"
+        del second
+        gc.collect()
+        assert not can_write(cache.catalogue.path)
+
+
+def test_threads_take_turns(cache: Cache) -> None:
+    def count() -> None:
+        for _ in range(50):
+            with cache.catalogue.transaction() as tables:
+                tables.add("turns", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with cache.catalogue.reading() as tables:
+        assert tables.meta("turns") == 200
+
+
+def test_waiting_for_a_stopped_writer_ends_at_the_deadline_with_what_to_look_for(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(line: Line) -> None:
+        with cache.catalogue.transaction():
+            line.say("in")
+            line.wait_for_word()
+
+    child = fork(hold)
+    assert child.hear() == "in"
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    other = Catalogue(cache.catalogue.path)
+    with pytest.raises(CacheLockedError, match="look for a stopped or swapping process"), other.transaction():
+        pass
+    child.kill()
+    with other.transaction():
+        pass
+    other.close()
+
+
+def test_a_fork_waits_for_the_transactions_of_other_threads(cache: Cache) -> None:
+    """Else the child's SQLite would believe that it holds its parent's lock, and write without one."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with cache.catalogue.transaction() as tables:
+            inside.set()
+            go_on.wait(20)
+            tables.set_meta("written", "by the parent")
+
+    def read_and_write(line: Line) -> None:
+        with cache.catalogue.transaction() as tables:
+            line.say(str(tables.meta("written")))
+            line.wait_for_word()
+            tables.set_meta("written", "by the child")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert inside.wait(20)
+    waker = threading.Timer(0.1, go_on.set)
+    waker.start()
+    child = fork(read_and_write)
+    assert go_on.is_set(), "the fork came before the transaction had ended"
+    assert child.hear() == "by the parent"
+    assert not can_write(cache.catalogue.path), "the child's lock is a real one"
+    child.tell()
+    assert child.wait() == 0
+    thread.join()
+    waker.join()
+    with cache.catalogue.reading() as tables:
+        assert tables.meta("written") == "by the child"
+
+
+def test_a_child_that_ends_leaves_its_parents_connection_as_it_was(cache: Cache) -> None:
+    with cache.catalogue.transaction():
+
+        def use(line: Line) -> None:
+            del line
+            gc.collect()
+
+        assert fork(use).wait() == 0
+        assert not can_write(cache.catalogue.path)
+
+
+def test_catalogues_that_are_dropped_are_forgotten_and_closed(cache: Cache) -> None:
+    def count() -> tuple[int, int]:
+        gc.collect()
+        targets = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return len(module._catalogues), sum(target == cache.catalogue.path for target in targets)
+
+    before = count()
+    for _ in range(20):
+        with Catalogue(cache.catalogue.path).reading() as tables:
+            tables.totals()
+    assert count() == before
+
+
+def test_nested_readers_see_what_the_transaction_around_them_wrote(cache: Cache) -> None:
+    with cache.catalogue.transaction() as tables:
+        tables.set_meta("a", 1)
+        with cache.catalogue.reading() as inner:
+            assert inner.meta("a") == 1
+
+
+# --- a file that is lost or no catalogue
+
+
+def truncate_to(size: int) -> Callable[[str], None]:
+    return lambda path: os.truncate(path, size)
+
+
+def garbage(path: str) -> None:
+    Path(path).write_bytes(os.urandom(50_000))
+
+
+def damaged_pages(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(4096)
+        file.write(b"\xaa" * (os.path.getsize(path) - 4096))
+
+
+def of_another_program(application: int, version: int) -> Callable[[str], None]:
+    def write(path: str) -> None:
+        os.unlink(path)
+        other = sqlite3.connect(path)
+        other.execute("CREATE TABLE theirs (x)")
+        other.execute(f"PRAGMA application_id = {application}")
+        other.execute(f"PRAGMA user_version = {version}")
+        other.commit()
+        other.close()
+
+    return write
+
+
+DAMAGES = {
+    "deleted": os.unlink,
+    "emptied": truncate_to(0),
+    "cut to a byte": truncate_to(1),
+    "cut to half a header": truncate_to(50),
+    "cut to a page": truncate_to(4096),
+    "cut to five pages": truncate_to(5 * 4096),
+    "garbage": garbage,
+    "damaged pages": damaged_pages,
+    "another program's": of_another_program(0, 0),
+    "another program's with a version": of_another_program(0, 1),
+    "another program's with an id": of_another_program(77, 0),
+    "an empty one of ours": of_another_program(APPLICATION_ID, SCHEMA_VERSION),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_lost_catalogue_is_rebuilt_from_the_shards_on_opening(
+    filled: Cache, fast_path: Path, damage: Callable[[str], None]
+) -> None:
+    filled.size_limit = "3MB"
+    filled.close()
+    damage(filled.catalogue.path)
+    aside = b"" if not os.path.exists(filled.catalogue.path) else Path(filled.catalogue.path).read_bytes()
+    with Cache(fast_path / "cache") as cache:
+        assert (cache.cache_id, cache.size_limit, cache.num_samples) == (filled.cache_id, 3_000_000, 12)
+        assert keys_in(cache) == ALL
+        assert_sound(cache)
+        kept = Path(cache.path) / "catalogue.damaged"
+        if len(aside) >= 100:  # anything shorter is as good as empty to SQLite
+            assert kept.read_bytes() == aside
+        assert publish(cache, content(12)) == 1005, "ids that a writer may still hold are not given out"
+        assert_sound(cache)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_catalogue_that_is_lost_while_it_is_open_is_rebuilt_by_the_next_use(
+    filled: Cache, damage: Callable[[str], None]
+) -> None:
+    with filled.catalogue.reading() as tables:  # pages of it are in SQLite's memory
+        tables.totals()
+    damage(filled.catalogue.path)
+    for _ in range(3):
+        try:
+            publish(filled, content(12))
+            break
+        except CatalogueDamagedError:
+            continue
+    # Pages that SQLite has in memory hide the damage; verify looks at the file.
+    assert filled.verify(repair=True).ok
+    assert keys_in(filled) == sorted([*ALL, "k12", "k13", "k14"])
+    assert_sound(filled)
+
+
+def test_processes_that_have_it_open_follow_to_the_rebuilt_catalogue(filled: Cache, fast_path: Path) -> None:
+    def use(line: Line) -> None:
+        line.say(str(filled.num_samples))
+        line.wait_for_word()
+        publish(filled, content(100))
+        line.say(str(filled.num_samples))
+
+    child = fork(use)
+    assert child.hear() == "12"
+    os.unlink(filled.catalogue.path)
+    with Cache(fast_path / "cache") as other:
+        assert other.num_samples == 12
+        child.tell()
+        assert child.hear() == "15"
+        assert other.num_samples == 15
+        assert filled.num_samples == 15
+        assert child.wait() == 0
+        assert_sound(other)
+
+
+def test_several_that_find_it_lost_at_once_rebuild_it_once(filled: Cache) -> None:
+    garbage(filled.catalogue.path)
+
+    def use(line: Line) -> None:
+        line.say("ready")
+        line.wait_for_word()
+        cache = Cache(filled.path)
+        line.say(f"{cache.num_samples} {shard_ids(cache)}")
+
+    filled.close()
+    children = [fork(use) for _ in range(4)]
+    for child in children:
+        assert child.hear() == "ready"
+    for child in children:
+        child.tell()
+    assert {child.hear() for child in children} == {"12 [1, 2, 3, 4]"}
+    assert [child.wait() for child in children] == [0] * 4
+    assert_sound(filled)
+
+
+def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_entered_twice(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def lose(source: str, target: str) -> None:
+        real(source, target)
+        os.unlink(filled.catalogue.path)
+        assert filled.num_shards == 5, "the rebuild has adopted it"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lose)
+        with pytest.raises(
+            CacheError, match="replaced while shard 5 was written; its samples will be fetched"
+        ):
+            publish(filled, content(12))
+    assert shard_ids(filled) == [1, 2, 3, 4, 5]
+    assert_sound(filled)
+
+
+def test_a_catalogue_of_a_newer_version_is_refused_and_left_alone(filled: Cache) -> None:
+    filled.close()
+    other = sqlite3.connect(filled.catalogue.path)
+    other.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    other.commit()
+    other.close()
+    before = Path(filled.catalogue.path).read_bytes()
+    for attempt in (lambda: Cache(filled.path), lambda: filled.verify(repair=True)):
+        with pytest.raises(CacheVersionError, match="upgrade cachestream or use another directory"):
+            attempt()
+    assert Path(filled.catalogue.path).read_bytes() == before
+    assert len(os.listdir(filled.directory.shards)) == 4
+
+
+def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast_path: Path) -> None:
+    filled.close()
+    for text in (
+        "",
+        "[]",
+        "5",
+        '{"cache_id": 1, "size_limit": "x", "min_free": -1, "eviction": "x"}',
+        "{" * 9999,
+    ):
+        Path(filled.directory.settings).write_text(text)
+        os.unlink(filled.catalogue.path)
+        with new_cache(fast_path / "cache", "3MB") as cache:
+            assert cache.num_samples == 12
+            assert cache.size_limit == 3_000_000
+            assert cache.eviction == "lru"
+
+
+def test_a_damaged_catalogue_is_not_kept_where_the_limit_has_no_room_for_it(
+    make_cache: Callable[..., Cache],
+) -> None:
+    cache = make_cache("1MB")
+    while cache.admission.footprint(20_000) < cache.size_limit - cache.size_bytes - 360_000:
+        publish(cache, content(0, size_bytes=20_000))
+    cache.close()
+    Path(cache.catalogue.path).write_bytes(os.urandom(1_000_000))
+    assert cache.verify(repair=True).ok
+    assert not os.path.exists(os.path.join(cache.path, "catalogue.damaged"))
+    assert_sound(cache)
+
+
+def test_a_shard_of_an_unknown_origin_is_adopted_and_one_that_is_broken_put_aside(filled: Cache) -> None:
+    filled.close()
+    shards = Path(filled.directory.shards)
+    (shards / "000000000002.safetensors").write_bytes(b"broken")
+    (shards / "000000000900.tmp").write_bytes(b"half")
+    odd = content(50, fill={"source": 5, "plan": [1], "length": "x", "spans": None})
+    whole = content(
+        53, fill={"source": "s", "plan": "{}", "length": 9, "spans": [[0, 0, 3, 0], [5, 0, 6, 2]]}
+    )
+    publish(filled, odd)
+    publish(filled, whole)
+    os.unlink(filled.catalogue.path)
+    assert shard_ids(filled) == [1, 3, 4, 5, 6]
+    with filled.catalogue.reading() as tables:
+        (row,) = tables.passes()
+        assert (row.plan, row.length, row.next_position) == ("{}", 9, 0)
+        assert [(s.start, s.stop) for s in tables.spans()[row.id]] == [((0, 0), (3, 0)), ((5, 0), (6, 2))]
+        assert tables.meta("source") == "s"
+        assert tables.meta("quarantined") == 1
+    assert sorted(os.listdir(shards)) == [f"{i:012d}.safetensors" for i in (1, 3, 4, 5, 6)]
+    assert_sound(filled)
+
+
+def test_a_damaged_catalogue_is_found_by_verify_and_rebuilt_by_repair(filled: Cache) -> None:
+    damaged_pages(filled.catalogue.path)
+    other = Cache.__new__(Cache)  # as it was opened before the damage
+    other.__dict__.update(filled.__dict__)
+    report = other.verify()
+    assert not report.ok
+    assert report.catalogue_problem
+    assert "verify CACHE --repair" in str(report)
+    report = other.verify(repair=True)
+    assert report.ok
+    assert report.repaired
+    assert report.num_samples == 12
+    assert keys_in(filled) == ALL
+    assert_sound(filled)
