@@ -44,7 +44,7 @@ ROLES: Final = {
     "trainer": ("tests.kills.trainer", 2),
 }
 TRAINERS: Final = ("epochs", "slow", "loader")
-LONGEST_PAUSE_S: Final = 0.6
+LONGEST_PAUSE_S: Final = 0.45
 PROGRESS_EVERY: Final = 4
 CHECK_EVERY: Final = 25
 
