@@ -7,26 +7,21 @@ import math
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.config import format_size, parse_size, reject_unknown
+from cachestream.config import reject_unknown
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.remote.open import open_source
 from cachestream.remote.source import Source
 from cachestream.sampling.child import start_python
-from cachestream.sampling.job import Job, Payload, pack, pack_sampler, read_frame, write_frame
-from cachestream.sampling.order import check_weights
+from cachestream.sampling.job import Job, read_frame, write_frame
+from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.wardens import Wardens
-from cachestream.storage.admission import HEADROOM_BYTES
-from cachestream.storage.board import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.storage.cache import Cache
-from cachestream.storage.directory import overhead_bytes
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.status import CacheStatus
 
@@ -35,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "start_worker"]
 
-DEFAULT_SHARD: Final = "64MB"
 _KEYWORDS: Final = [
     "num_workers",
     "transform",
@@ -48,7 +42,6 @@ _KEYWORDS: Final = [
     "concurrency",
     "hang_timeout_s",
 ]
-_WHEN_FULL: Final = ("evict", "wait", "stop")
 _START_TIMEOUT_S: Final = 60.0
 _TICK_S: Final = 0.05
 logger = logging.getLogger("cachestream")
@@ -216,7 +209,7 @@ def start_worker(
     reject_unknown("start_worker", unknown, ("cache", "source", *_KEYWORDS))
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     source = source if isinstance(source, Source) else open_source(source)
-    options = _Options(
+    options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s
     )
     return _start_or_attach(cache, options.job(cache, source, transform, int(seed)), detach)
@@ -265,92 +258,6 @@ def _need(wardens: Wardens, detach: bool) -> HeldFile | None:
     warden = wardens.attach()
     _held.add(warden)
     return warden
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The options of `start_worker`, checked."""
-
-    num_workers: int | None
-    shard_size: int | str | None
-    order: Any
-    bandwidth_limit: int | str | None
-    when_full: str
-    concurrency: int
-    hang_timeout_s: float
-
-    def job(self, cache: Cache, source: Source, transform: Any, seed: int) -> Job:
-        workers = min(4, os.cpu_count() or 1) if self.num_workers is None else self.num_workers
-        _check_range("num_workers", workers, PROCESSES_AT_MOST)
-        _check_range("concurrency", self.concurrency, FLIGHTS)
-        if self.when_full not in _WHEN_FULL:
-            raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
-        if not self.hang_timeout_s > 0:
-            raise ConfigError(f"hang_timeout_s={self.hang_timeout_s!r}: must be above 0 seconds")
-        if transform is not None and not callable(transform):
-            raise ConfigError(f"transform={transform!r}: must be a function of one sample")
-        kind, weights, sampler = _order(self.order, source.num_units)
-        policy = cache.eviction if callable(cache.eviction) else None
-        return Job(
-            root=cache.path,
-            sys_path=tuple(path or os.getcwd() for path in sys.path),
-            fingerprint=source.fingerprint,
-            kind=kind,
-            seed=seed,
-            num_units=source.num_units,
-            listing=str(getattr(source, "listing_digest", "")),
-            num_workers=workers,
-            concurrency=self.concurrency,
-            shard_bytes=self._shard_bytes(cache),
-            bandwidth_bytes_per_s=self._bandwidth(),
-            when_full=self.when_full,
-            hang_timeout_s=float(self.hang_timeout_s),
-            custom_eviction=policy is not None,
-            payload=pack(Payload(source, transform, policy, weights)),
-            sampler=pack_sampler(sampler),
-        )
-
-    def _shard_bytes(self, cache: Cache) -> int:
-        usable = cache.size_limit - overhead_bytes(cache.directory) - HEADROOM_BYTES
-        if self.shard_size is None:
-            return min(parse_size(DEFAULT_SHARD), max(1, usable // 8))
-        shard_bytes = parse_size(self.shard_size, "shard_size")
-        if not 0 < shard_bytes <= usable:
-            raise ConfigError(
-                f"shard_size={self.shard_size!r} does not fit a cache of {format_size(cache.size_limit)} "
-                f"({format_size(max(0, usable))} of it for shards); raise size_limit or lower shard_size"
-            )
-        return shard_bytes
-
-    def _bandwidth(self) -> float | None:
-        if self.bandwidth_limit is None:
-            return None
-        bytes_per_s = parse_size(self.bandwidth_limit, "bandwidth_limit")
-        if bytes_per_s <= 0:
-            raise ConfigError("bandwidth_limit must be above 0; None means no limit")
-        return float(bytes_per_s)
-
-
-def _check_range(name: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{name}={value!r}: must be a whole number from 1 to {most}")
-
-
-def _order(order: Any, num_units: int | None) -> tuple[str, list[float] | None, Any]:
-    """The kind of an order, its weights, its sampler."""
-    if isinstance(order, str):
-        if order not in ("shuffle", "sequential"):
-            raise ConfigError(
-                f"order={order!r}: choose 'shuffle' or 'sequential', or give weights or a torch Sampler over units"
-            )
-        return order, None, None
-    if isinstance(order, Sequence) or hasattr(order, "__array__"):
-        return "weighted", check_weights(list(order), num_units), None
-    if hasattr(order, "__iter__"):
-        return "sampler", None, order
-    raise ConfigError(
-        f"order={order!r}: give 'shuffle', 'sequential', weights, or a torch Sampler over units"
-    )
 
 
 def _check_same_source(cache: Cache, job: Job) -> None:
