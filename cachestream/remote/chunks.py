@@ -89,6 +89,8 @@ def unshuffle(data: memoryview | bytes, width: int) -> memoryview:
     count = len(data) // width
     mixed = np.frombuffer(data, np.uint8)
     plain = np.empty_like(mixed)
-    plain[: count * width].reshape(count, width)[...] = mixed[: count * width].reshape(width, count).T
+    elements = plain[: count * width].reshape(count, width)
+    for place, values in enumerate(mixed[: count * width].reshape(width, count)):
+        elements[:, place] = values  # three times as fast as to assign the transpose
     plain[count * width :] = mixed[count * width :]
     return plain.data

@@ -66,13 +66,21 @@ class Columns:
         for name, kind in self.types.items():
             self._check(name, kind)
 
-    def rows(self, batch: Any) -> Iterator[dict[str, Any]]:
-        """The rows of a record batch, with Unusable in place of what has no value."""
+    def rows(self, batch: Any) -> Iterator[dict[str, Any] | Unusable]:
+        """The rows of a record batch; in place of those that cannot be used, why."""
         fields: dict[str, Values] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             fields.update(self._fields(name, column))
-        for values in zip(*fields.values(), strict=True):
-            yield dict(zip(fields, values, strict=True))
+        bad = {
+            row: value
+            for values in reversed(fields.values())  # of several reasons the first column's counts
+            if isinstance(values, list)
+            for row, value in enumerate(values)
+            if type(value) is Unusable
+        }
+        names = tuple(fields)
+        for row, values in enumerate(zip(*fields.values(), strict=True)):
+            yield bad[row] if row in bad else dict(zip(names, values, strict=True))
 
     # --- types
 
@@ -99,7 +107,7 @@ class Columns:
             and kind.num_fields == 2
             and sorted(member.name for member in kind) == list(_IMAGE_MEMBERS)
             and _is_binary(types, kind.field("bytes").type)
-            and _is_text(types, kind.field("path").type)
+            and (_is_text(types, kind.field("path").type) or types.is_null(kind.field("path").type))
         )
 
     # --- values

@@ -178,7 +178,7 @@ class Hdf5Array:
         if self._file.look().size_bytes == 0:
             raise SampleError(f"{self.shown}: an empty file, not HDF5")
         if self._remote.is_local:
-            file = self._h5py.File(self._path, "r", locking=False)
+            file = self._open_local()
         else:
             self._metadata = BlockFile(self._file)
             file = self._h5py.File(self._metadata, "r")
@@ -192,6 +192,16 @@ class Hdf5Array:
             array = oldest()
             if array is not None:
                 array._close()
+
+    def _open_local(self) -> Any:
+        """The file, without its lock: many filesystems have none, and a writer's is of no use to a reader."""
+        try:
+            return self._h5py.File(self._path, "r", locking=False)
+        except OSError as error:
+            if "locking flag" not in str(error):
+                raise
+            # Who holds it open in this process took the lock, and HDF5 wants both ways alike.
+            return self._h5py.File(self._path, "r")
 
     def _close(self) -> None:
         opened, self._opened, self._metadata = self._opened, None, None

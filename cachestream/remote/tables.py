@@ -94,15 +94,14 @@ class ParquetSource:
         row, key = int(self._rows[first:unit].sum()), self._files.key(index)
         problems = Problems(self._files.where(index))
         for sample in self._rows_of(index, unit - first, int(self._rows[unit])):
-            bad = next((value for value in sample.values() if isinstance(value, Unusable)), None)
-            if bad is None:
-                yield f"{key}#{row}", sample
+            if isinstance(sample, Unusable):
+                problems.add(f"row {row}: {sample.reason}")
             else:
-                problems.add(f"row {row}: {bad.reason}")
+                yield f"{key}#{row}", sample
             row += 1
         problems.raise_any()
 
-    def _rows_of(self, index: int, group: int, num_rows: int) -> Iterator[dict[str, Any]]:
+    def _rows_of(self, index: int, group: int, num_rows: int) -> Iterator[dict[str, Any] | Unusable]:
         """The rows of row group `group` of file `index`."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
@@ -124,7 +123,7 @@ class ParquetSource:
                 return
             yield from rows
 
-    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[list[dict[str, Any]]]:
+    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[list[dict[str, Any] | Unusable]]:
         """Some rows at a time; those of one batch are in memory together."""
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)

@@ -365,6 +365,14 @@ def test_a_fork_reads_with_files_of_its_own(tmp_path: Path, ending: str) -> None
     assert read_in_fork(source)
 
 
+def test_an_hdf5_file_that_the_user_holds_open_is_read_too(written: Path) -> None:
+    for name in ("gzip.hdf5", "lzf.h5"):
+        with h5py.File(written / name, "r") as file:
+            _, sample = read(ArraySource(written / name, window=10))
+            assert file["image"].shape == IMAGE.shape
+        assert sample["array"].shape == (10, 400, 3)
+
+
 def test_heavy_libraries_are_loaded_only_for_what_needs_them(written: Path) -> None:
     script = """
 import sys

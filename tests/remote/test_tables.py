@@ -160,6 +160,11 @@ def test_images_of_hugging_face_are_decoded(tmp_path: Path, feature: str | None)
     assert raw["a.parquet#0"]["image"] == png(10)
 
 
+def test_images_without_any_path_are_decoded_too(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [{"bytes": png(3), "path": None}]}), tmp_path / "a.parquet")
+    assert (read_all(ParquetSource(tmp_path))["a.parquet#0"]["image"] == 3).all()
+
+
 def test_audio_of_hugging_face_stays_bytes(tmp_path: Path) -> None:
     pq.write_table(hugging_face([{"bytes": png(1), "path": None}], "Audio"), tmp_path / "a.parquet")
     assert read_all(ParquetSource(tmp_path))["a.parquet#0"]["image"] == png(1)
