@@ -32,9 +32,9 @@ T = TypeVar("T")
 Span = tuple[int, int]
 
 GAP_BYTES: Final = 64 << 10  # what a request costs in time would carry about as many bytes
-PART_BYTES: Final = 8 << 20
+PART_BYTES: Final = 4 << 20
 PARALLEL: Final = 4
-PART_TIMEOUT_S: Final = 120.0
+PART_TIMEOUT_S: Final = 300.0  # a stalled connection is noticed sooner, by the driver
 ATTEMPTS: Final = 4
 REPORT_BYTES: Final = 1 << 20
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
