@@ -186,7 +186,9 @@ class Admission:
 
     def clear_dead(self, owner: str | None = None) -> None:
         """Give back what processes that died had reserved or leased, in the name of `owner`."""
-        for name in os.listdir(self._directory.leases):
+        with translated_disk_errors(self._directory.leases, "listing it"):
+            names = os.listdir(self._directory.leases)
+        for name in names:
             if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:

@@ -20,6 +20,7 @@ from cachestream.storage import snapshots
 from cachestream.storage.admission import Admission, Owner
 from cachestream.storage.directory import Directory, open_directory, remove_if_there
 from cachestream.storage.eviction import EvictionPolicy, check_policy, in_order
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import lock_file
 from cachestream.storage.looking import has_worker, occupied_bytes, read_status, state_of_filling
@@ -318,9 +319,10 @@ class Cache:
                         "use; close them"
                     )
                 tables.forget_filling()
-            for name in os.listdir(self.directory.quarantine):
-                remove_if_there(os.path.join(self.directory.quarantine, name))
-            remove_if_there(os.path.join(self.path, "catalogue.damaged"))
+            with translated_disk_errors(self.path, "clearing it"):
+                for name in os.listdir(self.directory.quarantine):
+                    remove_if_there(os.path.join(self.directory.quarantine, name))
+                remove_if_there(os.path.join(self.path, "catalogue.damaged"))
         finally:
             lock.release()
 

@@ -231,7 +231,10 @@ class Catalogue:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         try:
-            with translated_sql_errors(self.path, LOCK_TIMEOUT_S):
+            with (
+                translated_disk_errors(self.path, "in a transaction"),
+                translated_sql_errors(self.path, LOCK_TIMEOUT_S),
+            ):
                 yield
         except CatalogueDamagedError:
             self._suspect = True

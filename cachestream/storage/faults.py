@@ -41,10 +41,12 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
 
 @contextmanager
 def translated_disk_errors(path: str, doing: str = "") -> Iterator[None]:
+    """Errors of the system as ours, at the path that they name or at `path`."""
     try:
         yield
     except OSError as error:
-        raise disk_error(path, error, doing) from error
+        named = error.filename if isinstance(error.filename, str) else path
+        raise disk_error(named, error, doing) from error
 
 
 @contextmanager

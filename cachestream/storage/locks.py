@@ -46,7 +46,10 @@ class HeldFile:
             return self.held and _still_there(self.path, self._fd)
 
     def release(self, unlink: bool = False) -> None:
-        """Drop the lock; with `unlink`, remove the file first, while nobody else can take it."""
+        """Drop the lock; with `unlink`, remove the file first, while nobody else can take it.
+
+        A file that cannot be removed stays, as that of a process that died does.
+        """
         with _guard:
             fd, self._fd = self._fd, -1
             if fd < 0:
@@ -55,7 +58,7 @@ class HeldFile:
             try:
                 if unlink:
                     os.unlink(self.path)
-            except FileNotFoundError:
+            except OSError:
                 pass
             finally:
                 os.close(fd)
@@ -132,7 +135,7 @@ def is_held(path: str, *, shared: bool = False) -> bool:
 
 
 def remove_unheld(path: str) -> bool:
-    """Remove `path` unless a live process holds it; returns whether it is gone."""
+    """Remove `path` unless a live process holds it; returns whether nobody does."""
     try:
         lock = lock_file(path, create=False)
     except FileNotFoundError:

@@ -12,6 +12,7 @@ from cachestream.storage.board import Board
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory, overhead_bytes
 from cachestream.storage.eviction import EvictionPolicy
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.locks import is_held
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import Tables
@@ -93,6 +94,7 @@ def _worker_status(directory: Directory) -> WorkerStatus | None:
     path = directory.worker_file("board")
     if not has_worker(directory) or not os.path.exists(path):
         return None
-    board = Board(path)
+    with translated_disk_errors(path):
+        board = Board(path)
     uptime_s = max(0.0, time.monotonic() - board.started_s)
     return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())

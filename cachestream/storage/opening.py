@@ -76,7 +76,7 @@ def _stored(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
-    with _only_one(directory):
+    with _only_one(directory), translated_disk_errors(directory.root, "making its catalogue"):
         settings = _default_settings(directory) | _saved_settings(directory)
         try:
             if catalogue.check(thoroughly=True):
