@@ -50,6 +50,7 @@ __all__ = [
 
 KB: Final = 1000
 DEADLINE_S: Final = 30.0
+_write: Final = os.write  # whatever a test puts in its place
 
 
 def new_cache(path: Path, size_limit: int | str = "4MB", **options: Any) -> Cache:
@@ -276,7 +277,7 @@ class Line:
     word_fd: int
 
     def say(self, text: str) -> None:
-        os.write(self.say_fd, text.encode() + b"\n")
+        _write(self.say_fd, text.encode() + b"\n")
 
     def wait_for_word(self) -> None:
         if not os.read(self.word_fd, 1):

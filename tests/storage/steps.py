@@ -1,0 +1,224 @@
+"""Killing a process at each of its steps: every call that changes a disk or the catalogue is one.
+
+A step is counted before it happens, and a write of data twice: before it, and with half of it written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cachestream.storage.cache import Cache
+from cachestream.storage.directory import Directory
+from tests.storage.support import Line, assert_books_cover_disk, assert_sound, fork
+
+__all__ = ["Crash", "Steps", "copy_of", "crash_everywhere", "crash_twice", "steps_of"]
+
+Action = Callable[[Cache, Line], object]
+Mutation = Callable[[], None]
+
+_CALLS: Final = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "ftruncate", "pwrite")
+_QUIET_STATEMENTS: Final = ("SELECT", "PRAGMA", "ROLLBACK", "BEGIN")
+
+
+class Steps:
+    """Counts the steps of this process, and calls `fault(name)` before step number `last`.
+
+    With `for_ever` also before all steps after that, until `last` is set to None.
+    """
+
+    def __init__(self, last: int | None, fault: Callable[[str], None], *, for_ever: bool = False) -> None:
+        self.last = last
+        self.names: list[str] = []
+        self._fault = fault
+        self._for_ever = for_ever
+
+    def __call__(self, name: str) -> None:
+        number = len(self.names)
+        self.names.append(name)
+        if self.last is not None and (number >= self.last if self._for_ever else number == self.last):
+            self._fault(name)
+
+    def install(self) -> Callable[[], None]:
+        """Until what it returns is called."""
+        real = {name: getattr(os, name) for name in (*_CALLS, "open", "write")}
+        for name in _CALLS:
+            setattr(os, name, self._counted(name, real[name]))
+        steps, real_connect = self, sqlite3.connect
+
+        def counted_open(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+            if flags & os.O_CREAT:
+                steps(f"create {_kind(path)}")
+            opened: int = real["open"](path, flags, *rest, **named)
+            return opened
+
+        def counted_write(fd: int, data: Any) -> int:
+            view = memoryview(data).cast("B")
+            steps("write")
+            half: int = real["write"](fd, view[: len(view) // 2])
+            steps("half written")
+            rest: int = real["write"](fd, view[half:])
+            return half + rest
+
+        class Connection(sqlite3.Connection):
+            def execute(self, statement: str, *rest: Any) -> sqlite3.Cursor:
+                steps.statement(statement)
+                return super().execute(statement, *rest)
+
+            def executemany(self, statement: str, *rest: Any) -> sqlite3.Cursor:
+                steps.statement(statement)
+                return super().executemany(statement, *rest)
+
+        def connect(*args: Any, **named: Any) -> sqlite3.Connection:
+            return real_connect(*args, factory=Connection, **named)
+
+        os.open, os.write = counted_open, counted_write
+        sqlite3.connect = connect  # type: ignore[assignment]
+
+        def undo() -> None:
+            for name, call in real.items():
+                setattr(os, name, call)
+            sqlite3.connect = real_connect
+
+        return undo
+
+    def statement(self, text: str) -> None:
+        words = text.split()
+        if words[0] not in _QUIET_STATEMENTS:
+            self(" ".join(words[:3]))
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **named: Any) -> Any:
+            where = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[-1]
+            self(f"{name} {_kind(where)}")
+            return real(*args, **named)
+
+        return counted
+
+
+def _kind(path: Any) -> str:
+    """What a file is, without its number."""
+    folder, name = os.path.split(str(path))
+    return f"{os.path.basename(folder)}/{os.path.splitext(name)[1] or name}"
+
+
+def die(_name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A process was killed, or ended by itself: what it had said by then, and then also its steps."""
+
+    said: tuple[str, ...]
+    steps: list[str]
+
+
+def steps_of(
+    template: Path, scratch: Path, action: Action, mutation: Mutation | None = None, *, opening: bool = True
+) -> list[str]:
+    """The steps that `action` takes on a copy of the cache at `template`, open or to be opened."""
+    return _run(copy_of(template, scratch), action, mutation, None, opening=opening).steps
+
+
+def crash_everywhere(
+    template: Path,
+    scratch: Path,
+    action: Action,
+    check: Callable[[Cache, Crash], None],
+    *,
+    recover: Callable[[Cache], object] = Cache.recover,
+    mutation: Mutation | None = None,
+    books_hold: bool = True,
+) -> list[str]:
+    """Run `action` on copies of the cache at `template`, killed at each step; recover and hold the invariants.
+
+    `check(cache, crash)` sees the recovered cache. `books_hold`: also before the recovery all that is on the
+    disk must be in the catalogue. Returns the steps.
+    """
+    names = steps_of(template, scratch, action, mutation)
+    for number in range(len(names) + 1):
+        path = copy_of(template, scratch)
+        crash = _run(path, action, mutation, number)
+        step = names[number] if number < len(names) else "the end"
+        try:
+            with Cache(path) as cache:
+                if books_hold:
+                    assert_books_cover_disk(cache)
+                recover(cache)
+                assert_sound(cache)
+                check(cache, crash)
+        except AssertionError as error:
+            raise AssertionError(
+                f"killed before step {number}, '{step}', having said {crash.said}: {error}"
+            ) from error
+    return names
+
+
+def crash_twice(
+    template: Path, scratch: Path, action: Action, recovery: Action, check: Callable[[Cache, Crash], None]
+) -> None:
+    """Kill `action` at each step, and then kill each step of the `recovery` from that."""
+    names = steps_of(template, scratch, action)
+    for number in range(len(names)):
+        killed = _run(copy_of(template, scratch), action, None, number)
+        broken = scratch / "broken"
+        shutil.copytree(scratch / "crashed", broken)
+        said = killed.said
+        crash_everywhere(
+            broken,
+            scratch,
+            recovery,
+            lambda cache, crash, said=said: check(cache, Crash(said, crash.steps)),  # type: ignore[misc]
+        )
+        shutil.rmtree(broken)
+
+
+def _run(
+    path: Path, action: Action, mutation: Mutation | None, last: int | None, *, opening: bool = True
+) -> Crash:
+    """Run `action` in a child, to its end or before step number `last`."""
+
+    def run(line: Line) -> None:
+        if opening and path.exists():
+            cache = Cache(path)
+            cache.close()  # its next connection is a counted one
+        else:
+            cache = Cache.__new__(Cache)
+            cache.directory = Directory(str(path))
+        steps = Steps(last, die)
+        steps.install()
+        if mutation is not None:
+            mutation()
+        action(cache, line)
+        if last is None:
+            names, steps.names = steps.names, []
+            for name in names:
+                line.say(f"step {name}")
+
+    child = fork(run)
+    lines = list(_lines(child.hear))
+    code = child.wait()
+    assert code in (0, -signal.SIGKILL), f"the child failed: {code}, {lines}"
+    said = tuple(text for text in lines if not text.startswith("step "))
+    return Crash(said, [text.removeprefix("step ") for text in lines if text.startswith("step ")])
+
+
+def _lines(hear: Callable[[], str]) -> Iterator[str]:
+    while text := hear():
+        yield text
+
+
+def copy_of(template: Path, scratch: Path) -> Path:
+    path = scratch / "crashed"
+    if path.exists():
+        shutil.rmtree(path)
+    if template.exists():
+        shutil.copytree(template, path)
+    return path
