@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from cachestream.errors import CacheError, CacheFullError, CacheLockedError
+from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
 
 __all__ = ["CatalogueDamagedError", "disk_error", "translated_disk_errors", "translated_sql_errors"]
 
@@ -44,6 +44,8 @@ def translated_disk_errors(path: str, doing: str = "") -> Iterator[None]:
     """Errors of the system as ours, at the path that they name or at `path`."""
     try:
         yield
+    except CacheStreamError:
+        raise  # some are OSErrors too: NotEnoughSamplesError is a TimeoutError
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else path
         raise disk_error(named, error, doing) from error
