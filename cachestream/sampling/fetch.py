@@ -55,13 +55,20 @@ ReadUnit = Callable[[Flight, int], Iterator[tuple[int, str, Any, int]]]
 
 
 class Fetcher:
-    """`threads` daemon threads that read submitted flights; used from one thread."""
+    """`threads` daemon threads that read submitted flights; used from one thread.
+
+    Who waits for what has a condition of its own: a sample wakes up one thread, not all of them.
+    """
 
     def __init__(self, read: ReadUnit, threads: int, max_bytes: int, on_wait: Callable[[int], None]) -> None:
         self._read = read
         self._max_bytes = max_bytes
         self._on_wait = on_wait
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)  # something of the next unit
+        self._units = threading.Condition(self._lock)  # units to be read
+        self._room = threading.Condition(self._lock)  # room for samples
+        self._turn = threading.Condition(self._lock)  # more threads are to read than before
         self._order: deque[Flight] = deque()
         self._todo: deque[Flight] = deque()
         self._bytes = 0
@@ -81,22 +88,24 @@ class Fetcher:
 
     def submit(self, flights: list[Flight]) -> None:
         """Read `flights` after those submitted before."""
-        with self._changed:
+        with self._lock:
             self._order.extend(flights)
-            self._todo.extend(flight for flight in flights if not flight.finished)
-            self._changed.notify_all()
+            unread = [flight for flight in flights if not flight.finished]
+            self._todo.extend(unread)
+            self._units.notify(len(unread))
 
     def use(self, threads: int) -> None:
         """Let at most `threads` threads begin further units."""
         if threads != self.active:
-            with self._changed:
+            with self._lock:
                 self.active = threads
-                self._changed.notify_all()
+                self._turn.notify_all()
+                self._units.notify_all()
 
     def next(self, timeout_s: float) -> Delivery | None:
         """What there is of the next unit, as soon as there is anything; None at the deadline."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while True:
                 if self._order:
                     flight = self._order[0]
@@ -105,7 +114,7 @@ class Fetcher:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
-                self._changed.wait(left)
+                self._arrived.wait(left)
 
     def _deliver(self, flight: Flight) -> Delivery:
         items = list(flight.items)
@@ -115,15 +124,16 @@ class Fetcher:
         if flight.finished:
             self._order.popleft()
         # Room was made, and another unit may be next now: either lets waiting threads go on.
-        self._changed.notify_all()
+        self._room.notify_all()
         return Delivery(flight, items, flight.finished)
 
     def stop(self) -> None:
         """Let the threads end; samples not delivered are dropped."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._todo.clear()
-            self._changed.notify_all()
+            for condition in (self._arrived, self._units, self._room, self._turn):
+                condition.notify_all()
 
     def _work(self, number: int) -> None:
         while (flight := self._take(number)) is not None:
@@ -134,16 +144,26 @@ class Fetcher:
                         return
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
-            with self._changed:
+            with self._lock:
                 flight.error = error
                 flight.finished = True
-                self._changed.notify_all()
+                self._tell(flight)
 
     def _take(self, number: int) -> Flight | None:
-        with self._changed:
-            while (not self._todo or number >= self.active) and not self._stopped:
-                self._changed.wait(_TICK_S)
-            return None if self._stopped else self._todo.popleft()
+        with self._lock:
+            while not self._stopped:
+                if number >= self.active:
+                    self._turn.wait()
+                elif self._todo:
+                    return self._todo.popleft()
+                else:
+                    self._units.wait()
+            return None
+
+    def _tell(self, flight: Flight) -> None:
+        """Something of `flight` came: the taker waits for the next unit only."""
+        if self._order and self._order[0] is flight:
+            self._arrived.notify()
 
     def _has_room(self, flight: Flight) -> bool:
         """The next unit has a bound of its own: it always goes on, but not into endless memory."""
@@ -152,15 +172,14 @@ class Fetcher:
         return self._bytes < self._max_bytes
 
     def _put(self, flight: Flight, item: tuple[int, str, Any, int], number: int) -> bool:
-        with self._changed:
+        with self._lock:
             while not self._stopped and not self._has_room(flight):
                 self._on_wait(number)
-                self._changed.wait(_TICK_S)
+                self._room.wait(_TICK_S)
             if self._stopped:
                 return False
             flight.items.append(item)
             flight.waiting_bytes += item[3]
             self._bytes += item[3]
-            if self._order[0] is flight:
-                self._changed.notify_all()
+            self._tell(flight)
             return True

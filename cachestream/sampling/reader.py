@@ -56,7 +56,7 @@ class UnitReader:
         slot = self._slot
         self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
         slot["flights"][number] = flight.position + 1
-        delays = backoff_delays(random.Random())
+        delays: Iterator[float] | None = None  # made when needed: seeding costs more than many a read
         came = 0
         try:
             while True:
@@ -66,7 +66,7 @@ class UnitReader:
                         for item in samples:
                             if item[0] >= came:
                                 came = item[0] + 1
-                                delays = backoff_delays(random.Random())
+                                delays = None
                                 yield item
                     return
                 except SourceUnavailableError:
@@ -74,6 +74,7 @@ class UnitReader:
                         raise
                     slot["retries"] += 1
                     slot["state"] = NO_REMOTE
+                    delays = backoff_delays(random.Random()) if delays is None else delays
                     self._pause(next(delays))
         finally:
             slot["flights"][number] = 0
