@@ -9,17 +9,22 @@ import numpy as np
 import torch
 
 from cachestream.errors import ConfigError
-from cachestream.model import Schema
+from cachestream.model import KEY_FIELD, Schema
 from cachestream.training.gather import Columns
 
 __all__ = ["SampleBatch", "collate", "packed"]
 
 
 def packed(columns: Columns, schema: Schema) -> Any:
-    """The fields as the samples had them: a dict, a tuple in the order of the fields, or the only field."""
+    """The fields as the samples had them: a dict, a tuple in the order of the fields, or the only field.
+
+    Keys that were asked for come as the field "__key__" of a dict, and as the last of a tuple.
+    """
     if schema.container == "dict":
         return columns
     values = tuple(columns[name] for name in schema.names)
+    if KEY_FIELD in columns:
+        return (*values, columns[KEY_FIELD])
     return values if schema.container == "tuple" else values[0]
 
 

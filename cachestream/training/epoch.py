@@ -48,6 +48,7 @@ class Segment:
     `place` is this rank's place among the `plan.ranks` that share the order. `missing` counts the samples that a
     checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
     the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
+    `with_keys`: batches hold their samples' keys.
     """
 
     request: Request
@@ -61,6 +62,7 @@ class Segment:
     missing: int = 0
     others: dict[str, tuple[Record, int]] = field(default_factory=dict)
     opened_ahead: bool = False
+    with_keys: bool = False
 
     @property
     def last(self) -> bool:

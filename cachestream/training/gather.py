@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from cachestream.model import Field, IntArray
+from cachestream.model import KEY_FIELD, Field, IntArray
 from cachestream.training.buffers import BufferPool, as_tensor
 from cachestream.training.maps import EpochMaps, FieldAddresses, element_bytes
 from cachestream.training.memory import SpanLayout, Window, gather_rows
@@ -50,11 +50,15 @@ class Block:
 class Gatherer:
     """Gathers samples of one snapshot. Not thread-safe; all shards of a block must be mapped before.
 
-    `batch_size` is what most gathers are for: memory is taken for as much. 0 where they vary.
+    `batch_size` is what most gathers are for: memory is taken for as much. 0 where they vary. `with_keys` adds the
+    samples' keys as one more field, a list of str.
     """
 
-    def __init__(self, maps: EpochMaps, pool: BufferPool, batch_size: int = 0) -> None:
+    def __init__(
+        self, maps: EpochMaps, pool: BufferPool, batch_size: int = 0, with_keys: bool = False
+    ) -> None:
         self.maps = maps
+        self._with_keys = with_keys
         self._pool = pool
         self._batch_size = batch_size
         self._lend = pool.lend if batch_size else pool.lend_rounded
@@ -85,6 +89,8 @@ class Gatherer:
                     self._fill(run, block.window, field, row_bytes, (start, stop))
                 part = run.values[start - run.start : stop - run.start]  # type: ignore[index]
                 columns[field.name] = as_tensor(part, field.dtype)
+        if self._with_keys:
+            columns[KEY_FIELD] = self.keys(block.shards[start:stop], block.rows[start:stop])
         return columns
 
     def _fill(self, run: _Run, window: Window, field: Field, row_bytes: int, wanted: tuple[int, int]) -> None:
@@ -103,7 +109,7 @@ class Gatherer:
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """The keys of samples `rows` of `shards`."""
-        return _texts(self._spans(self.maps.fields["__key__"], shards, rows)[0])
+        return _texts(self._spans(self.maps.fields[KEY_FIELD], shards, rows)[0])
 
     def _varying(self, field: Field, block: Block, start: int, stop: int) -> list[Any]:
         places = self.maps.fields[field.name]

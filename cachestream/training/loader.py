@@ -77,6 +77,7 @@ class EpochLoader:
         batch_transform: called with every batch, on its device, in the thread that gathers.
         prefetch: batches gathered ahead.
         timeout_s: the longest wait for a batch; after it EpochError says what is going on.
+        with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
     EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
@@ -98,6 +99,7 @@ class EpochLoader:
         batch_transform: BatchTransform | None = None,
         prefetch: int = 4,
         timeout_s: float = 120.0,
+        with_keys: bool = False,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown)
@@ -107,7 +109,16 @@ class EpochLoader:
         self.cache = cache
         self.batch_size = batch_size
         self._settings = EpochSettings(
-            batch_size, shuffle, seed, epoch_size, min_samples, turnover, drop_last, sampler, timeout_s
+            batch_size,
+            shuffle,
+            seed,
+            epoch_size,
+            min_samples,
+            turnover,
+            drop_last,
+            sampler,
+            timeout_s,
+            with_keys,
         )
         self._settings.check()
         self._schedule = Schedule(prefetch)

@@ -23,6 +23,7 @@ _OPTIONS: Final = [
     "batch_transform",
     "prefetch",
     "timeout_s",
+    "with_keys",
 ]
 _HINTS: Final = {
     "weights": "give sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))",
@@ -54,6 +55,7 @@ class EpochSettings:
     drop_last: bool
     sampler: SamplerLike | None
     timeout_s: float
+    with_keys: bool = False
 
     def to_compare(self) -> dict[str, Any]:
         """What must be the same on all ranks."""

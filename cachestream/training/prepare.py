@@ -168,6 +168,7 @@ class Preparer:
             total,
             record,
             missing,
+            with_keys=self._settings.with_keys,
         )
 
     def _new_record(self, request: Request, dataset: EpochDataset) -> tuple[Record, bool]:

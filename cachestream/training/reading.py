@@ -34,7 +34,7 @@ def read_batches(segment: Segment, pool: BufferPool, on_damage: OnDamage) -> Ite
     `on_damage(shard id, error)` is told of each damaged shard found on the way; its samples are left out.
     """
     plan, maps = segment.plan, segment.maps
-    gatherer = Gatherer(maps, pool, plan.batch_size)
+    gatherer = Gatherer(maps, pool, plan.batch_size, segment.with_keys)
     damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
     at_once = max(1, _BLOCK // plan.batch_size)
     first = 0

@@ -501,3 +501,17 @@ def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewC
                     pass
             gaps.append(loader.stats.gap_s)
     assert sorted(gaps[1:])[2] < 0.05
+
+
+# --- keys
+
+
+def test_batches_hold_their_samples_keys_when_asked_for(new_cache: NewCache, cache_of: Any) -> None:
+    with EpochLoader(new_cache(3, 8), 4, with_keys=True) as loader:
+        for batch in loader:
+            assert batch["__key__"] == [f"k{n}" for n in batch["number"].tolist()]
+    for samples in ([torch.tensor(i) for i in range(8)], [(torch.tensor(i), "text") for i in range(8)]):
+        with EpochLoader(cache_of(samples, [5, 3]), 4, with_keys=True) as loader:
+            for batch in loader:
+                assert isinstance(batch, tuple)
+                assert batch[-1] == [f"key {n}" for n in batch[0].tolist()]
