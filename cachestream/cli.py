@@ -151,10 +151,15 @@ def worker(
     workers: Annotated[int | None, typer.Option(help="Sampling processes.")] = None,
     transform: Annotated[str | None, typer.Option(help="module:function, run before caching.")] = None,
     shard_size: Annotated[str | None, typer.Option(help="Size of a full shard.")] = None,
-    order: Annotated[str, typer.Option(help="shuffle or sequential.")] = "shuffle",
+    order: Annotated[
+        str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
+    ] = "shuffle",
     seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
+    partition: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
+    ] = None,
     storage_option: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable."),
@@ -181,7 +186,8 @@ def worker(
             num_workers=workers,
             transform=function,
             shard_size=shard_size,
-            order=order,
+            order=_load(order, "--order") if ":" in order else order,
+            partition=partition,
             seed=seed,
             bandwidth_limit=bandwidth_limit,
             when_full=when_full,

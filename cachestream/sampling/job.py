@@ -16,6 +16,7 @@ from typing import IO, Any, Final
 import cloudpickle
 
 from cachestream.errors import ConfigError, WorkerError
+from cachestream.sampling.partition import Partition
 
 __all__ = [
     "Job",
@@ -37,9 +38,9 @@ _LENGTH: Final = struct.Struct("<Q")
 class Job:
     """The worker's orders, without the user's objects: these are in `payload`, pickled.
 
-    What only the supervisor needs, the `sampler`, is pickled by itself: it may bring torch.
+    What only the supervisor needs, the `sampler` or the curriculum, is pickled by itself: it may bring torch.
 
-    `kind`, `seed`: the order over units.
+    `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
     `listing`: the digest of the source's listing. Sizes in bytes, times in seconds.
     """
 
@@ -59,6 +60,8 @@ class Job:
     custom_eviction: bool
     payload: bytes
     sampler: bytes
+    partition: Partition | None = None
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -36,7 +37,7 @@ class KnownOrders:
         order = self._orders.get(plan)
         if order is None:
             drawn = None
-            if plan.kind == "sampler":
+            if plan.is_drawn:
                 drawn = np.load(order_file(self._cache.directory, plan.ordinal), mmap_mode="r")
             weights = self._payload.weights if plan.kind == "weighted" else None
             order = self._orders[plan] = Order(plan, weights, drawn)
@@ -60,9 +61,13 @@ class KnownOrders:
         usable = {
             pass_id: plan
             for pass_id, plan in plans.items()
-            if plan.is_permutation and (plan.listing, plan.num_units) == same
+            if plan.is_permutation and (plan.listing, plan.num_units) == same and self._is_known(plan)
         }
         return Coverage({self.of(plan): spans.get(pass_id, []) for pass_id, plan in usable.items()})
+
+    def _is_known(self, plan: PassPlan) -> bool:
+        """Whether its order is there still: files of drawn orders do not outlive the catalogue."""
+        return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
 
 
 def skipper(first: int, ranges: Offsets) -> Callable[[int], bool]:

@@ -10,9 +10,12 @@ from typing import Any, Final
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import ConfigError
+from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.source import Source
+from cachestream.sampling.curriculum import check_curriculum
 from cachestream.sampling.job import Job, Payload, pack, pack_sampler
 from cachestream.sampling.order import check_weights
+from cachestream.sampling.partition import Partition, parse_partition
 from cachestream.storage.admission import HEADROOM_BYTES
 from cachestream.storage.board import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.storage.cache import Cache
@@ -35,6 +38,7 @@ class WorkerOptions:
     when_full: str
     concurrency: int
     hang_timeout_s: float
+    partition: Any = None
 
     def job(self, cache: Cache, source: Source, transform: Any, seed: int) -> Job:
         workers = min(4, os.cpu_count() or 1) if self.num_workers is None else self.num_workers
@@ -46,7 +50,9 @@ class WorkerOptions:
             raise ConfigError(f"hang_timeout_s={self.hang_timeout_s!r}: must be above 0 seconds")
         if transform is not None and not callable(transform):
             raise ConfigError(f"transform={transform!r}: must be a function of one sample")
-        kind, weights, sampler = _order(self.order, source.num_units)
+        partition = parse_partition(self.partition)
+        _check_share(partition, source.num_units)
+        kind, weights, sampler = _order(self.order, source.num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         return Job(
             root=cache.path,
@@ -65,6 +71,8 @@ class WorkerOptions:
             custom_eviction=policy is not None,
             payload=pack(Payload(source, transform, policy, weights)),
             sampler=pack_sampler(sampler),
+            partition=partition,
+            rule=fingerprint_of(self.order) if kind == "curriculum" else "",
         )
 
     def _shard_bytes(self, cache: Cache) -> int:
@@ -93,18 +101,32 @@ def _check_range(name: str, value: object, most: int) -> None:
         raise ConfigError(f"{name}={value!r}: must be a whole number from 1 to {most}")
 
 
-def _order(order: Any, num_units: int | None) -> tuple[str, list[float] | None, Any]:
-    """The kind of an order, its weights, its sampler."""
+def _check_share(partition: Partition | None, num_units: int | None) -> None:
+    if partition is not None and num_units is not None and not partition.length(num_units):
+        raise ConfigError(
+            f"partition={partition}: the source has {num_units} units, too few for every node to get one; "
+            "use fewer nodes, or smaller units"
+        )
+
+
+_ORDERS: Final = "'shuffle', 'sequential', weights, a function of progress, or a torch Sampler over units"
+
+
+def _order(
+    order: Any, num_units: int | None, partition: Partition | None
+) -> tuple[str, list[float] | None, Any]:
+    """The kind of an order, its weights, its sampler or curriculum."""
     if isinstance(order, str):
         if order not in ("shuffle", "sequential"):
-            raise ConfigError(
-                f"order={order!r}: choose 'shuffle' or 'sequential', or give weights or a torch Sampler over units"
-            )
+            raise ConfigError(f"order={order!r}: give {_ORDERS}")
         return order, None, None
     if isinstance(order, Sequence) or hasattr(order, "__array__"):
-        return "weighted", check_weights(list(order), num_units), None
+        return "weighted", check_weights(list(order), num_units, partition), None
+    if isinstance(order, type):
+        raise ConfigError(f"order={order!r} is a class: make one of it first")
     if hasattr(order, "__iter__"):
         return "sampler", None, order
-    raise ConfigError(
-        f"order={order!r}: give 'shuffle', 'sequential', weights, or a torch Sampler over units"
-    )
+    if callable(order):
+        check_curriculum(order, 0.0, num_units)
+        return "curriculum", None, order
+    raise ConfigError(f"order={order!r}: give {_ORDERS}")

@@ -1,7 +1,7 @@
 """Which unit comes next: pure functions from a plan and positions to units.
 
-A pass goes over the positions 0, 1, …; the plan says which unit lies at each. For permutations the
-inverse is known too, so that what is still cached from an earlier pass is found without a list.
+A pass goes over the positions 0, 1, …; the plan says which unit lies at each. Where each unit comes once
+the inverse is known too, so that what is still cached from an earlier pass is not fetched again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError
 from cachestream.model import IntArray
 from cachestream.permutation import Permutation, mix_key
+from cachestream.sampling.partition import Partition
 
 __all__ = ["KINDS", "Order", "PassPlan"]
 
-KINDS: Final = ("shuffle", "sequential", "weighted", "sampler")
+KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 _PASS_KEY: Final = 1
 _WEIGHT_KEY: Final = 2
 
@@ -30,7 +31,8 @@ class PassPlan:
     """One pass over a remote of `num_units` units (None: endless), as the catalogue and the shards record it.
 
     `listing` is the digest of the units' names: positions of another listing mean other units.
-    `length` is the number of positions (as many as units, or as a sampler draws).
+    `length` is the number of positions (as many as the node's share has units, or as a sampler draws).
+    `rule` names the function of a curriculum.
     """
 
     kind: str
@@ -39,25 +41,46 @@ class PassPlan:
     num_units: int | None
     listing: str
     length: int | None
+    partition: Partition | None = None
+    rule: str = ""
 
     def to_json(self) -> str:
-        values = (self.kind, self.seed, self.ordinal, self.num_units, self.listing, self.length)
+        values: list[Any] = [self.kind, self.seed, self.ordinal, self.num_units, self.listing, self.length]
+        if self.partition is not None or self.rule:
+            share = self.partition
+            values += [None if share is None else [share.index, share.count], self.rule]
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> PassPlan:
-        return cls(*json.loads(text))
+        kind, seed, ordinal, num_units, listing, length, *more = json.loads(text)
+        share, rule = more or (None, "")
+        partition = None if share is None else Partition(*share)
+        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule)
+
+    @property
+    def share(self) -> int | None:
+        """How many units this node reads; None for an endless source."""
+        if self.num_units is None or self.partition is None:
+            return self.num_units
+        return self.partition.length(self.num_units)
 
     @property
     def is_permutation(self) -> bool:
-        return self.kind in ("shuffle", "sequential")
+        """Whether each unit of the share comes exactly once."""
+        return self.kind in ("shuffle", "sequential", "curriculum")
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the units of a pass are drawn when it begins, and kept in a file."""
+        return self.kind in ("sampler", "curriculum")
 
 
 class Order:
     """The units of one pass, by position; O(1) memory for the named orders.
 
     `weights` (float `[num_units]`, any scale) belong to the kind "weighted": units are drawn with
-    replacement. `drawn` (int `[length]`) belongs to "sampler": what the sampler gave.
+    replacement. `drawn` (int `[length]`) belongs to "sampler" and "curriculum": the units in their order.
     """
 
     def __init__(
@@ -65,10 +88,11 @@ class Order:
     ) -> None:
         self.plan = plan
         self._permutation: Permutation | None = None
-        if plan.kind == "shuffle" and plan.num_units:
-            self._permutation = Permutation(plan.num_units, mix_key(_PASS_KEY, plan.seed, plan.ordinal))
-        self._cumulative = None if weights is None else np.cumsum(np.asarray(weights, np.float64))
+        if plan.kind == "shuffle" and plan.share:
+            self._permutation = Permutation(plan.share, mix_key(_PASS_KEY, plan.seed, plan.ordinal))
+        self._cumulative = None if weights is None else np.cumsum(share_of(weights, plan.partition))
         self._drawn = None if drawn is None else np.asarray(drawn, np.int64)
+        self._sorted: tuple[IntArray, IntArray] | None = None
 
     def units(self, positions: IntArray) -> IntArray:
         """The units at `positions`."""
@@ -76,12 +100,29 @@ class Order:
             drawn: IntArray = self._drawn[positions].astype(np.int64)
             return drawn
         if self._cumulative is not None:
-            return self._weighted(positions)
-        return positions if self._permutation is None else self._permutation.at(positions)
+            places = self._weighted(positions)
+        else:
+            places = positions if self._permutation is None else self._permutation.at(positions)
+        return places if self.plan.partition is None else self.plan.partition.units(places)
 
     def positions(self, units: IntArray) -> IntArray:
-        """Where `units` lie in the pass; only for permutations."""
-        return units if self._permutation is None else self._permutation.inverse(units)
+        """Where `units` lie in the pass, -1 where they do not; only for permutations."""
+        if self._drawn is not None:
+            return self._find(self._drawn, units)
+        if self.plan.partition is not None:
+            units = self.plan.partition.places(units)
+        if self._permutation is None:
+            return units
+        found = self._permutation.inverse(np.maximum(units, 0))
+        return np.where(units < 0, -1, found)
+
+    def _find(self, drawn: IntArray, units: IntArray) -> IntArray:
+        if self._sorted is None:
+            places = np.argsort(drawn, kind="stable")
+            self._sorted = drawn[places], places
+        ordered, places = self._sorted
+        index = np.minimum(np.searchsorted(ordered, units), len(ordered) - 1)
+        return np.where(ordered[index] == units, places[index], -1)
 
     def _weighted(self, positions: IntArray) -> IntArray:
         assert self._cumulative is not None
@@ -93,21 +134,42 @@ class Order:
         return units
 
 
-def check_weights(weights: Sequence[float], num_units: int | None) -> list[float]:
+def share_of(values: npt.ArrayLike, partition: Partition | None) -> npt.NDArray[np.float64]:
+    """Those of `values` (float `[num_units]`) that belong to the units of a share."""
+    array = np.asarray(values, np.float64)
+    return array if partition is None else array[all_units(len(array), partition)]
+
+
+def all_units(num_units: int, partition: Partition | None) -> IntArray:
+    """All units of a share, in order."""
+    if partition is None:
+        return np.arange(num_units)
+    return partition.units(np.arange(partition.length(num_units)))
+
+
+def check_weights(
+    weights: Sequence[float], num_units: int | None, partition: Partition | None = None
+) -> list[float]:
     """`weights` as floats; raises ConfigError unless there is one a unit, none negative, not all 0."""
     values = [float(weight) for weight in weights]
     if num_units is None or len(values) != num_units:
         raise ConfigError(f"order has {len(values)} weights for {num_units} units; give one for each unit")
     if not all(0 <= value < float("inf") for value in values) or not any(values):
         raise ConfigError("order: weights must be finite and 0 or more, and not all 0")
+    if not share_of(values, partition).any():
+        raise ConfigError(f"order: all weights of the share {partition} are 0")
     return values
 
 
-def check_drawn(drawn: Any, num_units: int | None) -> IntArray:
-    """The units that a sampler gave; raises ConfigError for none, or for units that are not there."""
+def check_drawn(drawn: Any, num_units: int | None, partition: Partition | None = None) -> IntArray:
+    """What a sampler gave, but for other nodes' units; raises ConfigError for none, or units not there."""
     units = np.asarray(drawn, np.int64).reshape(-1)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
             f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"
         )
+    if partition is not None:
+        units = units[partition.places(units) >= 0]
+        if not len(units):
+            raise ConfigError(f"order: the sampler gave no unit of the share {partition}")
     return units

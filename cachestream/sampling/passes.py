@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -30,13 +30,14 @@ def pass_is_open(tables: Tables, row: PassRow) -> bool:
 
 def first_plan(job: Job) -> PassPlan:
     """The first pass of a job."""
-    return PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, job.num_units)
+    plan = PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, None, job.partition, job.rule)
+    return replace(plan, length=plan.share)
 
 
 def begin(cache: Cache, job: Job, draw: Draw) -> None:
     """Resume the cache's open pass if it is of this job's order, else begin one.
 
-    `draw(ordinal)` gives what the user's sampler draws for a pass.
+    `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
     """
     plan = first_plan(job)
     with cache.catalogue.transaction() as tables:
@@ -68,7 +69,7 @@ def go_on(cache: Cache, job: Job, draw: Draw) -> bool:
 
 
 def order_file(directory: Directory, ordinal: int) -> str:
-    """Where what a sampler drew for a pass lies."""
+    """Where what was drawn for a pass lies."""
     return directory.worker_file(f"order-{ordinal}.npy")
 
 
@@ -78,7 +79,7 @@ def _was_evicted(tables: Tables, row: PassRow) -> bool:
 
 
 def _can_resume(cache: Cache, one: PassPlan, other: PassPlan) -> bool:
-    if one.kind == "sampler" and not os.path.exists(order_file(cache.directory, one.ordinal)):
+    if one.is_drawn and not os.path.exists(order_file(cache.directory, one.ordinal)):
         return False
     return replace(one, ordinal=0, length=None) == replace(other, ordinal=0, length=None)
 
@@ -97,12 +98,15 @@ def _check_source(cache: Cache, tables: Tables, job: Job) -> None:
 
 def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
     with cache.catalogue.reading() as tables:
-        ordinals = [PassPlan.from_json(row.plan).ordinal for row in tables.passes()]
-    plan = replace(plan, ordinal=max(ordinals, default=-1) + 1)
-    if plan.kind == "sampler":
+        spans = tables.spans()
+        plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
+    plan = replace(plan, ordinal=max((known.ordinal for known in plans.values()), default=-1) + 1)
+    # Those by which units that are still cached are found.
+    kept = {known.ordinal for pass_id, known in plans.items() if pass_id in spans and known.is_permutation}
+    _remove_orders(cache.directory, kept)
+    if plan.is_drawn:
         drawn = draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))
-        _remove_orders(cache.directory)
         _save_order(cache, plan.ordinal, drawn)
     with cache.catalogue.transaction() as tables:
         tables.forget_old_passes()
@@ -112,10 +116,11 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         tables.insert_pass(plan.to_json(), plan.length, int(tables.meta("evicted_shards", 0)))
 
 
-def _remove_orders(directory: Directory) -> None:
-    """Only the pass at hand needs what was drawn for it."""
+def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
+    """Remove what was drawn for passes, but for those of the ordinals `kept`."""
+    names = {os.path.basename(order_file(directory, ordinal)) for ordinal in kept}
     for name in os.listdir(directory.worker):
-        if name.startswith("order-"):
+        if name.startswith("order-") and name not in names:
             os.unlink(directory.worker_file(name))
 
 

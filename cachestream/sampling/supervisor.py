@@ -22,9 +22,10 @@ import numpy as np
 from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
+from cachestream.sampling.curriculum import draw_curriculum
 from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop, longest_pause_s
 from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
-from cachestream.sampling.order import check_drawn
+from cachestream.sampling.order import all_units, check_drawn
 from cachestream.sampling.passes import begin, go_on
 from cachestream.sampling.process import EXIT_FATAL, EXIT_RESTART
 from cachestream.sampling.wardens import Wardens
@@ -199,13 +200,16 @@ class Supervisor:
         return f"{sum(f.count for f in failures)} skipped, most often: {failures[0].reason}"
 
     def draw(self, ordinal: int) -> IntArray:
-        """What the user's sampler gives for pass `ordinal`."""
+        """What the user's sampler or curriculum gives for pass `ordinal`."""
         if self._sampler is None:
             self._sampler = unpack_sampler(self._job.sampler)  # kept: it goes on where its generator is
-        sampler = self._sampler
+        job, sampler = self._job, self._sampler
+        if job.kind == "curriculum" and job.num_units is not None:
+            share = all_units(job.num_units, job.partition)
+            return draw_curriculum(sampler, share, job.num_units, seed=job.seed, ordinal=ordinal)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(ordinal)
-        return check_drawn(np.fromiter(iter(sampler), np.int64), self._job.num_units)
+        return check_drawn(np.fromiter(iter(sampler), np.int64), job.num_units, job.partition)
 
     def _is_full(self) -> bool:
         if self._job.when_full == "evict" and self._cache.eviction != "none":

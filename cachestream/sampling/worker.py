@@ -20,6 +20,7 @@ from cachestream.remote.source import Source
 from cachestream.sampling.child import start_python
 from cachestream.sampling.job import Job, read_frame, write_frame
 from cachestream.sampling.options import WorkerOptions
+from cachestream.sampling.order import PassPlan
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile
@@ -41,6 +42,7 @@ _KEYWORDS: Final = [
     "detach",
     "concurrency",
     "hang_timeout_s",
+    "partition",
 ]
 _START_TIMEOUT_S: Final = 60.0
 _TICK_S: Final = 0.05
@@ -180,6 +182,7 @@ def start_worker(
     detach: bool = False,
     concurrency: int = 16,
     hang_timeout_s: float = 30.0,
+    partition: tuple[int, int] | str | None = None,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -194,13 +197,16 @@ def start_worker(
             the sample. Lambdas and closures work.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
         order: "shuffle" (a new permutation each pass), "sequential", a sequence of weights (one a unit,
-            drawn with replacement), or a torch Sampler over units.
+            drawn with replacement), a torch Sampler over units, or a curriculum: a function of the
+            progress, in passes, that gives the weights by which units, each once a pass, come next.
         seed: of the order, and of the generators that sources get.
         bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
         when_full: "evict", "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64.
         hang_timeout_s: a process in which one sample takes longer is killed and restarted.
+        partition: `(i, n)`: read only the share of node i of n, counted from 0. The shares of all n are
+            disjoint and complete in every pass, also if nodes differ in order, seed or pass.
         unknown: refused, with the name that is meant.
 
     Raises ConfigError for what cannot work: a limit below one shard, a cache filled from another source,
@@ -210,7 +216,7 @@ def start_worker(
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     source = source if isinstance(source, Source) else open_source(source)
     options = WorkerOptions(
-        num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s
+        num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
     )
     return _start_or_attach(cache, options.job(cache, source, transform, int(seed)), detach)
 
@@ -262,11 +268,17 @@ def _need(wardens: Wardens, detach: bool) -> HeldFile | None:
 
 def _check_same_source(cache: Cache, job: Job) -> None:
     with cache.catalogue.reading() as tables:
-        known = tables.meta("source")
+        known, passes = tables.meta("source"), tables.passes()
     if known is not None and known != job.fingerprint:
         raise ConfigError(
             f"a worker is filling {cache.path} from another source ({known}, not {job.fingerprint}); "
             "use another cache directory, or stop it and clear the cache"
+        )
+    share = None if not passes else PassPlan.from_json(passes[-1].plan).partition
+    if share != job.partition:
+        raise ConfigError(
+            f"a worker is filling {cache.path} with the share {share or 'of one node alone'}, not "
+            f"{job.partition or 'all units'}; give all processes that use one cache the same partition"
         )
 
 
