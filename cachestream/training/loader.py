@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from cachestream.errors import ConfigError, EpochError
-from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.options import EpochSettings, check_count, refuse_unknown
@@ -41,7 +40,7 @@ _RANKS_DEADLINE_S: Final = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Cursor:
-    """Where the trainer is: after `batches` of `epoch`, the last from `segment`, drawn from `snapshot`.
+    """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
 
     `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
     """
@@ -50,7 +49,6 @@ class _Cursor:
     batches: int
     loaded: dict[str, Any] | None = None
     segment: Segment | None = None
-    snapshot: Snapshot | None = None
     finished: bool = False
     parcel: deque[Delivery] = field(default_factory=deque)
 
@@ -147,17 +145,30 @@ class EpochLoader:
     # --- iterating
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch; one that was left early ends."""
+        """Begin the next epoch; one that was left early ends. One that no batch was taken of begins once more:
+        frameworks call `iter()` to see whether they can.
+        """
         began_s = self._meter.clock()
         self._engine.start()
+        self._cursor = self._once_more() or self._begin()
+        self._meter.epoch_begins()
+        self._meter.between(self._meter.clock() - began_s)
+        return _Batches(self, self._cursor)
+
+    def _begin(self) -> _Cursor:
         self._leave()
         self._apply_wanted_epoch()
         request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
         close_all(self._schedule.begin(None, request.epoch))
-        self._cursor = _Cursor(request.epoch, request.done, self._loaded if request.records else None)
-        self._meter.epoch_begins()
-        self._meter.between(self._meter.clock() - began_s)
-        return _Batches(self, self._cursor)
+        return _Cursor(request.epoch, request.done, self._loaded if request.records else None)
+
+    def _once_more(self) -> _Cursor | None:
+        """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
+        cursor = self._running
+        if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
+            return None
+        self._wanted_epoch = None
+        return _Cursor(cursor.epoch, cursor.batches, cursor.loaded)
 
     def _next(self, cursor: _Cursor) -> Any:
         if cursor is not self._cursor:
@@ -197,7 +208,7 @@ class EpochLoader:
         self._count_reuse(cursor)
         close_all(self._schedule.passed(segment))
         cursor.segment = segment
-        cursor.snapshot = segment.snapshot
+        self._meter.entered(segment.snapshot)
         if segment.missing:
             warnings.warn(
                 f"{segment.missing} samples of epoch {cursor.epoch} are not cached any more since its state was "
@@ -259,6 +270,11 @@ class EpochLoader:
             return self._wanted_epoch
         return self._planned.epoch if self._running is None else self._running.epoch
 
+    @property
+    def batches_done(self) -> int:
+        """Batches of the running epoch that this rank was given, those before a checkpoint included; 0 between epochs."""
+        return 0 if self._running is None else self._running.batches
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one. Its order depends on the seed and this number."""
         if type(epoch) is not int or epoch < 0:
@@ -310,9 +326,8 @@ class EpochLoader:
     @property
     def stats(self) -> LoaderStats:
         """What was delivered and waited for, up to now."""
-        cursor = self._cursor
-        epoch, snapshot = (self.epoch, None) if cursor is None else (cursor.epoch, cursor.snapshot)
-        return self._meter.stats(epoch, snapshot, self._engine.preparer.last_s)
+        epoch = self.epoch if self._cursor is None else self._cursor.epoch
+        return self._meter.stats(epoch, self._engine.preparer.last_s)
 
     # --- the end
 

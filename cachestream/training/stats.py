@@ -21,10 +21,11 @@ class LoaderStats:
     """A look at an `EpochLoader`. Counts are of this rank, but for `epoch_samples` and `reuse_factor`.
 
     `samples`, `batches`, `skipped` (samples of damaged shards) and `wait_s` (time the trainer waited for data)
-    are since the loader was made; `wait_share` is the share of the time since the first batch was asked for.
-    `gap_s` is what the loader took between the last batch of the epoch before and the first of this one,
-    `samples_per_s` this epoch's rate, training included. `epoch_samples` is what the epoch is drawn from,
-    in `shards` shards. `reuse_factor` is samples drawn over (expected) distinct samples drawn, so far.
+    are since the loader was made; `wait_share` is the share of the time since the first batch was asked for,
+    `epoch_wait_share` that of this epoch. `gap_s` is what the loader took between the last batch of the epoch
+    before and the first of this one, `samples_per_s` this epoch's rate, training included. `epoch_samples` is what
+    the epoch is drawn from, in `shards` shards; an epoch of several passes, from what any pass so far was drawn
+    from. `reuse_factor` is samples drawn over (expected) distinct samples drawn, so far.
     """
 
     epoch: int
@@ -35,6 +36,7 @@ class LoaderStats:
     skipped: int
     wait_s: float
     wait_share: float
+    epoch_wait_share: float
     gap_s: float
     samples_per_s: float
     reuse_factor: float
@@ -81,6 +83,21 @@ class Reuse:
         return self._drawn / self._distinct if self._distinct else 1.0
 
 
+class _Drawn:
+    """The shards of the snapshots that an epoch's passes are drawn from, each of them once."""
+
+    def __init__(self) -> None:
+        self._ids = np.empty(0, np.int64)
+        self.shards = 0
+        self.samples = 0
+
+    def add(self, snapshot: Snapshot) -> None:
+        new = np.isin(snapshot.shard_ids, self._ids, invert=True, assume_unique=True)
+        self._ids = np.concatenate([self._ids, snapshot.shard_ids[new]])
+        self.shards += int(new.sum())
+        self.samples += int(snapshot.counts[new].sum())
+
+
 class Meter:
     """Adds up what the training thread sees. Used by that thread alone."""
 
@@ -95,6 +112,8 @@ class Meter:
         self._epoch_began_s = 0.0
         self._last_s = 0.0
         self._epoch_samples = 0
+        self._epoch_wait_s = 0.0
+        self._epoch_drawn = _Drawn()
         self._pending_gap_s = 0.0
         self._first = True
         self._reuse = Reuse()
@@ -104,7 +123,13 @@ class Meter:
         self._began_s = now if self._began_s is None else self._began_s
         self._epoch_began_s = self._last_s = now
         self._epoch_samples = 0
+        self._epoch_wait_s = 0.0
+        self._epoch_drawn = _Drawn()
         self._first = True
+
+    def entered(self, snapshot: Snapshot) -> None:
+        """The epoch's next pass is drawn from `snapshot`."""
+        self._epoch_drawn.add(snapshot)
 
     def between(self, seconds: float) -> None:
         """The loader spent `seconds` between two epochs, outside of a batch."""
@@ -119,25 +144,27 @@ class Meter:
         self.skipped += skipped
         self.batches += 1
         self.wait_s += wait_s
+        self._epoch_wait_s += wait_s
         self._last_s = self.clock()
 
     def drawn(self, snapshot: Snapshot, share: float) -> None:
         """The `share` of `snapshot` has been drawn."""
         self._reuse.add(snapshot, share)
 
-    def stats(self, epoch: int, snapshot: Snapshot | None, prepare_s: float) -> LoaderStats:
-        """All of it, for a loader in `epoch`, drawn from `snapshot`."""
+    def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
+        """All of it, for a loader in `epoch`."""
         passed_s = 0.0 if self._began_s is None else self._last_s - self._began_s
         epoch_s = self._last_s - self._epoch_began_s
         return LoaderStats(
             epoch=epoch,
-            epoch_samples=0 if snapshot is None else snapshot.num_samples,
-            shards=0 if snapshot is None else snapshot.num_shards,
+            epoch_samples=self._epoch_drawn.samples,
+            shards=self._epoch_drawn.shards,
             samples=self.samples,
             batches=self.batches,
             skipped=self.skipped,
             wait_s=self.wait_s,
             wait_share=min(1.0, self.wait_s / passed_s) if passed_s > 0 else 0.0,
+            epoch_wait_share=min(1.0, self._epoch_wait_s / epoch_s) if epoch_s > 0 else 0.0,
             gap_s=self.gap_s,
             samples_per_s=self._epoch_samples / epoch_s if self._epoch_samples and epoch_s > 0 else 0.0,
             reuse_factor=self._reuse.factor,

@@ -1,0 +1,64 @@
+"""What frameworks ask of a loader before and between epochs, and what its numbers say."""
+
+from __future__ import annotations
+
+from cachestream import EpochLoader
+from tests.support.caches import add_shard, numbered
+from tests.training.conftest import NewCache
+
+
+def test_an_iteration_that_nothing_was_taken_of_does_not_cost_an_epoch(new_cache: NewCache) -> None:
+    """Lightning calls `iter()` to see whether it can, and once more to begin."""
+    with EpochLoader(new_cache(2, 8), 4) as plain:
+        expected = [batch["number"].tolist() for batch in plain]
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        for _ in range(3):
+            batches = iter(loader)
+            assert (loader.epoch, len(loader), loader.batches_done) == (0, 4, 0)
+        assert [batch["number"].tolist() for batch in batches] == expected
+        assert loader.epoch == 1
+
+
+def test_a_resumed_epoch_that_is_begun_twice_goes_on_where_it_was(new_cache: NewCache) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as first:
+        batches = iter(first)
+        next(batches)
+        state = first.state_dict()
+        rest = [batch["number"].tolist() for batch in batches]
+    with EpochLoader(cache, 4) as second:
+        second.load_state_dict(state)
+        iter(second)
+        assert second.state_dict() == state
+        again = iter(second)
+        assert second.batches_done == 1
+        assert [batch["number"].tolist() for batch in again] == rest
+
+
+def test_set_epoch_after_iter_is_heard_when_nothing_was_taken(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        iter(loader)
+        loader.set_epoch(0)
+        next(iter(loader))
+        assert (loader.epoch, loader.batches_done) == (0, 1)
+        loader.set_epoch(5)
+        iter(loader)
+        assert loader.epoch == 5
+
+
+def test_the_samples_of_an_epoch_of_several_passes_are_those_of_all_passes(new_cache: NewCache) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4, epoch_size=48, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert (loader.stats.epoch_samples, loader.stats.shards) == (16, 2)
+        add_shard(cache, numbered(100, 8))
+        seen = [n for batch in batches for n in batch["number"].tolist()]
+        assert any(n >= 100 for n in seen)
+        stats = loader.stats
+        assert (stats.epoch_samples, stats.shards) == (24, 3)
+        assert stats.samples == 48
+        assert 0 <= stats.epoch_wait_share <= 1
+        next(iter(loader))
+        assert loader.stats.epoch == 1
+        assert loader.stats.epoch_samples <= 24
