@@ -140,7 +140,8 @@ class MappedShard:
     """One shard, mapped read-only and immutable; its pages are the kernel's page cache.
 
     Opening checks the header against its checksum, the schema and the file's size; `verify` checks the
-    data. Holds no file descriptor. Raises CorruptShardError for a file that is missing, truncated, damaged
+    data. Holds no file descriptor. `content_hash` names the file's content: it covers the header, which holds
+    the checksums of all columns. Raises CorruptShardError for a file that is missing, truncated, damaged
     or not ours, and CacheError where the process may not or cannot open more files.
     """
 
@@ -183,6 +184,7 @@ class MappedShard:
             raise ValueError("its checksum does not match")
         if metadata["version"] != str(FORMAT_VERSION):
             raise ValueError(f"format version {metadata['version']} is not {FORMAT_VERSION}")
+        self.content_hash = str(signature)
         self.num_samples = _count(int(metadata["num_samples"]))
         self.schema = Schema.from_json(metadata["schema"])
         self.fill: dict[str, Any] = json.loads(metadata["fill"])

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import CorruptShardError, NotEnoughSamplesError
+from cachestream.errors import CorruptShardError, EpochError, NotEnoughSamplesError
 from cachestream.model import Schema, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.training.epoch import Request
 from cachestream.training.maps import EpochMaps
 from cachestream.training.ranks import Cancelled, Payload, Ranks
+from cachestream.training.replay import Replay, Rest
+from cachestream.training.resume import Record
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -27,12 +29,17 @@ _RETAKES: Final = 10
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A leased snapshot; `gone` names the shards of a record that it lacks, None when it is not of the record."""
+    """A leased snapshot; `gone` names the shards of a record that it lacks, None when it is not of the record.
+
+    `replayed` is the recorded order that it was taken for, and `rest` what comes after that in the epoch.
+    """
 
     snapshot: Snapshot
     lease: Lease
     maps: EpochMaps
     gone: tuple[int, ...] | None
+    replayed: Record | None = None
+    rest: Rest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +61,11 @@ class Watch:
 class Holder:
     """Takes the snapshots of one loader; `maps` are the last ones, whose open shards the next ones take over."""
 
-    def __init__(self, cache: Cache, turnover: float) -> None:
+    def __init__(self, cache: Cache, turnover: float, replay: Replay | None = None) -> None:
         self.maps: EpochMaps | None = None
         self._cache = cache
         self._turnover = turnover
+        self._replay = replay
 
     def hold(self, ranks: Ranks, request: Request, epoch_size: int | None, watch: Watch) -> Held:
         """The snapshot of this rank's group, leased by this process, with what is mapped of it so far.
@@ -68,7 +76,7 @@ class Holder:
         led: list[Held] = []
 
         def lead() -> Payload:
-            led.append(self._take(request, epoch_size, watch))
+            led.append(self._take(request, epoch_size, ranks.group[0], watch))
             return _to_payload(led[0])
 
         try:
@@ -78,7 +86,8 @@ class Holder:
             snapshot = _from_payload(shared)
             lease = join_lease(snapshot.lease)
             gone = None if shared["gone"] is None else tuple(shared["gone"])
-            led.append(Held(snapshot, lease, EpochMaps(snapshot, self.maps), gone))
+            replayed, rest = _replayed_from(shared)
+            led.append(Held(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
             damaged = self._open(led[0].maps, watch)
             if damaged:
                 raise damaged[0][1]
@@ -88,10 +97,13 @@ class Holder:
             raise
         return led[0]
 
-    def _take(self, request: Request, epoch_size: int | None, watch: Watch) -> Held:
+    def _take(self, request: Request, epoch_size: int | None, leader: int, watch: Watch) -> Held:
         """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
         for _ in range(_RETAKES):
-            held = self._take_once(request, epoch_size)
+            if self._replay is not None:
+                held = self._take_recorded(self._replay, request, leader)
+            else:
+                held = self._take_once(request, epoch_size)
             try:
                 damaged = self._open(held.maps, watch)
             except BaseException:
@@ -112,13 +124,26 @@ class Holder:
         if record is not None:
             try:
                 snapshot, lease, gone = self._cache.retake_snapshot(record.shard_ids, record.counts)
-                known = {shard_id for cut in record.cuts for shard_id in cut.gone}
-                new = tuple(shard_id for shard_id in gone if shard_id not in known)
+                new = tuple(shard_id for shard_id in gone if shard_id not in record.gone)
                 return Held(snapshot, lease, EpochMaps(snapshot, self.maps), new)
             except NotEnoughSamplesError:
                 pass  # all of them are gone: what is left of the epoch is drawn from what there is
         snapshot, lease = self._cache.take_snapshot(epoch_size, self._turnover)
         return Held(snapshot, lease, EpochMaps(snapshot, self.maps), None)
+
+    def _take_recorded(self, replay: Replay, request: Request, leader: int) -> Held:
+        """The shards of a recorded epoch: all that are needed, or an error."""
+        given = (request.records or {}).get(self._cache.cache_id)
+        record = given or replay.stretch(self._cache, request.epoch, request.index, leader)
+        snapshot, lease, gone = self._cache.retake_snapshot(record.shard_ids, record.counts)
+        if set(gone) - record.gone - {shard_id for shard_id in gone if shard_id < 0}:
+            lease.release()
+            raise EpochError(
+                f"{self._cache.path}: {len(gone)} shards of epoch {request.epoch} were just evicted; bring them back "
+                "with 'cachestream refetch', with no worker running"
+            )
+        rest = replay.rest(request.epoch, request.index, leader)
+        return Held(snapshot, lease, EpochMaps(snapshot, self.maps), (), record, rest)
 
     def _open(self, maps: EpochMaps, watch: Watch) -> list[tuple[int, CorruptShardError]]:
         """Map and verify shards until the time is up; returns the damaged ones."""
@@ -142,7 +167,15 @@ def _to_payload(held: Held) -> Payload:
         "shards": snapshot.shard_ids.tolist(),
         "counts": snapshot.counts.tolist(),
         "gone": held.gone,
+        "replayed": None if held.replayed is None else held.replayed.to_state(),
+        "rest": None if held.rest is None else held.rest.stretches,
     }
+
+
+def _replayed_from(payload: Payload) -> tuple[Record | None, Rest | None]:
+    if payload["replayed"] is None:
+        return None, None
+    return Record.from_state(payload["replayed"]), Rest(tuple((a, b) for a, b in payload["rest"]))
 
 
 def _from_payload(payload: Payload) -> Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from cachestream.training.options import EpochSettings, check_count, refuse_unkn
 from cachestream.training.prefetch import Engine, close_all
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_ranks
+from cachestream.training.record import Recorder
 from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Delivery, Schedule
 from cachestream.training.state import from_state, to_state
@@ -76,6 +78,9 @@ class EpochLoader:
         prefetch: batches gathered ahead.
         timeout_s: the longest wait for a batch; after it EpochError says what is going on.
         with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
+        record: a folder, one for each run: every epoch leaves its manifest there (its shards, order and batches).
+        replay: a manifest, or a folder of them: those epochs again, the same batches for the same `batch_size` and number
+            of ranks, otherwise the same samples in the same order. EpochError when their shards are not cached.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
     EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
@@ -98,6 +103,8 @@ class EpochLoader:
         prefetch: int = 4,
         timeout_s: float = 120.0,
         with_keys: bool = False,
+        record: str | os.PathLike[str] | None = None,
+        replay: str | os.PathLike[str] | None = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown)
@@ -119,6 +126,9 @@ class EpochLoader:
             with_keys,
         )
         self._settings.check()
+        if replay is not None:
+            self._settings = self._settings.of_replay(os.fspath(replay))
+        self._recorder = None if record is None else Recorder(os.fspath(record), self._settings.to_record())
         self._schedule = Schedule(prefetch)
         self._engine = self._make_engine(make_transfer(device, prefetch + 2), batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
@@ -128,6 +138,8 @@ class EpochLoader:
         self._wanted_epoch: int | None = None
         self._loaded: dict[str, Any] = {}
         self._meter = Meter()
+        if self._settings.replay is not None:
+            self._jump(Request(0, self._settings.replay.epochs[0]))
 
     def _make_engine(self, transfer: Transfer, transform: BatchTransform | None) -> Engine:
         settings, cache, closed = self._settings, self.cache, threading.Event()
@@ -193,10 +205,14 @@ class EpochLoader:
         began_s = self._meter.clock()
         try:
             parcel = self._schedule.take(cursor.epoch, self._settings.timeout_s)
-        except Exception:
+        except Exception as error:
             if self._schedule.has_failed and cursor.segment is None:
                 # Nothing of it was delivered: the next iteration tries again.
                 self._planned, self._cursor = Request(0, cursor.epoch), None
+            if isinstance(error, StopIteration):  # it would end the epoch as if all were well
+                raise EpochError(
+                    "the batch_transform or the sampler raised StopIteration; see its traceback"
+                ) from error
             raise
         if parcel.segment is not cursor.segment:
             self._enter(cursor, parcel.segment)
@@ -209,6 +225,8 @@ class EpochLoader:
         close_all(self._schedule.passed(segment))
         cursor.segment = segment
         self._meter.entered(segment.snapshot)
+        if self._recorder is not None and (ranks := self._engine.preparer.ranks).leads:
+            self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
             warnings.warn(
                 f"{segment.missing} samples of epoch {cursor.epoch} are not cached any more since its state was "
@@ -334,6 +352,8 @@ class EpochLoader:
     def close(self) -> None:
         """End the threads and free the shards. Batches handed out stay good."""
         self._leave()
+        if self._recorder is not None:
+            self._recorder.close()
         self._engine.stop()
 
     def __enter__(self) -> Self:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError
+from cachestream.training.replay import Replay
 from cachestream.training.samplers import SamplerLike, check_sampler
 
 __all__ = ["EpochSettings", "check_count", "refuse_unknown"]
@@ -24,6 +25,8 @@ _OPTIONS: Final = [
     "prefetch",
     "timeout_s",
     "with_keys",
+    "record",
+    "replay",
 ]
 _HINTS: Final = {
     "weights": "give sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))",
@@ -56,11 +59,29 @@ class EpochSettings:
     sampler: SamplerLike | None
     timeout_s: float
     with_keys: bool = False
+    replay: Replay | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
-        return {name: getattr(self, name) for name in names} | {"sampler": self.sampler is not None}
+        return {name: getattr(self, name) for name in names} | {
+            "sampler": self.sampler is not None,
+            "replay": self.replay is not None,
+        }
+
+    def to_record(self) -> dict[str, Any]:
+        """What a manifest tells its readers of the job."""
+        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
+        sampler = None if self.sampler is None else type(self.sampler).__name__
+        return {name: getattr(self, name) for name in names} | {"sampler": sampler}
+
+    def of_replay(self, path: str) -> EpochSettings:
+        """These settings for a replay of the manifests at `path`, which say what is drawn."""
+        for name in ("epoch_size", "min_samples", "sampler"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
+        # Orders end where the recorded ones did: what seems to be a rest was a batch.
+        return replace(self, drop_last=False, replay=Replay(path))
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work."""

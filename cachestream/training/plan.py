@@ -76,14 +76,16 @@ class ListedOrder:
 
 @dataclass(frozen=True, slots=True)
 class TailOrder:
-    """Another order from position `start` on."""
+    """Another order from position `start` on, up to, not with, `stop` (None: to its end)."""
 
     order: Order
     start: int
+    stop: int | None = None
 
     @property
     def size(self) -> int:
-        return max(0, self.order.size - self.start)
+        stop = self.order.size if self.stop is None else min(self.stop, self.order.size)
+        return max(0, stop - self.start)
 
     def at(self, positions: IntArray) -> IntArray:
         return self.order.at(positions + self.start)

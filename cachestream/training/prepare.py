@@ -45,7 +45,7 @@ class Preparer:
         self._find = find
         self._found: Ranks | None = None
         self._closed = closed
-        self._holder = Holder(cache, settings.turnover)
+        self._holder = Holder(cache, settings.turnover, settings.replay)
         self.last_s = 0.0
 
     @property
@@ -101,7 +101,7 @@ class Preparer:
 
     def _await_samples(self, request: Request, cancelled: Callable[[], bool]) -> None:
         """Wait at cold start; raises NotEnoughSamplesError when there are, and will be, too few."""
-        if request.records is not None:
+        if request.records is not None or self._settings.replay is not None:
             return
         settings, group = self._settings, len(self.ranks.group)
         whole = settings.batch_size * group
@@ -148,7 +148,7 @@ class Preparer:
     def _lay_out(self, request: Request, held: Held) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
         group, shared, missing = self.ranks.group, True, 0
-        given = (request.records or {}).get(self._cache.cache_id)
+        given = held.replayed or (request.records or {}).get(self._cache.cache_id)
         if given is not None and held.gone is not None:
             record = given.cut(0, held.gone)
         else:
@@ -157,7 +157,10 @@ class Preparer:
         if request.records and held.gone != ():
             expected = rebuild(given or next(iter(request.records.values())))[0].size
             missing = expected if held.gone is None else expected - order.size
-        plan, total = self._plan(request, order.size, bounds, len(group) if shared else 1)
+        share = len(group) if shared else 1
+        plan, total = self._plan(request, order.size, bounds, share)
+        if held.rest is not None:
+            total += held.rest.batches(plan.batch_size, share)
         return Segment(
             request,
             dataset,

@@ -24,10 +24,14 @@ OrderKind = Literal["shuffled", "sequential", "listed"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The order from `position` on, without the samples of the shards `gone`."""
+    """The order from `position` on, up to, not with, `stop` (None: its end), without the shards `gone`."""
 
     position: int
     gone: tuple[int, ...] = ()
+    stop: int | None = None
+
+    def to_state(self) -> list[Any]:
+        return [self.position, list(self.gone), *([] if self.stop is None else [self.stop])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +50,22 @@ class Record:
     bounds: IntArray | None = None
     cuts: tuple[Cut, ...] = ()
 
-    def cut(self, position: int, gone: tuple[int, ...] = ()) -> Record:
-        """The record from `position` of its present order on."""
-        return replace(self, cuts=(*self.cuts, Cut(position, gone))) if position or gone else self
+    def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> Record:
+        """The record from `position` of its present order on, up to, not with, `stop`."""
+        if not position and not gone and stop is None:
+            return self
+        return replace(self, cuts=(*self.cuts, Cut(position, gone, stop)))
+
+    def renumbered(self, shard_ids: IntArray) -> Record:
+        """The same order over shards that are called `shard_ids` (int64 `[num_shards]`) elsewhere."""
+        names = dict(zip(self.shard_ids.tolist(), shard_ids.tolist(), strict=True))
+        cuts = tuple(replace(cut, gone=tuple(names[old] for old in cut.gone)) for cut in self.cuts)
+        return replace(self, shard_ids=shard_ids, cuts=cuts)
+
+    @property
+    def gone(self) -> set[int]:
+        """The shards whose samples have been cut out."""
+        return {shard_id for cut in self.cuts for shard_id in cut.gone}
 
     def to_state(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, as checkpoints want them."""
@@ -58,7 +75,7 @@ class Record:
             "kind": self.kind,
             "drawn": self.drawn,
             "key": self.key,
-            "cuts": [[cut.position, list(cut.gone)] for cut in self.cuts],
+            "cuts": [cut.to_state() for cut in self.cuts],
         }
         if self.listed is not None:
             state["listed"] = self.listed.tolist()
@@ -78,9 +95,9 @@ class Record:
                 key=int(state["key"]),
                 listed=_integers(state.get("listed")),
                 bounds=_integers(state.get("bounds")),
-                cuts=tuple(Cut(int(position), tuple(gone)) for position, gone in state["cuts"]),
+                cuts=tuple(Cut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"this is no state of an EpochLoader ({error!r}); pass what state_dict() gave"
             ) from error
@@ -95,8 +112,9 @@ def rebuild(record: Record) -> tuple[Order, IntArray | None]:
     starts = _starts(record.counts)
     order, bounds = _base(record, int(starts[-1])), record.bounds
     for cut in record.cuts:
-        tail = TailOrder(order, min(cut.position, order.size))
+        tail = TailOrder(order, min(cut.position, order.size), cut.stop)
         if bounds is not None:
+            bounds = bounds if cut.stop is None else bounds[bounds <= cut.stop]
             bounds = bounds[np.searchsorted(bounds, cut.position) :] - cut.position
         if not cut.gone:
             order = tail

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cachestream import Cache
 from tests.support.caches import add_shard, fill
+from tests.training.jobs import Job
 
 NewCache = Callable[..., Cache]
+NewJob = Callable[[int], Job]
 
 
 @pytest.fixture
@@ -43,3 +46,15 @@ def cache_of(new_cache: NewCache) -> Callable[[list[Any], list[int]], Cache]:
         return cache
 
     return new
+
+
+@pytest.fixture(scope="session")
+def job_server() -> Any:
+    """The store that all jobs of threads meet at."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def new_job(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> NewJob:
+    """Makes jobs: `new_job(ranks).run(work)`."""
+    return lambda size: Job(job_server, size, monkeypatch)

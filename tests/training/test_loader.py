@@ -327,6 +327,16 @@ def test_errors_of_a_batch_transform_reach_the_training_thread_as_they_are(new_c
         assert loader.epoch == 2
 
 
+def test_a_stop_iteration_of_the_users_own_code_does_not_end_the_epoch_as_if_all_were_well(
+    new_cache: NewCache,
+) -> None:
+    with (
+        EpochLoader(new_cache(2, 8), 4, batch_transform=lambda _: next(iter(()))) as loader,
+        pytest.raises(EpochError, match="raised StopIteration"),
+    ):
+        list(loader)
+
+
 def test_a_batch_that_does_not_come_is_an_error_with_a_diagnosis(new_cache: NewCache) -> None:
     released = threading.Event()
 

@@ -2,88 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from cachestream import Cache, EpochLoader, NotEnoughSamplesError, RankMismatchError
-from cachestream.training import loader as loader_module
-from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
+from cachestream import EpochLoader, NotEnoughSamplesError, RankMismatchError
 from tests.support.caches import add_shard, numbered, set_fill_state
-from tests.training.conftest import NewCache
+from tests.training.conftest import NewCache, NewJob
+from tests.training.jobs import DEADLINE_S
 
-DEADLINE_S = 1.5
-_jobs = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Any:
-    """The store that all jobs of this file meet at."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-class Job:
-    """A job of `size` ranks, each a thread with a loader of its own."""
-
-    def __init__(self, server: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._server = server
-        self.size = size
-        self._name = f"job{next(_jobs)}"
-        self._local = threading.local()
-        monkeypatch.setattr(loader_module, "find_ranks", self._find)
-
-    def _find(
-        self, _: int, settings: dict[str, Any], cache_id: str, deadlines_s: Deadlines, closed: threading.Event
-    ) -> Ranks:
-        # Called in the loader's own thread: which rank it is for was noted when the loader was made.
-        rank = next(r for r, made in self.events.items() if made is closed)
-        client = TCPStore("127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=20))
-        deadlines = Deadlines(min(deadlines_s.first, 10), DEADLINE_S)
-        ranks = StoreRanks(PrefixStore(self._name, client), rank, self.size, deadlines, closed)
-        ranks.meet(settings, cache_id)
-        return ranks
-
-    def run(self, work: Callable[[int, Callable[..., EpochLoader]], Any]) -> list[Any]:
-        """What `work(rank, make_loader)` returns, or raises, on each rank."""
-        self.events: dict[int, threading.Event] = {}
-
-        def one(rank: int) -> Any:
-            made: list[EpochLoader] = []
-
-            def make(cache: Cache, *args: Any, **options: Any) -> EpochLoader:
-                loader = EpochLoader(cache, *args, **{"timeout_s": 20, **options})
-                self.events[rank] = loader._engine._closed
-                made.append(loader)
-                return loader
-
-            try:
-                return work(rank, make)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                return error
-            finally:
-                self.done.wait(20)
-                for loader in made:
-                    loader.close()
-
-        self.done = threading.Barrier(self.size)
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(one, range(self.size)))
-
-
-@pytest.fixture
-def new_job(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Job]:
-    return lambda size: Job(server, size, monkeypatch)
-
-
-NewJob = Callable[[int], Job]
 Epochs = list[list[list[int]]]  # [epoch][batch] is a list of numbers
 
 

@@ -1,0 +1,191 @@
+"""An epoch leaves a manifest, from which it comes again: the same batches, from whichever cache holds its shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cachestream import ConfigError, EpochError, EpochLoader
+from cachestream.training.manifest import load_manifest
+from tests.support.caches import add_shard, numbered
+from tests.training.conftest import NewCache, NewJob
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shuffled": {},
+    "in order, with a rest": {"shuffle": False, "drop_last": False},
+    "fewer than cached": {"epoch_size": 20},
+    "more than cached": {"epoch_size": 75, "drop_last": False},
+    "with repetition": {"sampler": lambda data: torch.utils.data.RandomSampler(data, replacement=True)},
+    "a batch sampler": {
+        "sampler": lambda data: torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(data), 5, False)
+    },
+}
+
+
+def epochs(loader: EpochLoader, count: int) -> list[list[list[int]]]:
+    """[epoch][batch] is a list of numbers."""
+    return [[batch["number"].tolist() for batch in loader] for _ in range(count)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recorded_epochs_come_again_batch_for_batch_after_the_cache_has_grown(
+    variant: str, new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache, folder = new_cache(3, 9), tmp_path / "manifests"
+    with EpochLoader(cache, 4, record=folder, prefetch=1, **VARIANTS[variant]) as loader:
+        trained = epochs(loader, 1)
+        add_shard(cache, numbered(27, 9))
+        trained += epochs(loader, 2)
+    assert sorted(path.name for path in folder.iterdir()) == [f"epoch-{n:06d}.json" for n in range(3)]
+    add_shard(cache, numbered(36, 9))
+    with EpochLoader(cache, 4, seed=99, replay=folder) as loader:
+        assert len(loader) == len(trained[0])
+        assert epochs(loader, 3) == trained
+        with pytest.raises(EpochError, match=r"epoch 3 is not recorded in .* the epochs 0 to 2"):
+            next(iter(loader))
+    with EpochLoader(cache, 4, replay=folder / "epoch-000001.json") as loader:
+        assert loader.epoch == 1
+        batches = iter(loader)
+        head = next(batches)["number"].tolist()
+        state = loader.state_dict()
+    with EpochLoader(cache, 4, replay=folder / "epoch-000001.json") as loader:
+        loader.load_state_dict(state)
+        assert [head, *epochs(loader, 1)[0]] == trained[1]
+
+
+def test_a_replay_finds_its_shards_by_content_in_another_cache(new_cache: NewCache, tmp_path: Path) -> None:
+    cache = new_cache(3, 9)
+    with EpochLoader(cache, 4, record=tmp_path / "run") as loader:
+        trained = epochs(loader, 2)
+    other = new_cache(1, 9, 500)
+    for first in (18, 0, 9):  # the same shards under other numbers, in another order
+        add_shard(other, numbered(first, 9))
+    with EpochLoader(other, 4, replay=tmp_path / "run") as loader:
+        assert epochs(loader, 2) == trained
+
+
+def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_path: Path) -> None:
+    """Stopped twice, gone on with other batch sizes, after a shard was lost."""
+    cache, folder = new_cache(4, 10), tmp_path / "run"
+    trained: list[int] = []
+    state: dict[str, Any] | None = None
+    for batch_size, steps in [(4, 3), (3, 2), (5, 100)]:
+        with EpochLoader(cache, batch_size, record=folder, drop_last=False) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _, batch in zip(range(steps), loader, strict=False):
+                    trained += batch["number"].tolist()
+                    state = loader.state_dict()
+            assert ["not cached any more" in str(warning.message) for warning in caught] == [True] * (
+                steps == 100
+            )
+        if steps == 2:
+            cache.quarantine(2, "a test")
+    manifest = load_manifest(str(folder / "epoch-000000.json"))
+    assert [(stretch.done, stretch.batch_size) for stretch in manifest.stretches] == [(0, 4), (3, 3), (5, 5)]
+    assert manifest.settings["world_size"] == 1
+    add_shard(cache, numbered(10, 10))  # the lost one again
+    with EpochLoader(cache, 1, replay=folder) as loader:
+        assert [n for batch in epochs(loader, 1)[0] for n in batch] == trained
+
+
+def test_what_is_not_cached_is_told_with_the_command_that_brings_it_back(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(3, 9)
+    with EpochLoader(cache, 4, record=tmp_path / "run") as loader:
+        epochs(loader, 1)
+    cache.quarantine(2, "a test")
+    with (
+        EpochLoader(cache, 4, replay=tmp_path / "run") as loader,
+        pytest.raises(
+            EpochError, match=r"1 of the 3 shards .*\(9 samples\).*cachestream refetch .*epoch-000000"
+        ),
+    ):
+        next(iter(loader))
+
+
+def test_a_replay_of_two_ranks_is_the_same_on_two_and_the_same_samples_in_turn_on_one(
+    new_cache: NewCache, new_job: NewJob, tmp_path: Path
+) -> None:
+    cache, folder = new_cache(4, 9), tmp_path / "run"
+
+    def train(rank: int, make: Any) -> Any:
+        return epochs(make(cache, 4, record=folder, drop_last=False), 2)
+
+    trained = new_job(2).run(train)
+    assert len(list(folder.iterdir())) == 2
+    add_shard(cache, numbered(100, 9))
+    assert new_job(2).run(lambda _, make: epochs(make(cache, 4, replay=folder), 2)) == trained
+    in_turn = [
+        [batch for step in zip(*epoch, strict=True) for batch in step] for epoch in zip(*trained, strict=True)
+    ]
+    (alone,) = new_job(1).run(lambda _, make: epochs(make(cache, 4, replay=folder), 2))
+    flat = [[n for batch in epoch for n in batch] for epoch in in_turn]
+    assert [[n for batch in epoch for n in batch] for epoch in alone] == flat
+    assert len(flat[0]) == 36
+
+
+def test_ranks_with_caches_of_their_own_leave_a_manifest_for_each_and_replay_both(
+    new_cache: NewCache, new_job: NewJob, tmp_path: Path
+) -> None:
+    caches, folder = [new_cache(2, 10), new_cache(3, 10, 1000)], tmp_path / "run"
+    trained = new_job(2).run(lambda rank, make: epochs(make(caches[rank], 4, record=folder), 2))
+    assert sorted(path.name for path in folder.iterdir())[:2] == [
+        "epoch-000000.json",
+        "epoch-000000.rank1.json",
+    ]
+    assert new_job(2).run(lambda rank, make: epochs(make(caches[rank], 4, replay=folder), 2)) == trained
+    caches[1].quarantine(1, "a test")
+    errors = new_job(2).run(lambda rank, make: epochs(make(caches[rank], 4, replay=folder), 2))
+    assert all(isinstance(error, EpochError) and "1 of the 3 shards" in str(error) for error in errors)
+
+
+def test_a_folder_that_is_gone_costs_the_records_with_a_warning_and_not_the_training(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    with EpochLoader(new_cache(2, 8), 4, record=tmp_path / "run") as loader:
+        shutil.rmtree(tmp_path / "run")
+        assert len(epochs(loader, 1)[0]) == 4
+        with pytest.warns(UserWarning, match="an epoch could not be recorded"):
+            loader.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "no manifest"), ("{}", "no manifest"), ('{"format": "x", "version": 1}', "version")],
+)
+def test_a_file_that_is_no_manifest_is_refused(
+    text: str, says: str, new_cache: NewCache, tmp_path: Path
+) -> None:
+    path = tmp_path / "epoch-000000.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        EpochLoader(new_cache(1, 8), 4, replay=path)
+    with pytest.raises(ConfigError, match="holds no manifests"):
+        EpochLoader(new_cache(1, 8), 4, replay=tmp_path / "..")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        EpochLoader(new_cache(1, 8), 4, record=path)
+    with pytest.raises(ConfigError, match="do not go together"):
+        EpochLoader(new_cache(1, 8), 4, replay=path, epoch_size=5)
+
+
+def test_a_manifest_is_json_that_names_shards_by_content(new_cache: NewCache, tmp_path: Path) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4, record=tmp_path, seed=7) as loader:
+        next(iter(loader))
+    values = json.loads((tmp_path / "epoch-000000.json").read_text())
+    assert values["settings"]["seed"] == 7
+    (stretch,) = values["stretches"]
+    assert (stretch["batches"], stretch["batch_size"], stretch["samples"]) == (4, 4, 16)
+    assert len({shard[2] for shard in values["shards"]}) == 2
+    assert np.sum([shard[1] for shard in values["shards"]]) == 16
