@@ -17,13 +17,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.remote.decode import decode_image, decode_with
+from cachestream.remote.decode import decode_with
+from cachestream.remote.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.remote.magic import looks_like_image
 
 __all__ = ["Columns", "Unusable"]
@@ -47,7 +49,7 @@ class Columns:
 
     `nulls` has the values that stand for null, by field; any other null makes its row unusable.
     `images` are the binary columns that hold encoded images; those in Hugging Face's layout are
-    decoded if `decode_images`.
+    decoded if `decode_images`. `made` says what is made of images.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Columns:
         nulls: Mapping[str, Any],
         decode_images: bool,
         images: Sequence[str],
+        made: ImageOptions = AS_THEY_ARE,
     ) -> None:
+        self._decode = partial(decode_image, options=made)
         self._arrow = arrow
         self._nulls, self._decode_images, self._images = nulls, decode_images, images
         self._features = _features(schema)
@@ -194,7 +198,7 @@ class Columns:
         if data is None:
             return None
         try:
-            return decode_with(decode_image, data, "image", f"column '{name}'")
+            return decode_with(self._decode, data, "image", f"column '{name}'")
         except SampleError as error:
             return Unusable(str(error))
 

@@ -10,23 +10,24 @@ import ast
 import io
 import json
 import os
+import re
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from cachestream.config import format_size
 from cachestream.errors import SampleError
+from cachestream.remote.images import AS_THEY_ARE, MALFORMED, Buffer, ImageOptions, decode_image
 
 __all__ = [
     "Buffer",
     "decode_fields",
+    "decode_image",
     "decode_json_value",
     "decode_value",
     "decode_with",
@@ -34,14 +35,11 @@ __all__ = [
     "is_image",
 ]
 
-Buffer = bytes | bytearray | memoryview
-
 
 def _extensions(names: str) -> frozenset[str]:
     return frozenset(f".{name}" for name in names.split())
 
 
-IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
 IMAGE_EXTENSIONS: Final = _extensions(
     "avif bmp gif j2k jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tif tiff webp"
 )
@@ -50,35 +48,9 @@ TEXT_EXTENSIONS: Final = _extensions(
 )
 MAX_ARCHIVE_BYTES: Final = 4 << 30  # of one .npz, unpacked: a zip bomb unpacks to a thousand times its size
 
-# What Pillow's and numpy's parsers raise on malformed input, as their fuzzers found.
-_MALFORMED: Final = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
-    AttributeError,
-    NotImplementedError,
-    RuntimeError,
-    MemoryError,
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
-    Image.DecompressionBombError,
-    Warning,  # Pillow's, where they are made errors
-)
-_ORIENTATION_TAG: Final = 0x0112
-_TRANSPOSE: Final[dict[int, Image.Transpose]] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
+# An object's place in memory differs from file to file: reasons that hold it could not be counted together.
+_ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
 
 def extension_of(path: str) -> str:
@@ -88,50 +60,6 @@ def extension_of(path: str) -> str:
 
 def is_image(extension: str) -> bool:
     return extension in IMAGE_EXTENSIONS
-
-
-# --- images ------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def _formats() -> list[str]:
-    Image.init()
-    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except _MALFORMED:  # broken metadata does not spoil the pixels
-        return 1
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """`image` in mode RGB. Transparency is dropped; 16 bits a channel keep their upper 8."""
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):  # Pillow's own conversion would clip at 255
-        values = np.asarray(image)
-        image = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
-    if image.mode in ("P", "PA") and "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("RGB")
-
-
-def decode_image(data: Buffer) -> npt.NDArray[np.uint8]:
-    """uint8 `[3, H, W]`, RGB, contiguous, turned upright as its EXIF data say; the first frame."""
-    with Image.open(io.BytesIO(data), formats=_formats()) as image:
-        limit = Image.MAX_IMAGE_PIXELS
-        if limit is not None and image.width * image.height > limit:  # Pillow only warns
-            raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels, {limit} at most")
-        upright = _TRANSPOSE.get(_orientation(image))
-        rgb = _to_rgb(image)
-        if upright is not None:
-            rgb = rgb.transpose(upright)
-        pixels = np.empty((3, rgb.height, rgb.width), np.uint8)
-        for channel, band in enumerate(rgb.split()):
-            pixels[channel] = np.asarray(band)
-    return pixels
 
 
 # --- arrays ------------------------------------------------------------------------------------
@@ -262,12 +190,16 @@ _DECODERS: Final[dict[str, tuple[str, Callable[[Buffer], Any]]]] = {
 _RAW: Final[tuple[str, Callable[[Buffer], Any]]] = ("data", bytes)
 
 
-def decode_value(data: Buffer, extension: str, path: str) -> Any:
+def decode_value(data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE) -> Any:
     """What `data` holds by `extension` (".jpg", …): an array, str or bytes, or a dict of such fields.
+
+    `images` says what is made of images.
 
     Raises SampleError with `path` (already redacted) and the reason if it is malformed.
     """
     name, decoder = _DECODERS.get(extension, _RAW)
+    if decoder is decode_image:
+        decoder = partial(decode_image, options=images)
     return decode_with(decoder, data, f"{extension} file ({name})", path)
 
 
@@ -276,11 +208,14 @@ def decode_with(decoder: Callable[[Buffer], Any], data: Buffer, kind: str, path:
     try:
         return decoder(data)
     except _MALFORMED as error:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        text = _ADDRESS.sub("", str(error))
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise SampleError(f"{path}: not a usable {kind}: {reason[:300]}") from error
 
 
-def decode_fields(data: Buffer, extension: str, path: str) -> dict[str, Any]:
+def decode_fields(
+    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE
+) -> dict[str, Any]:
     """The fields of the file `path`: "image", "array", "text", "data" (bytes), or a file's own fields."""
-    value = decode_value(data, extension, path)
+    value = decode_value(data, extension, path, images)
     return value if isinstance(value, dict) else {_DECODERS.get(extension, _RAW)[0]: value}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.remote.decode import decode_image, decode_with
+from cachestream.remote.decode import decode_with
 from cachestream.remote.examples import Feature
+from cachestream.remote.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.remote.magic import looks_like_image
 
 __all__ = ["Kind", "as_it_is", "as_kind", "checked_kinds"]
@@ -38,7 +40,7 @@ def _is_shape(kind: Any) -> bool:
     )
 
 
-def as_kind(name: str, feature: Feature, kind: Any) -> Any:
+def as_kind(name: str, feature: Feature, kind: Any, images: ImageOptions = AS_THEY_ARE) -> Any:
     """The value of a feature that is to be `kind`. Raises SampleError where it is not."""
     if kind == "texts":
         return as_texts(name, feature)
@@ -52,13 +54,17 @@ def as_kind(name: str, feature: Feature, kind: Any) -> Any:
         raise SampleError(f"feature '{name}' holds numbers, no bytes")
     data: bytes = _one(name, feature)
     if kind == "image":
-        return decode_with(decode_image, data, "image", f"feature '{name}'")
+        return _image(name, data, images)
     if kind == "str":
         try:
             return data.decode()
         except UnicodeDecodeError as error:
             raise SampleError(f"feature '{name}' is no UTF-8: {error}") from error
     return data
+
+
+def _image(name: str, data: bytes, images: ImageOptions) -> Any:
+    return decode_with(partial(decode_image, options=images), data, "image", f"feature '{name}'")
 
 
 def _one(name: str, feature: Any) -> Any:
@@ -85,12 +91,12 @@ def as_texts(name: str, feature: Feature) -> str:
         ) from error
 
 
-def as_it_is(name: str, feature: Feature, decode_images: bool) -> Any:
+def as_it_is(name: str, feature: Feature, decode_images: bool, images: ImageOptions = AS_THEY_ARE) -> Any:
     """The value of a feature of which nothing was said."""
     if isinstance(feature, np.ndarray):
         return feature[0] if len(feature) == 1 else feature
     if len(feature) != 1:
         return as_texts(name, feature)
     if decode_images and looks_like_image(feature[0]):
-        return decode_with(decode_image, feature[0], "image", f"feature '{name}'")
+        return _image(name, feature[0], images)
     return feature[0]

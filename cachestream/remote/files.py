@@ -13,6 +13,7 @@ from cachestream.remote.fetch import fetch
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.foreign import foreign_errors
 from cachestream.remote.functions import fingerprint_of
+from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.retry import map_errors
 
 __all__ = ["FileSource"]
@@ -33,6 +34,8 @@ class FileSource:
     extensions keeps only files that end so (".jpg", "png"); recursive=False keeps to the folder
     itself. Hidden files in folders are left out.
 
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
     Files are listed once, here; the source is picklable and small. Raises ConfigError for URLs or
     options that cannot work, SourceError for what is missing, empty or forbidden, and
     SourceUnavailableError for a remote that does not answer.
@@ -46,7 +49,10 @@ class FileSource:
         label: str | Callable[[str], Any] | None = "folder",
         extensions: str | Iterable[str] | None = None,
         recursive: bool = True,
+        resize: Size | None = None,
+        crop: Size | None = None,
     ) -> None:
+        self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
         self._files = FileList(
@@ -57,7 +63,7 @@ class FileSource:
         self.listing_digest = self._files.digest
         labelled = f"label={fingerprint_of(label) if callable(label) else label}"
         where, *options = self._files.identity
-        self.fingerprint = "files:" + "|".join((where, labelled, *options))
+        self.fingerprint = "files:" + "|".join((where, labelled, *options, *self._images.identity))
         self.label_names: tuple[str, ...] = ()
         if label == "folder":
             folders = {_folder_of(name) for name in self._files.names}
@@ -80,7 +86,7 @@ class FileSource:
         with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
             data = fetch(self._remote, self._files.path(unit))
         extension = extension_of(key)
-        sample = decode_fields(data, extension, where)
+        sample = decode_fields(data, extension, where, self._images)
         if callable(self._label):
             with foreign_errors(f"label({key!r})"):
                 sample["label"] = self._label(key)

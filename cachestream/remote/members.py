@@ -10,6 +10,7 @@ from cachestream.remote.decode import Buffer, decode_json_value, decode_value, d
 from cachestream.remote.foreign import foreign_errors
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.grouping import Group
+from cachestream.remote.images import AS_THEY_ARE, ImageOptions
 
 __all__ = ["Decoders"]
 
@@ -32,10 +33,12 @@ class Decoders:
     """What is made of a file by its extension; `own` are the user's functions of bytes, by extension.
 
     The longest part of an extension that has a function of the user's decides: "seg.png" before
-    "png". Nothing is unpickled unless such a function does it.
+    "png". Nothing is unpickled unless such a function does it. `images` says what is made of images that
+    none of them decodes.
     """
 
-    def __init__(self, own: Mapping[str, Decoder] | None) -> None:
+    def __init__(self, own: Mapping[str, Decoder] | None, images: ImageOptions = AS_THEY_ARE) -> None:
+        self._images = images
         given = dict(own or {})
         for extension, decoder in given.items():
             if not str(extension).strip(".") or not callable(decoder):
@@ -76,4 +79,4 @@ class Decoders:
             return decode_with(decode_integer, data, "integer", where)
         if last in _JSON:
             return decode_with(decode_json_value, data, "JSON text", where)
-        return decode_value(data, _TEXTS.get(last, f".{last}"), where)
+        return decode_value(data, _TEXTS.get(last, f".{last}"), where, self._images)

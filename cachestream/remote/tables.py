@@ -16,6 +16,7 @@ from cachestream.remote.extras import require
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.footers import Footer, Footers
 from cachestream.remote.grouping import Problems
+from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.retry import ChangedError, classify, map_errors
 
 __all__ = ["PARQUET_ENDINGS", "ParquetSource"]
@@ -49,6 +50,8 @@ class ParquetSource:
 
     decode_images: False leaves images as bytes; names of columns of bytes are decoded, too.
 
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
     Raises ConfigError for columns that are not there or cannot be stored, and otherwise as
     `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
@@ -61,7 +64,10 @@ class ParquetSource:
         nulls: Mapping[str, Any] | None = None,
         decode_images: bool | Sequence[str] = True,
         storage_options: Mapping[str, Any] | None = None,
+        resize: Size | None = None,
+        crop: Size | None = None,
     ) -> None:
+        self._made = ImageOptions(resize, crop)
         if isinstance(columns, str) or (columns is not None and not columns):
             raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
         require("pyarrow.parquet", "parquet", "Parquet")
@@ -75,6 +81,7 @@ class ParquetSource:
         self.listing_digest = self._files.digest
         options = {"columns": self._chosen, "nulls": self._nulls or None, "decode_images": decode_images}
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+        shown += self._made.identity
         self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
 
     @property
@@ -168,7 +175,12 @@ class ParquetSource:
         tops = [name if name in schema.names else name.partition(".")[0] for name in names]
         part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
         columns = Columns(
-            arrow, part, nulls=self._nulls, decode_images=self._decode_images, images=self._images
+            arrow,
+            part,
+            nulls=self._nulls,
+            decode_images=self._decode_images,
+            images=self._images,
+            made=self._made,
         )
         return columns, names
 

@@ -10,6 +10,7 @@ import numpy as np
 from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.grouping import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
+from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.members import Decoders
 from cachestream.remote.stream_open import open_stream, size_of
 from cachestream.remote.tarformat import BLOCK
@@ -44,6 +45,8 @@ class TarSource:
     early epochs hold something of many tars; the tars must not be packed, nor hold tars themselves.
     A unit is such a visit; None: a whole tar.
 
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
     Tars are read from begin to end in bounded memory and never unpacked to the disk. A tar that is
     damaged gives the samples before the damage, and is then counted as a failure, with the reason.
     Other arguments, and errors, as for `FileSource`.
@@ -56,10 +59,13 @@ class TarSource:
         storage_options: Mapping[str, Any] | None = None,
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
         samples_per_visit: int | None = None,
+        resize: Size | None = None,
+        crop: Size | None = None,
     ) -> None:
+        images = ImageOptions(resize, crop)
         if samples_per_visit is not None and samples_per_visit < 1:
             raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be at least 1, or None")
-        self._decoders = Decoders(decoders)
+        self._decoders = Decoders(decoders, images)
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         for index in range(len(self._files)):
             require_unpacker(self._files.key(index))
@@ -68,6 +74,7 @@ class TarSource:
         self._visits = 1 if samples_per_visit is None else self._plan(samples_per_visit)
         options = [f"decoders={self._decoders.identity}"] if decoders else []
         options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+        options += images.identity
         self.fingerprint = "tars:" + "|".join((*self._files.identity, *options))
 
     @property

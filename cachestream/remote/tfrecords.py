@@ -14,6 +14,7 @@ from cachestream.remote.extras import require
 from cachestream.remote.features import Kind, as_it_is, as_kind, checked_kinds
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.grouping import Problems
+from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.stream import Stream
 from cachestream.remote.stream_open import open_stream
 from cachestream.remote.unpack import UnpackedStream
@@ -48,6 +49,8 @@ class TFRecordSource:
     check_crc: check the CRC-32C of every record. One that does not fit is skipped and counted, one of a
     length ends its file. Needs google-crc32c: `pip install 'cachestream[tfrecord]'`.
 
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
     Other arguments, and errors, as for `FileSource`. A file that ends early gives the records before.
     """
 
@@ -60,7 +63,10 @@ class TFRecordSource:
         compression: Literal["auto", "gzip", "zlib"] | None = "auto",
         check_crc: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        resize: Size | None = None,
+        crop: Size | None = None,
     ) -> None:
+        self._images = ImageOptions(resize, crop)
         if compression not in _COMPRESSIONS:
             raise ConfigError(f"compression={compression!r}: give 'auto', 'gzip', 'zlib' or None")
         self._features = None if features is None else checked_kinds(features)
@@ -76,6 +82,7 @@ class TFRecordSource:
             "check_crc": check_crc,
         }
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+        shown += self._images.identity
         self.fingerprint = "tfrecords:" + "|".join((*self._files.identity, *shown))
 
     @property
@@ -143,13 +150,16 @@ class TFRecordSource:
         if self._features is None:
             if not found:
                 raise ValueError("it has no features")
-            return {name: as_it_is(name, feature, self._decode_images) for name, feature in found.items()}
+            return {
+                name: as_it_is(name, feature, self._decode_images, self._images)
+                for name, feature in found.items()
+            }
         sample = {}
         for name, kind in self._features.items():
             feature = found.get(name)
             if feature is None:
                 raise ValueError(f"no feature '{name}'; there are {', '.join(sorted(found)[:20])}")
-            sample[name] = as_kind(name, feature, kind)
+            sample[name] = as_kind(name, feature, kind, self._images)
         return sample
 
     def __repr__(self) -> str:
