@@ -27,10 +27,13 @@ if TYPE_CHECKING:
         SourceUnavailableError,
         WorkerError,
     )
+    from cachestream.integrations.metrics import metrics
     from cachestream.remote.arrays import ArraySource
     from cachestream.remote.datasets import DatasetSource
     from cachestream.remote.files import FileSource
     from cachestream.remote.functions import CallableSource
+    from cachestream.remote.images import ImageOptions
+    from cachestream.remote.mix import mix
     from cachestream.remote.open import open_source
     from cachestream.remote.source import Source
     from cachestream.remote.tables import ParquetSource
@@ -59,6 +62,7 @@ __all__ = [
     "EpochError",
     "EpochLoader",
     "FileSource",
+    "ImageOptions",
     "NotEnoughSamplesError",
     "ParquetSource",
     "RankMismatchError",
@@ -72,6 +76,7 @@ __all__ = [
     "Worker",
     "WorkerError",
     "collate",
+    "mix",
     "open_source",
     "start_worker",
     "stream",
@@ -87,12 +92,15 @@ _HOMES: Final[dict[str, str]] = {
     "EpochDataset": "training.dataset",
     "EpochLoader": "training.loader",
     "FileSource": "remote.files",
+    "ImageOptions": "remote.images",
     "ParquetSource": "remote.tables",
     "Source": "remote.source",
     "TFRecordSource": "remote.tfrecords",
     "TarSource": "remote.tars",
     "Worker": "sampling.worker",
     "collate": "training.batches",
+    "metrics": "integrations.metrics",
+    "mix": "remote.mix",
     "open_source": "remote.open",
     "start_worker": "sampling.worker",
     "stream": "streaming",
