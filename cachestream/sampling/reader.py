@@ -44,7 +44,8 @@ class UnitReader:
         self._counting = threading.Lock()
         limit = job.bandwidth_bytes_per_s
         self._throttle = None if limit is None else Throttle(directory.worker_file("budget"), limit)
-        pulse.install(self._on_fetched)
+        self.throttled = False  # since whoever asks has set it to False
+        pulse.install(self._on_fetched, self._on_asking, self._on_slow_down)
 
     def read(self, flight: Flight, number: int) -> Iterator[tuple[int, str, Any, int]]:
         """Yield (offset, key, sample, nbytes) of the unit's samples that are wanted.
@@ -77,6 +78,7 @@ class UnitReader:
                     delays = backoff_delays(random.Random()) if delays is None else delays
                     self._pause(next(delays))
         finally:
+            self._refund()
             slot["flights"][number] = 0
 
     def _samples(self, flight: Flight, number: int) -> Generator[tuple[int, str, Any, int], None, None]:
@@ -84,6 +86,7 @@ class UnitReader:
         key = mix_key(_UNIT_KEY, self._seed, self.plan.ordinal, flight.unit)
         rng = np.random.Generator(np.random.Philox(key=key))
         self._local.fetched = 0
+        self._refund()
         for offset, (name, sample) in enumerate(self._source.read(flight.unit, rng)):
             self.beat(number)
             nbytes = approximate_bytes(sample)
@@ -109,7 +112,26 @@ class UnitReader:
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
         if self._throttle is not None:
+            paid = getattr(self._local, "paid", 0)
+            self._local.paid = max(0, paid - nbytes)
+            self._throttle.spend(nbytes - paid, lambda: self.beat(number))
+
+    def _on_asking(self, nbytes: int) -> None:
+        """Pay before the bytes are on the wire: what many readers have in flight would else be over the limit."""
+        number = getattr(self._local, "number", None)
+        if self._throttle is not None and number is not None:
+            self._local.paid = getattr(self._local, "paid", 0) + nbytes
             self._throttle.spend(nbytes, lambda: self.beat(number))
+
+    def _refund(self) -> None:
+        """Give back what was paid for bytes that never came."""
+        paid = getattr(self._local, "paid", 0)
+        if self._throttle is not None and paid:
+            self._local.paid = 0
+            self._throttle.reserve(-paid)
+
+    def _on_slow_down(self) -> None:
+        self.throttled = True
 
     def _pause(self, delay_s: float) -> None:
         deadline = time.monotonic() + delay_s
