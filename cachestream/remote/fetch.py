@@ -1,13 +1,15 @@
 """The bytes of one remote file, each piece reported to `pulse` as it arrives.
 
-Local files are read straight into place. S3 objects come as one stream that is resumed where it
-broke, of one version of the object. Everything else goes by fsspec's `cat_file` or `open`.
+Local files are read straight into place. S3 objects come as one stream that is resumed where it broke, of
+one version of the object; what large ones have more comes in parts, several at once. Everything else goes by
+fsspec's `cat_file` or `open`.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import stat
 from typing import Any, Final
 
@@ -16,16 +18,21 @@ import numpy as np
 from cachestream.errors import SampleError
 from cachestream.remote import pulse
 from cachestream.remote.filesystem import Remote
-from cachestream.remote.retry import ChangedError, backoff_delays, classify
+from cachestream.remote.hedge import first_answer
+from cachestream.remote.ranges import Facts, RangedFile
+from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge, redact
+from cachestream.remote.versions import s3_target, version_of
 from cachestream.remote.waiting import run
 
-__all__ = ["fetch", "s3_target", "version_of"]
+__all__ = ["fetch"]
 
 PIECE_BYTES: Final = 1 << 20  # of a stream, between two reports
 RANGE_BYTES: Final = 8 << 20  # of an object, in one request
+STREAM_BYTES: Final = 32 << 20  # of an object of S3, as one stream; the rest in parts
 PIECE_TIMEOUT_S: Final = 60.0  # below 17 kB/s a stream counts as broken
 WHOLE_TIMEOUT_S: Final = 600.0
 RESUMES: Final = 4  # without a piece in between
+_TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
 def fetch(remote: Remote, path: str) -> memoryview:
@@ -34,12 +41,12 @@ def fetch(remote: Remote, path: str) -> memoryview:
         return _fetch_local(path)
     filesystem = remote.filesystem()
     if remote.is_s3:
-        return _S3Stream(filesystem, path).read()
+        return _fetch_s3(remote, path)
     if not filesystem.async_impl:
         return _fetch_opened(filesystem, path)
     if remote.is_web:
-        return _fetch_whole(filesystem, path)
-    return _fetch_ranges(filesystem, path)
+        return _fetch_whole(remote, path)
+    return _fetch_ranges(remote, path)
 
 
 def _fetch_local(path: str) -> memoryview:
@@ -51,6 +58,7 @@ def _fetch_local(path: str) -> memoryview:
             raise SampleError(f"{path}: not a regular file")
         size = status.st_size
         buffer = np.empty(size, np.uint8).data
+        pulse.asking(size)
         have = 0
         while have < size:
             got = os.readv(fd, [buffer[have : have + RANGE_BYTES]])
@@ -63,36 +71,57 @@ def _fetch_local(path: str) -> memoryview:
     return buffer
 
 
-def s3_target(filesystem: Any, path: str) -> dict[str, str]:
-    """The arguments that name an object in requests to S3."""
-    bucket, key, version = filesystem.split_path(path)
-    return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
+def _fetch_s3(remote: Remote, path: str) -> memoryview:
+    pulse.asking(min(int(remote.usual_bytes), PIECE_BYTES))
+    tries = 0
+    while True:
+        stream = _S3Stream(remote, path)
+        buffer = stream.read()
+        if stream.have < len(buffer):
+            rest = RangedFile(remote, path, redact(path))
+            rest.facts = Facts(len(buffer), stream.etag)
+            try:
+                rest.read_into(stream.have, buffer[stream.have :])
+            except Exception as error:
+                tries += 1
+                if classify(error) != "changed" or tries > RESUMES:
+                    raise
+                continue
+        remote.saw_object(len(buffer))
+        return buffer
 
 
 class _S3Stream:
-    """One object of S3 read through s3fs's client: one request, unless the stream breaks."""
+    """The first bytes of an object of S3, through s3fs's client: one request, unless the stream breaks.
 
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem = filesystem
-        self._target = s3_target(filesystem, path)
+    `read` gives a buffer for all of it, of which `have` bytes came, of the version `etag`.
+    """
+
+    def __init__(self, remote: Remote, path: str) -> None:
+        self._filesystem, self._hedge = remote.filesystem(), remote.hedge
+        self._target = s3_target(self._filesystem, path)
         self._body: Any = None
-        self._arrived = 0  # in this step; less than `_have` where a server begins anew
+        self._arrived = 0  # in this step; less than `have` where a server begins anew
         self._restart()
 
     def _restart(self) -> None:
-        self._etag: str | None = None
+        self.etag = ""
+        self.have = self._goal = 0
         self._buffer: memoryview | None = None
-        self._have = 0
 
     def read(self) -> memoryview:
         failures, delays = 0, backoff_delays(random)
-        while self._buffer is None or self._have < len(self._buffer):
+        while self._buffer is None or self.have < self._goal:
             self._arrived = 0
+            if self._buffer is not None:
+                pulse.asking(min(PIECE_BYTES, self._goal - self.have))
             try:
                 run(self._filesystem.loop, self._advance(), PIECE_TIMEOUT_S)
             except Exception as error:
-                kind = classify(error)
+                kind = judge(error)
                 self._drop_body()
+                if kind == "range" and self._buffer is None:
+                    return memoryview(bytearray())
                 # What never began is retried from outside, with the whole unit's back-off.
                 if self._buffer is None or kind not in ("unavailable", "changed") or failures >= RESUMES:
                     raise
@@ -112,41 +141,48 @@ class _S3Stream:
             await self._open()
         buffer = self._buffer
         assert buffer is not None
-        goal = min(len(buffer), self._have + PIECE_BYTES)
-        while self._have < goal:
-            data = await self._body.read(goal - self._have)
+        goal = min(self._goal, self.have + PIECE_BYTES)
+        while self.have < goal:
+            data = await self._body.read(goal - self.have)
             if not data:
-                raise ConnectionError(f"the body ended after {self._have} of {len(buffer)} bytes")
-            buffer[self._have : self._have + len(data)] = data
-            self._have += len(data)
+                raise ConnectionError(f"the body ended after {self.have} of {len(buffer)} bytes")
+            buffer[self.have : self.have + len(data)] = data
+            self.have += len(data)
             self._arrived += len(data)
-        if self._have == len(buffer):
+        if self.have == self._goal:
             await self._body.read()  # its end: only then is the connection free for the next request
             self._body.close()
             self._body = None
 
     async def _open(self) -> None:
-        resume: dict[str, str] = {}
-        if self._have:
-            resume["Range"] = f"bytes={self._have}-"
-            if self._etag:
-                resume["IfMatch"] = self._etag
-        answer = await self._filesystem._call_s3("get_object", **self._target, **resume)
+        wanted = {"Range": f"bytes={self.have}-{STREAM_BYTES - 1}"}
+        if self.etag:
+            wanted["IfMatch"] = self.etag
+        answer = await first_answer(self._hedge, 0, lambda: self._get(wanted), _close_answer)
         self._body = answer["Body"]
-        if resume and "ContentRange" not in answer:  # a server without ranges: all over again
-            self._have = 0
-        size = self._have + int(answer["ContentLength"])
-        etag = answer.get("ETag")
+        total = _TOTAL.match(answer.get("ContentRange") or "")
+        if total is None:  # a server without ranges: all over again
+            self.have = 0
+        size = int(total[1] if total else answer["ContentLength"])
+        self._goal = min(size, STREAM_BYTES) if total else size
+        etag = str(answer.get("ETag") or "")
         if self._buffer is None:
-            self._etag = etag
+            self.etag = etag
             self._buffer = np.empty(size, np.uint8).data
-        elif etag != self._etag or size != len(self._buffer):
-            raise ChangedError(f"{self._etag} became {etag}")
+        elif etag != self.etag or size != len(self._buffer):
+            raise ChangedError(f"{self.etag} became {etag}")
+
+    async def _get(self, wanted: dict[str, str]) -> Any:
+        return await self._filesystem._call_s3("get_object", **self._target, **wanted)
 
     def _drop_body(self) -> None:
         if self._body is not None:
             body, self._body = self._body, None
             self._filesystem.loop.call_soon_threadsafe(body.close)
+
+
+def _close_answer(answer: Any) -> None:
+    answer["Body"].close()
 
 
 def _fetch_opened(filesystem: Any, path: str) -> memoryview:
@@ -158,39 +194,43 @@ def _fetch_opened(filesystem: Any, path: str) -> memoryview:
     return memoryview(data)
 
 
-def _fetch_whole(filesystem: Any, path: str) -> memoryview:
+def _fetch_whole(remote: Remote, path: str) -> memoryview:
     # Not by ranges: a web server may ignore them and send all of it each time.
-    data = run(filesystem.loop, filesystem._cat_file(path), WHOLE_TIMEOUT_S)
+    filesystem = remote.filesystem()
+    pulse.asking(int(remote.usual_bytes))
+    request = first_answer(remote.hedge, int(remote.usual_bytes), lambda: filesystem._cat_file(path))
+    data = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
     pulse.fetched(len(data))
+    remote.saw_object(len(data))
     return memoryview(bytearray(data))
 
 
-def _fetch_ranges(filesystem: Any, path: str) -> memoryview:
-    data = bytearray()
-    version = None
-    while True:
-        start = len(data)
-        request = filesystem._cat_file(path, start=start, end=start + RANGE_BYTES)
-        try:
-            piece = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
-        except Exception as error:
-            if classify(error) != "range":
-                raise
-            piece = b""  # the object ends here
-        data += piece
-        pulse.fetched(len(piece))
-        if len(piece) < RANGE_BYTES and start == 0:
-            break
-        now = version_of(run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S))
-        if version is not None and now != version:
-            raise ChangedError(f"{version} became {now}")
-        version = now
-        if len(piece) < RANGE_BYTES:
-            break
-    return memoryview(data)
-
-
-def version_of(info: dict[str, Any]) -> tuple[str, ...]:
-    """What names one version of an object, under the names that the drivers have for it."""
-    names = ("ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified")
-    return tuple(str(info[name]) for name in names if name in info)
+def _fetch_ranges(remote: Remote, path: str) -> memoryview:
+    filesystem = remote.filesystem()
+    pulse.asking(min(int(remote.usual_bytes), RANGE_BYTES))
+    request = first_answer(
+        remote.hedge,
+        min(int(remote.usual_bytes), RANGE_BYTES),
+        lambda: filesystem._cat_file(path, start=0, end=RANGE_BYTES),
+    )
+    try:
+        head = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
+    except Exception as error:
+        if classify(error) != "range":
+            raise
+        head = b""  # the object is empty
+    pulse.fetched(len(head))
+    if len(head) < RANGE_BYTES:
+        remote.saw_object(len(head))
+        return memoryview(bytearray(head))
+    info = run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S)
+    buffer = np.empty(int(info["size"]), np.uint8).data
+    buffer[:RANGE_BYTES] = head
+    rest, version = RangedFile(remote, path, redact(path)), version_of(info)
+    rest.facts = Facts(len(buffer), "|".join(version))
+    rest.read_into(RANGE_BYTES, buffer[RANGE_BYTES:])
+    now = version_of(run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S))
+    if now != version:
+        raise ChangedError(f"{version} became {now}")
+    remote.saw_object(len(buffer))
+    return buffer

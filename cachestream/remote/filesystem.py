@@ -18,6 +18,7 @@ from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError
+from cachestream.remote.hedge import Hedge
 from cachestream.remote.retry import map_errors, redact, redact_text
 
 __all__ = ["Remote"]
@@ -31,6 +32,7 @@ LIST_ATTEMPTS: Final = 4
 _PUBLIC_OPTIONS: Final = frozenset(
     {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
 )
+_USUAL_GAIN: Final = 0.1
 _MIN_SECRET_CHARS: Final = 4  # a shorter one would blot out half of every message
 
 
@@ -72,6 +74,8 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
 class Remote:
     """Where `url` lies, and the options to open it with.
 
+    The option "hedge" is ours (see `hedge.Hedge.of`), all others are the driver's.
+
     Picklable, thread-safe, fork-safe. The URL and the options may hold secrets: no repr, error or
     log shows them.
     """
@@ -79,6 +83,7 @@ class Remote:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self._url = url
         self._options = dict(storage_options or {})
+        self._hedge_option = self._options.pop("hedge", None)
         self.protocol = get_protocol(url)
         self._check_driver()
         self._reset()
@@ -88,13 +93,21 @@ class Remote:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._shared: Any = None
+        self.hedge = Hedge.of(self._hedge_option)
+        self.usual_bytes = 0.0  # of an object that is read whole
         self._of_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self._url, "options": self._options, "protocol": self.protocol}
+        return {
+            "url": self._url,
+            "options": self._options,
+            "protocol": self.protocol,
+            "hedge": self._hedge_option,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
+        self._hedge_option = state["hedge"]
         self._reset()
 
     def __repr__(self) -> str:
@@ -150,6 +163,11 @@ class Remote:
                     f"{where}: storage_options do not suit '{self.protocol}': {reason}"
                 ) from None
         return filesystem, str(path)
+
+    def saw_object(self, nbytes: int) -> None:
+        """Learn how large objects are that are read whole."""
+        usual = self.usual_bytes
+        self.usual_bytes = usual + _USUAL_GAIN * (nbytes - usual) if usual else float(nbytes)
 
     def open_for_listing(self) -> tuple[Any, str]:
         """A filesystem of one's own that tries each request several times, and this URL's path in it."""

@@ -1,7 +1,7 @@
-"""Where sources report the bytes that arrive, so that whoever runs them can limit and watch them.
+"""Where sources tell what they ask for and what arrives, so that whoever runs them can limit and watch them.
 
-A source calls `fetched` and knows nothing of budgets, counters or watchdogs; a sampling process
-installs what is to happen then. Nothing is installed by default.
+A source calls `asking` and `fetched` and knows nothing of budgets, counters or watchdogs; a sampling
+process installs what is to happen then. Nothing is installed by default.
 """
 
 from __future__ import annotations
@@ -10,26 +10,50 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["fetched", "install", "wait"]
+__all__ = ["asking", "fetched", "install", "slow_down", "wait"]
 
 TICK_S: Final = 0.5
 
 
 def _ignore(nbytes: int) -> None:
-    """What `fetched` does in a process that installed nothing."""
+    """What happens in a process that installed nothing."""
+
+
+def _ignore_all() -> None:
+    """What happens in a process that installed nothing."""
 
 
 _on_fetched: Callable[[int], None] = _ignore
+_on_asking: Callable[[int], None] = _ignore
+_on_slow_down: Callable[[], None] = _ignore_all
 
 
-def install(on_fetched: Callable[[int], None] | None) -> None:
+def install(
+    on_fetched: Callable[[int], None] | None,
+    on_asking: Callable[[int], None] | None = None,
+    on_slow_down: Callable[[], None] | None = None,
+) -> None:
     """Call `on_fetched(nbytes)` for all bytes that arrive in this process; None: stop doing so.
 
-    `on_fetched` is called from any thread, several at once, and may block to hold back the reader.
-    What it raises must be a CacheStreamError or no Exception at all: others count as the remote's.
+    `on_asking(nbytes)` is called before they are asked for, where it is known how many, and
+    `on_slow_down()` when a remote answers that there are too many requests. All are called from any
+    thread, several at once; the first two may block to hold back the reader.
+    What they raise must be a CacheStreamError or no Exception at all: others count as the remote's.
     """
-    global _on_fetched
+    global _on_fetched, _on_asking, _on_slow_down
     _on_fetched = _ignore if on_fetched is None else on_fetched
+    _on_asking = _ignore if on_asking is None else on_asking
+    _on_slow_down = _ignore_all if on_slow_down is None else on_slow_down
+
+
+def asking(nbytes: int) -> None:
+    """Say that `nbytes` are about to be asked for, in the thread that will report them as `fetched`."""
+    _on_asking(nbytes)
+
+
+def slow_down() -> None:
+    """Report that the remote asked for fewer requests."""
+    _on_slow_down()
 
 
 def fetched(nbytes: int) -> None:

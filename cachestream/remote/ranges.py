@@ -10,20 +10,20 @@ import asyncio
 import concurrent.futures
 import os
 import random
-import re
 import stat
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.remote import pulse
-from cachestream.remote.fetch import s3_target, version_of
+from cachestream.remote.answers import Answer, Facts, ask_s3, ask_web
 from cachestream.remote.filesystem import Remote
-from cachestream.remote.retry import ChangedError, backoff_delays, classify
+from cachestream.remote.hedge import first_answer
+from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
+from cachestream.remote.versions import version_of
 from cachestream.remote.waiting import result_of
 
 __all__ = ["Facts", "RangedFile", "fetch_object", "merge_spans", "patiently"]
@@ -37,24 +37,6 @@ PARALLEL: Final = 4
 PART_TIMEOUT_S: Final = 300.0  # a stalled connection is noticed sooner, by the driver
 ATTEMPTS: Final = 4
 REPORT_BYTES: Final = 1 << 20
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The size of one version of a file, and what tells that version from others."""
-
-    size_bytes: int
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Bytes from `start` on, and what the server says of the whole file (None: nothing)."""
-
-    start: int
-    data: bytes
-    facts: Facts | None
 
 
 def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple[Span, list[int]]]:
@@ -77,7 +59,7 @@ def patiently(look: Callable[[], T]) -> T:
         try:
             return look()
         except Exception as error:
-            if classify(error) != "unavailable":
+            if judge(error) != "unavailable":
                 raise
         pulse.wait(next(delays))
     return look()
@@ -142,6 +124,16 @@ class RangedFile:
                     outs[position][:] = found[position]
         return found if outs is None else outs
 
+    def read_into(self, start: int, out: memoryview) -> None:
+        """The bytes from `start` on into `out`, in parts of which several are on their way at once.
+
+        For asynchronous filesystems, and a file of which something was read before.
+        """
+        filesystem, stop = self._remote.filesystem(), start + len(out)
+        cuts = [(cut, min(cut + PART_BYTES, stop)) for cut in range(start, stop, PART_BYTES)]
+        for (first, last), data in zip(cuts, self._arrive(filesystem, cuts, begun=True), strict=True):
+            out[first - start : last - start] = data
+
     # --- local
 
     def _read_local(self, spans: Sequence[Span], outs: Sequence[memoryview] | None) -> Sequence[memoryview]:
@@ -157,6 +149,7 @@ class RangedFile:
                 raise ChangedError("the file was replaced")
             for (start, _), out in zip(spans, outs, strict=True):
                 have = 0
+                pulse.asking(len(out))
                 while have < len(out):
                     got = os.preadv(fd, [out[have : have + PART_BYTES]], start + have)
                     if got == 0:
@@ -199,17 +192,17 @@ class RangedFile:
         """The bytes that the server sends for one range; none where the file is empty."""
         filesystem = self._remote.filesystem()
         try:
-            answer: _Answer = result_of(
-                _submit(filesystem, self._request(filesystem, range_header)), PART_TIMEOUT_S
+            answer: Answer = result_of(
+                _submit(filesystem, self._request(filesystem, range_header, 0)), PART_TIMEOUT_S
             )
         except Exception as error:
             if classify(error) != "range":
                 raise
-            answer = _Answer(0, b"", Facts(0, ""))
+            answer = Answer(0, b"", Facts(0, ""))
         self._note(answer)
         return answer.data
 
-    def _note(self, answer: _Answer) -> None:
+    def _note(self, answer: Answer) -> None:
         pulse.fetched(len(answer.data))
         if self.facts is None:
             self.facts = answer.facts
@@ -237,25 +230,26 @@ class RangedFile:
                 buffers[number][first - start : last - start] = data
         return buffers
 
-    def _arrive(self, filesystem: Any, spans: Sequence[Span]) -> Iterator[bytes]:
+    def _arrive(self, filesystem: Any, spans: Sequence[Span], begun: bool = False) -> Iterator[bytes]:
         """The bytes of `spans`, in order; a few requests ahead of the consumer.
 
-        A request that fails after others came through is tried again here; what never began is
+        A request that fails after others came through (or had before, if `begun`) is tried again here; what never began is
         retried from outside, with the whole unit's back-off.
         """
-        pending: deque[tuple[Span, concurrent.futures.Future[_Answer]]] = deque()
+        pending: deque[tuple[Span, concurrent.futures.Future[Answer]]] = deque()
         todo = deque(spans)
-        came, failures, delays = False, 0, backoff_delays(random)
+        came, failures, delays = begun, 0, backoff_delays(random)
         try:
             while pending or todo:
                 while todo and len(pending) < PARALLEL:
                     span = todo.popleft()
+                    pulse.asking(span[1] - span[0])
                     pending.append((span, _submit(filesystem, self._part(filesystem, span))))
                 span, future = pending[0]
                 try:
                     answer = result_of(future, PART_TIMEOUT_S)
                 except Exception as error:
-                    failures, kind = failures + 1, classify(error)
+                    failures, kind = failures + 1, judge(error)
                     if kind == "range" and self.facts is not None:
                         raise ChangedError("the file is shorter now") from None
                     if kind != "unavailable" or not came or failures >= ATTEMPTS:
@@ -271,20 +265,28 @@ class RangedFile:
             for _, future in pending:
                 future.cancel()
 
-    async def _part(self, filesystem: Any, span: Span) -> _Answer:
+    async def _part(self, filesystem: Any, span: Span) -> Answer:
         start, stop = span
         if self._tells_all():
-            return await asyncio.wait_for(
-                self._request(filesystem, f"bytes={start}-{stop - 1}"), PART_TIMEOUT_S
-            )
-        data = await asyncio.wait_for(filesystem._cat_file(self.path, start=start, end=stop), PART_TIMEOUT_S)
-        return _Answer(start, data, None)
+            wanted = self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start)
+            return await asyncio.wait_for(wanted, PART_TIMEOUT_S)
+        data: bytes = await asyncio.wait_for(
+            first_answer(
+                self._remote.hedge,
+                stop - start,
+                lambda: filesystem._cat_file(self.path, start=start, end=stop),
+            ),
+            PART_TIMEOUT_S,
+        )
+        return Answer(start, data, None)
 
-    async def _request(self, filesystem: Any, range_header: str) -> _Answer:
-        ask = _ask_s3 if self._remote.is_s3 else _ask_web
-        return await ask(filesystem, self.path, range_header)
+    async def _request(self, filesystem: Any, range_header: str, nbytes: int) -> Answer:
+        ask = ask_s3 if self._remote.is_s3 else ask_web
+        return await first_answer(
+            self._remote.hedge, nbytes, lambda: ask(filesystem, self.path, range_header)
+        )
 
-    def _cut(self, answer: _Answer, span: Span) -> bytes:
+    def _cut(self, answer: Answer, span: Span) -> bytes:
         """The bytes of `span`: a server without ranges sends all of the file."""
         start, stop = span
         data = answer.data[start - answer.start : stop - answer.start]
@@ -308,42 +310,6 @@ class RangedFile:
         return SampleError(f"{self.shown}: ends after {have} of at least {want} bytes")
 
 
-def _answer(data: bytes, content_range: str | None, version: str) -> _Answer:
-    match = _CONTENT_RANGE.match(content_range or "")
-    if match is None:
-        return _Answer(0, data, Facts(len(data), version))
-    return _Answer(int(match[1]), data, Facts(int(match[2]), version))
-
-
-async def _ask_s3(filesystem: Any, path: str, range_header: str) -> _Answer:
-    target = s3_target(filesystem, path)
-    wanted = {"Range": range_header} if range_header else {}
-    answer = await filesystem._call_s3("get_object", **target, **wanted)
-    body = answer["Body"]
-    try:
-        data = await body.read()
-    finally:
-        body.close()
-    if len(data) < int(answer["ContentLength"]):
-        raise ConnectionError(f"the body ended after {len(data)} of {answer['ContentLength']} bytes")
-    return _answer(data, answer.get("ContentRange"), str(answer.get("ETag", "")))
-
-
-async def _ask_web(filesystem: Any, path: str, range_header: str) -> _Answer:
-    session = await filesystem.set_session()
-    options = dict(filesystem.kwargs)
-    wanted = {"Range": range_header} if range_header else {}
-    options["headers"] = {**options.get("headers", {}), **wanted, "Accept-Encoding": "identity"}
-    async with session.get(filesystem.encode_url(path), **options) as response:
-        if response.status != 416:  # that one has a meaning of its own to us
-            filesystem._raise_not_found_for_status(response, path)
-        response.raise_for_status()
-        data = await response.read()
-        version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-        content_range = response.headers.get("Content-Range") if response.status == 206 else None
-    return _answer(data, content_range, version)
-
-
 async def fetch_object(remote: Remote, path: str, start: int | None = None, stop: int | None = None) -> bytes:
     """The bytes of `path`, or those from `start` (negative: from the end) up to `stop`.
 
@@ -355,7 +321,10 @@ async def fetch_object(remote: Remote, path: str, start: int | None = None, stop
         data: bytes = filesystem.cat_file(path, start=start, end=stop)
     else:
         request = asyncio.wait_for(_object(remote, filesystem, path, start, stop), PART_TIMEOUT_S)
+        pulse.asking(stop - start if start is not None and stop is not None else int(remote.usual_bytes))
         data = await asyncio.wrap_future(_submit(filesystem, request))
+        if start is None and stop is None:
+            remote.saw_object(len(data))
     pulse.fetched(len(data))
     return data
 
@@ -368,8 +337,9 @@ async def _object(remote: Remote, filesystem: Any, path: str, start: int | None,
     if start is not None or stop is not None:
         last = "" if stop is None else stop - 1
         header = f"bytes={start}" if start is not None and start < 0 else f"bytes={start or 0}-{last}"
-    ask = _ask_s3 if remote.is_s3 else _ask_web
-    answer = await ask(filesystem, path, header)
+    ask = ask_s3 if remote.is_s3 else ask_web
+    nbytes = stop - start if start is not None and stop is not None else 0
+    answer = await first_answer(remote.hedge, nbytes, lambda: ask(filesystem, path, header))
     if start is not None and start < 0:
         return answer.data[start:]
     first = (start or 0) - answer.start

@@ -13,8 +13,18 @@ from collections.abc import Iterable, Iterator
 from typing import Final, Literal, Protocol
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
+from cachestream.remote import pulse
 
-__all__ = ["ChangedError", "Kind", "backoff_delays", "classify", "map_errors", "redact", "redact_text"]
+__all__ = [
+    "ChangedError",
+    "Kind",
+    "backoff_delays",
+    "classify",
+    "judge",
+    "map_errors",
+    "redact",
+    "redact_text",
+]
 
 Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "range", "changed", "other"]
 
@@ -81,6 +91,19 @@ _CODES: Final[dict[str, Kind]] = {
     "PreconditionFailed": "changed",
     "412": "changed",
 }
+# A remote that answers so is well, and wants fewer requests.
+_THROTTLED: Final = frozenset(
+    {
+        "RequestLimitExceeded",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "429",
+        "503",
+    }
+)
 _CLASSES: Final[dict[str, Kind]] = {
     **dict.fromkeys(
         (
@@ -259,6 +282,25 @@ def classify(error: BaseException) -> Kind:
     return _classify_one(error) or "other"
 
 
+def judge(error: BaseException) -> Kind:
+    """What kind of failure `error` is; tells `pulse` where the remote asks for fewer requests."""
+    kind = classify(error)
+    if kind == "unavailable" and _is_throttled(error):
+        pulse.slow_down()
+    return kind
+
+
+def _is_throttled(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    for _ in range(8):
+        if cause is None:
+            break
+        if _code(cause) in _THROTTLED:
+            return True
+        cause = cause.__cause__
+    return False
+
+
 @contextlib.contextmanager
 def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] = ()) -> Iterator[None]:
     """Raise whatever fails inside as one of ours, with `what` (already redacted) in front.
@@ -274,7 +316,7 @@ def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] =
     except CacheStreamError:
         raise
     except Exception as error:  # noqa: BLE001  drivers share no base class but this one
-        kind = classify(error)
+        kind = judge(error)
         reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
         message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
         if kind in ("unavailable", "changed"):

@@ -9,14 +9,15 @@ import asyncio
 import concurrent.futures
 import random
 import re
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from cachestream.remote import pulse
-from cachestream.remote.fetch import s3_target, version_of
-from cachestream.remote.filesystem import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
-from cachestream.remote.retry import ChangedError, backoff_delays, classify
+from cachestream.remote.filesystem import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Remote
+from cachestream.remote.hedge import first_answer
+from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
 from cachestream.remote.stream import PIECE_BYTES, Stream
+from cachestream.remote.versions import s3_target, version_of
 from cachestream.remote.waiting import result_of
 
 __all__ = ["RangeStream", "S3Stream", "WebStream"]
@@ -33,17 +34,12 @@ class _AsyncStream(Stream):
     Bytes past `likely_stop` are asked for only when they are needed.
     """
 
-    def __init__(
-        self,
-        filesystem: Any,
-        path: str,
-        where: str,
-        secrets: Iterable[str],
-        start: int,
-        likely_stop: int | None,
-    ) -> None:
-        super().__init__(where, secrets, start)
-        self._filesystem = filesystem
+    _piece_bytes = PIECE_BYTES  # what comes at once, after the first piece
+
+    def __init__(self, remote: Remote, path: str, where: str, start: int, likely_stop: int | None) -> None:
+        super().__init__(where, remote.secrets, start)
+        self._filesystem = remote.filesystem()
+        self._hedge = remote.hedge
         self._path = path
         self._offset = start  # of the first byte that was not taken yet
         self._likely_stop = likely_stop
@@ -65,6 +61,8 @@ class _AsyncStream(Stream):
     def _ask(self) -> concurrent.futures.Future[bytes | bytearray]:
         """What is on its way; sees that something is."""
         if self._pending is None:
+            if self._begun:  # before, nobody knows how much there is
+                pulse.asking(self._stop(self._piece_bytes) - self._offset)
             self._pending = asyncio.run_coroutine_threadsafe(self._next(), self._filesystem.loop)
         return self._pending
 
@@ -93,7 +91,7 @@ class _AsyncStream(Stream):
             except Exception as error:
                 self._drop()
                 # What never began is retried from outside, with the whole unit's back-off.
-                if not self._begun or classify(error) != "unavailable" or failures >= RESUMES:
+                if not self._begun or judge(error) != "unavailable" or failures >= RESUMES:
                     raise
                 failures += 1
                 pulse.wait(next(delays))
@@ -117,14 +115,20 @@ class _AsyncStream(Stream):
 class RangeStream(_AsyncStream):
     """A request for each piece, through fsspec's `_cat_file`, where a filesystem offers no more."""
 
+    _piece_bytes = RANGE_BYTES
+
     async def _next(self) -> bytes | bytearray:
         if self.size_bytes is None:
             info = await self._filesystem._info(self._path)
             self.size_bytes, self._version = int(info["size"]), version_of(info)
-        begin, end = self._offset, self._stop(RANGE_BYTES if self._begun else PIECE_BYTES)
+        begin, end = self._offset, self._stop(self._piece_bytes if self._begun else PIECE_BYTES)
         if end <= begin:
             return b""
-        data: bytes = await self._filesystem._cat_file(self._path, start=begin, end=end)
+        data: bytes = await first_answer(
+            self._hedge,
+            end - begin,
+            lambda: self._filesystem._cat_file(self._path, start=begin, end=end),
+        )
         if len(data) < end - begin:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
         if end == self.size_bytes:
@@ -211,9 +215,7 @@ class S3Stream(_BodyStream):
             target["IfMatch"] = self._version[1]
         begin = self._offset
         try:
-            answer = await self._filesystem._call_s3(
-                "get_object", **target, Range=f"bytes={begin}-{'' if stop is None else max(begin, stop - 1)}"
-            )
+            answer = await first_answer(self._hedge, 0, lambda: self._get(target, begin, stop), _close_answer)
         except Exception as error:
             if classify(error) == "range" and self.size_bytes is None:  # there is nothing at or after `begin`
                 self.size_bytes = begin
@@ -231,8 +233,16 @@ class S3Stream(_BodyStream):
             raise
         return body
 
+    async def _get(self, target: dict[str, str], begin: int, stop: int | None) -> Any:
+        last = "" if stop is None else max(begin, stop - 1)
+        return await self._filesystem._call_s3("get_object", **target, Range=f"bytes={begin}-{last}")
+
     def _close_body(self, body: Any) -> None:
         body.close()
+
+
+def _close_answer(answer: Any) -> None:
+    answer["Body"].close()
 
 
 class WebStream(_BodyStream):
@@ -251,8 +261,10 @@ class WebStream(_BodyStream):
             last = "" if stop is None else max(self._offset, stop - 1)
             options["headers"]["Range"] = f"bytes={self._offset}-{last}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-        url = self._filesystem.encode_url(self._path)
-        response = await session.get(url, **{"timeout": limits, **options})
+        url, options = self._filesystem.encode_url(self._path), {"timeout": limits, **options}
+        response = await first_answer(
+            self._hedge, 0, lambda: _get_url(session, url, options), lambda late: late.close()
+        )
         try:
             self._filesystem._raise_not_found_for_status(response, self._path)
             total = (
@@ -272,3 +284,7 @@ class WebStream(_BodyStream):
     def _close_body(self, body: Any) -> None:
         if self._response is not None and self._response.content is body:
             self._response.close()
+
+
+async def _get_url(session: Any, url: Any, options: dict[str, Any]) -> Any:
+    return await session.get(url, **options)

@@ -36,11 +36,11 @@ def open_stream(
             if not filesystem.async_impl:
                 stream = _OpenedStream(filesystem, path, where, secrets, start)
             elif remote.is_web:
-                stream = WebStream(filesystem, path, where, secrets, start, likely_stop)
+                stream = WebStream(remote, path, where, start, likely_stop)
             elif remote.is_s3:
-                stream = S3Stream(filesystem, path, where, secrets, start, likely_stop)
+                stream = S3Stream(remote, path, where, start, likely_stop)
             else:
-                stream = RangeStream(filesystem, path, where, secrets, start, likely_stop)
+                stream = RangeStream(remote, path, where, start, likely_stop)
     try:
         yield stream
     finally:
@@ -77,6 +77,8 @@ class _LocalStream(Stream):
 
     def _next_piece(self) -> memoryview:
         buffer = np.empty(PIECE_BYTES, np.uint8).data
+        if self.size_bytes is not None:
+            pulse.asking(max(0, min(PIECE_BYTES, self.size_bytes - self._offset)))
         got = os.preadv(self._fd, [buffer], self._offset)
         self._offset += got
         pulse.fetched(got)

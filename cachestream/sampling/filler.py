@@ -109,7 +109,10 @@ class Filler:
         if elapsed_s >= TURN_S:
             waited_s = float(self._slot["fetch_wait_s"])
             rate, waiting = self._turn_items / elapsed_s, (waited_s - self._turn_waited_s) / elapsed_s
-            self._concurrency = self._concurrency.next(rate, waiting, self._job.concurrency)
+            throttled, self._reader.throttled = self._reader.throttled, False
+            self._concurrency = self._concurrency.next(
+                rate, waiting, self._job.concurrency, throttled=throttled
+            )
             self._fetcher.use(self._concurrency.active)
             self._turn_items, self._turn_since_s, self._turn_waited_s = 0, time.monotonic(), waited_s
 

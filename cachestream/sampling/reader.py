@@ -24,7 +24,7 @@ from cachestream.sampling.order import PassPlan
 from cachestream.storage.board import NO_REMOTE, Slot
 from cachestream.storage.directory import Directory
 
-__all__ = ["UnitReader", "approximate_bytes"]
+__all__ = ["UnitReader", "approximate_bytes", "unit_generator"]
 
 _UNIT_KEY = 3
 
@@ -36,7 +36,6 @@ class UnitReader:
         self, job: Job, source: Source, directory: Directory, slot: Slot, stop: threading.Event
     ) -> None:
         self.plan: PassPlan | None = None
-        self._seed = job.seed
         self._source = source
         self._slot = slot
         self._stop = stop
@@ -83,8 +82,7 @@ class UnitReader:
 
     def _samples(self, flight: Flight, number: int) -> Generator[tuple[int, str, Any, int], None, None]:
         assert self.plan is not None
-        key = mix_key(_UNIT_KEY, self._seed, self.plan.ordinal, flight.unit)
-        rng = np.random.Generator(np.random.Philox(key=key))
+        rng = unit_generator(self.plan, flight.unit)
         self._local.fetched = 0
         self._refund()
         for offset, (name, sample) in enumerate(self._source.read(flight.unit, rng)):
@@ -137,6 +135,12 @@ class UnitReader:
         deadline = time.monotonic() + delay_s
         while (left := deadline - time.monotonic()) > 0 and not self._stop.wait(min(left, pulse.TICK_S)):
             self.beat(self._local.number)
+
+
+def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
+    """What `unit` is read with in a pass: always the same, so that it gives the same samples again."""
+    key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def approximate_bytes(value: Any) -> int:
