@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import cachestream
-from cachestream import terminal
+from cachestream import refetching, terminal
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheStreamError, ConfigError
 from cachestream.plots import plot_growth
@@ -304,6 +304,41 @@ def verify(
         terminal.show_verification(report, as_json=as_json)
         if not report.ok:
             raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def refetch(
+    manifest: Annotated[
+        Path, typer.Argument(metavar="MANIFEST", help="What record= wrote: a file, or a folder of them.")
+    ],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="What the worker was given.")],
+    cache: CacheArgument,
+    *,
+    transform: Annotated[str | None, typer.Option(help="module:function, as the worker had it.")] = None,
+    size_limit: Annotated[str | None, typer.Option(help='Such as "200GB".')] = None,
+    storage_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the storage driver; repeatable.")
+    ] = None,
+    source_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the source; repeatable.")
+    ] = None,
+) -> None:
+    """Bring the shards of recorded epochs back into CACHE, identical, to replay them.
+
+    Needed shards that are cached stay, others may be evicted for those that come. CACHE may be a new directory.
+    """
+    options = _pairs(source_option or (), "--source-option")
+    if storage_option:
+        options["storage_options"] = _pairs(storage_option, "--storage-option")
+    function = None if transform is None else _load(transform, "--transform")
+    opened = _source_of(source, options)
+    with Cache(cache, size_limit) as filled, terminal.progress("refetching") as advance:
+        report = refetching.refetch(manifest, filled, opened, transform=function, on_progress=advance)
+    for reason in report.failed:
+        typer.echo(reason, err=True)
+    typer.echo(str(report), err=True)
+    if not report.ok:
+        raise typer.Exit(PROBLEM)
 
 
 @app.command()

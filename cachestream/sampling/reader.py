@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from cachestream.storage.directory import Directory
 __all__ = ["UnitReader", "approximate_bytes", "unit_generator"]
 
 _UNIT_KEY = 3
+REQUEST_S: Final = 0.05  # of the bandwidth, in one request
+LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 class UnitReader:
@@ -44,7 +46,9 @@ class UnitReader:
         limit = job.bandwidth_bytes_per_s
         self._throttle = None if limit is None else Throttle(directory.worker_file("budget"), limit)
         self.throttled = False  # since whoever asks has set it to False
-        pulse.install(self._on_fetched, self._on_asking, self._on_slow_down)
+        # What one request asks for is on its way at once, whether it is read or not: sockets have buffers.
+        most = pulse.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
+        pulse.install(self._on_fetched, self._on_asking, self._on_slow_down, most)
 
     def read(self, flight: Flight, number: int) -> Iterator[tuple[int, str, Any, int]]:
         """Yield (offset, key, sample, nbytes) of the unit's samples that are wanted.

@@ -27,7 +27,16 @@ from cachestream.model import KEY_FIELD, Field, Schema
 from cachestream.storage.faults import disk_error
 from cachestream.storage.mapping import FileMap
 
-__all__ = ["Column", "ColumnData", "MappedShard", "ShardContent", "encode_header", "shard_path", "storage_of"]
+__all__ = [
+    "Column",
+    "ColumnData",
+    "MappedShard",
+    "ShardContent",
+    "content_hash",
+    "encode_header",
+    "shard_path",
+    "storage_of",
+]
 
 FORMAT_VERSION: Final = 1
 SUFFIX: Final = ".safetensors"
@@ -108,6 +117,19 @@ class Column:
 
 def encode_header(content: ShardContent) -> bytes:
     """The bytes before the data: length, JSON, padded so that the data starts at a multiple of 64."""
+    text, signature = _header(content)
+    unsigned = (_HEADER_HASH % _UNSIGNED_HASH).encode()
+    text = text.replace(unsigned, (_HEADER_HASH % signature).encode(), 1)
+    return struct.pack("<Q", len(text)) + text
+
+
+def content_hash(content: ShardContent) -> str:
+    """What `MappedShard.content_hash` will be of the file with `content`."""
+    return _header(content)[1]
+
+
+def _header(content: ShardContent) -> tuple[bytes, str]:
+    """The JSON of the header, padded, without its checksum, and that checksum."""
     hashes = {c.name: xxhash.xxh3_64_hexdigest(c.data.data) for c in content.columns}
     metadata = {
         "format": "cachestream",
@@ -130,10 +152,7 @@ def encode_header(content: ShardContent) -> bytes:
         offset = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    signature = xxhash.xxh3_64_hexdigest(text)
-    unsigned = (_HEADER_HASH % _UNSIGNED_HASH).encode()
-    text = text.replace(unsigned, (_HEADER_HASH % signature).encode(), 1)
-    return struct.pack("<Q", len(text)) + text
+    return text, xxhash.xxh3_64_hexdigest(text)
 
 
 class MappedShard:

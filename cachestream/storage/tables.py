@@ -244,6 +244,15 @@ class Tables:
         )
         return int(cursor.lastrowid or 0)
 
+    def earlier_pass(self, plan: str, length: int | None) -> int:
+        """The id of the pass of this plan, entered before all others if it is not known (any more)."""
+        ids = {row.plan: row.id for row in self.passes()}
+        if plan not in ids:
+            # Below 0, because 0 is no pass: the last one stays the one that is worked on.
+            ids[plan] = min([0, *ids.values()]) - 1
+            self.execute("INSERT INTO passes VALUES (?, ?, ?, 0, -1)", (ids[plan], plan, length))
+        return ids[plan]
+
     def forget_old_passes(self) -> None:
         """Drop the passes of which no shard is cached, but for the last."""
         self.execute(
