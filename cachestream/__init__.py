@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cachestream.remote.files import FileSource
     from cachestream.remote.functions import CallableSource
     from cachestream.remote.images import ImageOptions
+    from cachestream.remote.iterables import IterableSource
     from cachestream.remote.mix import mix
     from cachestream.remote.open import open_source
     from cachestream.remote.source import Source
@@ -63,6 +64,7 @@ __all__ = [
     "EpochLoader",
     "FileSource",
     "ImageOptions",
+    "IterableSource",
     "NotEnoughSamplesError",
     "ParquetSource",
     "RankMismatchError",
@@ -76,6 +78,7 @@ __all__ = [
     "Worker",
     "WorkerError",
     "collate",
+    "metrics",
     "mix",
     "open_source",
     "start_worker",
@@ -93,6 +96,7 @@ _HOMES: Final[dict[str, str]] = {
     "EpochLoader": "training.loader",
     "FileSource": "remote.files",
     "ImageOptions": "remote.images",
+    "IterableSource": "remote.iterables",
     "ParquetSource": "remote.tables",
     "Source": "remote.source",
     "TFRecordSource": "remote.tfrecords",

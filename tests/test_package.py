@@ -22,8 +22,8 @@ ERROR_CLASSES: Final = [getattr(errors, name) for name in errors.__all__]
 CONTRACT: Final = {
     *errors.__all__,
     *("Cache", "Source", "open_source", "FileSource", "CallableSource", "DatasetSource", "TarSource"),
-    *("ArraySource", "ParquetSource", "TFRecordSource"),
-    *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream"),
+    *("ArraySource", "ParquetSource", "TFRecordSource", "IterableSource", "ImageOptions", "mix"),
+    *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics"),
 }
 
 

@@ -14,7 +14,10 @@ from cachestream.remote.arrays import ARRAY_ENDINGS, ArraySource
 from cachestream.remote.datasets import DatasetSource, is_map_style
 from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource
+from cachestream.remote.iterables import IterableSource, is_iterable
+from cachestream.remote.litdata import LitDataSource
 from cachestream.remote.locate import is_zarr, split_dataset
+from cachestream.remote.mds import MDSSource
 from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
 from cachestream.remote.tables import PARQUET_ENDINGS, ParquetSource
@@ -40,8 +43,9 @@ def open_source(what: Any, **options: Any) -> Source:
     A path, a URL, a wildcard or a list of them: by its ending, else a `FileSource`; with `window=`,
     or as a dict of them by name, an `ArraySource`. A function
     `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
-    map-style torch Dataset: a `DatasetSource`. A Source: itself. `options` are those of the class
-    that is chosen. Raises ConfigError for what none of them can read.
+    map-style torch Dataset: a `DatasetSource`. Anything else that can be iterated again and again, such
+    as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
+    itself. `options` are those of the class that is chosen. Raises ConfigError for what none of them can read.
     """
     if isinstance(what, Source) and not isinstance(what, type):
         if options:
@@ -52,6 +56,8 @@ def open_source(what: Any, **options: Any) -> Source:
         return _make(ArraySource if "window" in options else _by_ending(first), (what,), options)
     if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
         return _make(ArraySource, (what,), options)
+    if is_iterable(what):
+        return _make(IterableSource, (what,), options)
     if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
         return _make(DatasetSource, (what,), options)
     if callable(what) and not isinstance(what, type):
@@ -103,9 +109,9 @@ def _describe(what: Any) -> str:
         return f"a table ({kind}); wrap it in a map-style dataset whose [i] returns row i as a dict"
     if isinstance(what, Mapping | set | frozenset):
         return f"a {kind}; give a list, a map-style dataset or a function fn(rng) -> sample"
-    if isinstance(what, Iterator) or hasattr(type(what), "__iter__"):
+    if isinstance(what, Iterator):
         return (
-            f"an iterable ({kind}): its samples cannot be read in any order by several processes; give a "
-            "map-style dataset, or a function fn(rng) -> sample"
+            f"an iterator ({kind}), which can be gone through only once; give an object whose iter() begins anew, or "
+            "IterableSource(make) of a function make(shard, shards)"
         )
     return f"{kind}; give a path, a URL, a list of them, a map-style dataset, a function fn(rng) -> sample or a Source"

@@ -22,6 +22,7 @@ from cachestream.remote import pulse
 from cachestream.remote.datasets import DatasetSource
 from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource, fingerprint_of
+from cachestream.remote.iterables import IterableSource
 from cachestream.remote.open import open_source
 from cachestream.remote.source import Source
 from cachestream.remote.tars import TarSource
@@ -100,6 +101,7 @@ def test_datasets_functions_and_sources_are_told_apart() -> None:
     assert type(open_source(Squares())) is DatasetSource
     assert type(open_source([{"x": 1}, {"x": 2}])) is DatasetSource
     assert type(open_source(np.zeros((3, 2)))) is DatasetSource
+    assert type(open_source(Numbers())) is IterableSource
     assert type(open_source(draw)) is CallableSource
     assert type(open_source(functools.partial(draw))) is CallableSource
     source = open_source(draw, num_units=3)
@@ -117,15 +119,13 @@ def test_torch_datasets_are_read_without_conversion() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(ConfigError, match="iterable"):
-        open_source(Endless())
+    assert type(open_source(Endless())) is IterableSource
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (Numbers(), "an iterable .Numbers."),
-        ((number for number in range(3)), "an iterable .generator."),
+        ((number for number in range(3)), "an iterator .generator., which can be gone through only once"),
         ([], "an empty list"),
         ({"a": 1}, "a dict"),
         ({1, 2}, "a set"),
