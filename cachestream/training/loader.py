@@ -317,6 +317,8 @@ class EpochLoader:
 
         Mid-epoch it names the shards and their order, and `load_state_dict` goes on at the exact next batch.
         """
+        if self._recorder is not None:
+            self._recorder.flush()
         cursor = self._running
         if cursor is None or cursor.segment is None:
             loaded = cursor.loaded if cursor is not None else self._loaded if self._planned.records else None

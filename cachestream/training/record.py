@@ -46,12 +46,16 @@ class Recorder:
         lease = join_lease(segment.snapshot.lease)
         self._sent.append(self._thread.submit(self._write, segment, lease, leader, world_size))
 
+    def flush(self) -> None:
+        """Wait until all of it is written: what a checkpoint goes on from must be recorded."""
+        for future in self._sent:
+            future.exception(_CLOSE_S)
+
     def close(self) -> None:
         """Finish what is to be written."""
+        self.flush()
         thread, self._thread = self._thread, None
         if thread is not None:
-            for future in self._sent:
-                future.exception(_CLOSE_S)
             thread.shutdown()
         self._warn()
 
