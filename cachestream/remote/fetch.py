@@ -72,7 +72,7 @@ def _fetch_local(path: str) -> memoryview:
 
 
 def _fetch_s3(remote: Remote, path: str) -> memoryview:
-    pulse.asking(min(int(remote.usual_bytes), PIECE_BYTES))
+    pulse.asking(min(remote.likely_bytes(), PIECE_BYTES))
     tries = 0
     while True:
         stream = _S3Stream(remote, path)
@@ -155,7 +155,8 @@ class _S3Stream:
             self._body = None
 
     async def _open(self) -> None:
-        wanted = {"Range": f"bytes={self.have}-{STREAM_BYTES - 1}"}
+        most = max(self._goal, pulse.at_most(STREAM_BYTES))
+        wanted = {"Range": f"bytes={self.have}-{most - 1}"}
         if self.etag:
             wanted["IfMatch"] = self.etag
         answer = await first_answer(self._hedge, 0, lambda: self._get(wanted), _close_answer)
@@ -164,7 +165,7 @@ class _S3Stream:
         if total is None:  # a server without ranges: all over again
             self.have = 0
         size = int(total[1] if total else answer["ContentLength"])
-        self._goal = min(size, STREAM_BYTES) if total else size
+        self._goal = min(size, most) if total else size
         etag = str(answer.get("ETag") or "")
         if self._buffer is None:
             self.etag = etag
@@ -197,8 +198,8 @@ def _fetch_opened(filesystem: Any, path: str) -> memoryview:
 def _fetch_whole(remote: Remote, path: str) -> memoryview:
     # Not by ranges: a web server may ignore them and send all of it each time.
     filesystem = remote.filesystem()
-    pulse.asking(int(remote.usual_bytes))
-    request = first_answer(remote.hedge, int(remote.usual_bytes), lambda: filesystem._cat_file(path))
+    pulse.asking(min(remote.likely_bytes(), RANGE_BYTES))
+    request = first_answer(remote.hedge, 0, lambda: filesystem._cat_file(path))
     data = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
     pulse.fetched(len(data))
     remote.saw_object(len(data))
@@ -207,12 +208,9 @@ def _fetch_whole(remote: Remote, path: str) -> memoryview:
 
 def _fetch_ranges(remote: Remote, path: str) -> memoryview:
     filesystem = remote.filesystem()
-    pulse.asking(min(int(remote.usual_bytes), RANGE_BYTES))
-    request = first_answer(
-        remote.hedge,
-        min(int(remote.usual_bytes), RANGE_BYTES),
-        lambda: filesystem._cat_file(path, start=0, end=RANGE_BYTES),
-    )
+    most = pulse.at_most(RANGE_BYTES)
+    pulse.asking(min(remote.likely_bytes(), most))
+    request = first_answer(remote.hedge, 0, lambda: filesystem._cat_file(path, start=0, end=most))
     try:
         head = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
     except Exception as error:
@@ -220,15 +218,15 @@ def _fetch_ranges(remote: Remote, path: str) -> memoryview:
             raise
         head = b""  # the object is empty
     pulse.fetched(len(head))
-    if len(head) < RANGE_BYTES:
+    if len(head) < most:
         remote.saw_object(len(head))
         return memoryview(bytearray(head))
     info = run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S)
     buffer = np.empty(int(info["size"]), np.uint8).data
-    buffer[:RANGE_BYTES] = head
+    buffer[:most] = head
     rest, version = RangedFile(remote, path, redact(path)), version_of(info)
     rest.facts = Facts(len(buffer), "|".join(version))
-    rest.read_into(RANGE_BYTES, buffer[RANGE_BYTES:])
+    rest.read_into(most, buffer[most:])
     now = version_of(run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S))
     if now != version:
         raise ChangedError(f"{version} became {now}")

@@ -18,6 +18,7 @@ from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
 from cachestream.errors import ConfigError
+from cachestream.remote import pulse
 from cachestream.remote.hedge import Hedge
 from cachestream.remote.retry import map_errors, redact, redact_text
 
@@ -94,7 +95,7 @@ class Remote:
         self._lock = threading.Lock()
         self._shared: Any = None
         self.hedge = Hedge.of(self._hedge_option)
-        self.usual_bytes = 0.0  # of an object that is read whole
+        self._usual_bytes = 0.0  # of an object that is read whole
         self._of_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,10 +165,14 @@ class Remote:
                 ) from None
         return filesystem, str(path)
 
+    def likely_bytes(self) -> int:
+        """How much one request for a whole object is likely to bring."""
+        return pulse.at_most(int(self._usual_bytes or pulse.NO_LIMIT_BYTES))
+
     def saw_object(self, nbytes: int) -> None:
         """Learn how large objects are that are read whole."""
-        usual = self.usual_bytes
-        self.usual_bytes = usual + _USUAL_GAIN * (nbytes - usual) if usual else float(nbytes)
+        usual = self._usual_bytes
+        self._usual_bytes = usual + _USUAL_GAIN * (nbytes - usual) if usual else float(nbytes)
 
     def open_for_listing(self) -> tuple[Any, str]:
         """A filesystem of one's own that tries each request several times, and this URL's path in it."""

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["asking", "fetched", "install", "slow_down", "wait"]
+__all__ = ["asking", "at_most", "fetched", "install", "slow_down", "wait"]
 
 TICK_S: Final = 0.5
+NO_LIMIT_BYTES: Final = 1 << 62
 
 
 def _ignore(nbytes: int) -> None:
@@ -26,29 +27,38 @@ def _ignore_all() -> None:
 _on_fetched: Callable[[int], None] = _ignore
 _on_asking: Callable[[int], None] = _ignore
 _on_slow_down: Callable[[], None] = _ignore_all
+_request_bytes = NO_LIMIT_BYTES
 
 
 def install(
     on_fetched: Callable[[int], None] | None,
     on_asking: Callable[[int], None] | None = None,
     on_slow_down: Callable[[], None] | None = None,
+    request_bytes: int = NO_LIMIT_BYTES,
 ) -> None:
     """Call `on_fetched(nbytes)` for all bytes that arrive in this process; None: stop doing so.
 
     `on_asking(nbytes)` is called before they are asked for, where it is known how many, and
     `on_slow_down()` when a remote answers that there are too many requests. All are called from any
-    thread, several at once; the first two may block to hold back the reader.
+    thread, several at once; the first two may block to hold back the reader. No more than
+    `request_bytes` are to be asked for at once.
     What they raise must be a CacheStreamError or no Exception at all: others count as the remote's.
     """
-    global _on_fetched, _on_asking, _on_slow_down
+    global _on_fetched, _on_asking, _on_slow_down, _request_bytes
     _on_fetched = _ignore if on_fetched is None else on_fetched
     _on_asking = _ignore if on_asking is None else on_asking
     _on_slow_down = _ignore_all if on_slow_down is None else on_slow_down
+    _request_bytes = request_bytes
 
 
 def asking(nbytes: int) -> None:
     """Say that `nbytes` are about to be asked for, in the thread that will report them as `fetched`."""
     _on_asking(nbytes)
+
+
+def at_most(nbytes: int = NO_LIMIT_BYTES) -> int:
+    """How many of `nbytes` to ask for in one request, where more can be asked for later."""
+    return min(nbytes, _request_bytes)
 
 
 def slow_down() -> None:

@@ -52,6 +52,12 @@ def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple
     return merged
 
 
+def _cuts(start: int, stop: int) -> list[Span]:
+    """The parts that are asked for one by one."""
+    part_bytes = pulse.at_most(PART_BYTES)
+    return [(cut, min(cut + part_bytes, stop)) for cut in range(start, stop, part_bytes)]
+
+
 def patiently(look: Callable[[], T]) -> T:
     """What `look` returns; tried up to four times, with full-jitter pauses, while the remote is away."""
     delays = backoff_delays(random)
@@ -130,7 +136,7 @@ class RangedFile:
         For asynchronous filesystems, and a file of which something was read before.
         """
         filesystem, stop = self._remote.filesystem(), start + len(out)
-        cuts = [(cut, min(cut + PART_BYTES, stop)) for cut in range(start, stop, PART_BYTES)]
+        cuts = _cuts(start, stop)
         for (first, last), data in zip(cuts, self._arrive(filesystem, cuts, begun=True), strict=True):
             out[first - start : last - start] = data
 
@@ -216,7 +222,7 @@ class RangedFile:
         buffers: list[memoryview] = []
         parts: list[tuple[int, Span]] = []
         for number, (start, stop) in enumerate(spans):
-            cuts = [(cut, min(cut + PART_BYTES, stop)) for cut in range(start, stop, PART_BYTES)]
+            cuts = _cuts(start, stop)
             parts.extend((number, cut) for cut in cuts)
             # One part's own bytes serve as they are; several are put together.
             buffers.append(np.empty(stop - start, np.uint8).data if len(cuts) > 1 else memoryview(b""))
@@ -321,7 +327,8 @@ async def fetch_object(remote: Remote, path: str, start: int | None = None, stop
         data: bytes = filesystem.cat_file(path, start=start, end=stop)
     else:
         request = asyncio.wait_for(_object(remote, filesystem, path, start, stop), PART_TIMEOUT_S)
-        pulse.asking(stop - start if start is not None and stop is not None else int(remote.usual_bytes))
+        likely = min(remote.likely_bytes(), PART_BYTES)
+        pulse.asking(likely if start is None or stop is None else stop - start)
         data = await asyncio.wrap_future(_submit(filesystem, request))
         if start is None and stop is None:
             remote.saw_object(len(data))

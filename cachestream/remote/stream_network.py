@@ -39,6 +39,7 @@ class _AsyncStream(Stream):
     def __init__(self, remote: Remote, path: str, where: str, start: int, likely_stop: int | None) -> None:
         super().__init__(where, remote.secrets, start)
         self._filesystem = remote.filesystem()
+        self._remote = remote
         self._hedge = remote.hedge
         self._path = path
         self._offset = start  # of the first byte that was not taken yet
@@ -61,8 +62,8 @@ class _AsyncStream(Stream):
     def _ask(self) -> concurrent.futures.Future[bytes | bytearray]:
         """What is on its way; sees that something is."""
         if self._pending is None:
-            if self._begun:  # before, nobody knows how much there is
-                pulse.asking(self._stop(self._piece_bytes) - self._offset)
+            likely = self._piece_bytes if self._begun else min(self._remote.likely_bytes(), PIECE_BYTES)
+            pulse.asking(self._stop(likely) - self._offset)
             self._pending = asyncio.run_coroutine_threadsafe(self._next(), self._filesystem.loop)
         return self._pending
 
@@ -78,6 +79,8 @@ class _AsyncStream(Stream):
         self._offset += len(piece)
         pulse.fetched(len(piece))
         at_end = not piece or self._offset == self.size_bytes
+        if at_end and self.size_bytes is not None:
+            self._remote.saw_object(self.size_bytes)
         if not at_end and (self._likely_stop is None or self._offset < self._likely_stop):
             self._ask()
         return memoryview(piece)
@@ -121,7 +124,10 @@ class RangeStream(_AsyncStream):
         if self.size_bytes is None:
             info = await self._filesystem._info(self._path)
             self.size_bytes, self._version = int(info["size"]), version_of(info)
-        begin, end = self._offset, self._stop(self._piece_bytes if self._begun else PIECE_BYTES)
+        begin, end = (
+            self._offset,
+            self._stop(pulse.at_most(self._piece_bytes if self._begun else PIECE_BYTES)),
+        )
         if end <= begin:
             return b""
         data: bytes = await first_answer(
@@ -158,7 +164,9 @@ class _BodyStream(_AsyncStream):
                 if opened:
                     raise ConnectionError(f"nothing came after {self._offset} of {self.size_bytes} bytes")
                 opened = True
-                self._body = await self._open(None if self._likely_stop is None else self._stop(1 << 62))
+                most = pulse.at_most()
+                open_ended = self._likely_stop is None and most == pulse.NO_LIMIT_BYTES
+                self._body = await self._open(None if open_ended else self._stop(most))
             body = self._body
             if body is None:
                 break

@@ -58,7 +58,8 @@ class Filler:
         self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
         self._reader = UnitReader(job, payload.source, cache.directory, slot, stop)
         self._fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.beat)
-        first_reads = min(FIRST_READS, job.concurrency)
+        # Under a limit one read tells first how much the others will bring.
+        first_reads = min(FIRST_READS if job.bandwidth_bytes_per_s is None else 1, job.concurrency)
         self._concurrency = Concurrency(first_reads, first_reads)
         self._fetcher.use(first_reads)
         self._turn_items, self._turn_since_s = 0, time.monotonic()

@@ -45,6 +45,8 @@ class FaultyProxy:
     `latency_s` is added to every request, half before it is passed on and half before the answer
     is. `bytes_per_s` limits the bodies of all answers together. `requests` counts requests that
     arrived, `connections` those that carried them; `in_flight_peak` how many waited for an answer at once.
+    `busy_above`: while more than so many do, the rest are told 503 SlowDown, `refused` so far. `sent` is what
+    was passed on of bodies, as (monotonic time, bytes).
     """
 
     def __init__(self, target_port: int, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -54,6 +56,9 @@ class FaultyProxy:
         self.requests = 0
         self.connections = 0
         self.in_flight_peak = 0
+        self.busy_above: int | None = None
+        self.refused = 0
+        self.sent: list[tuple[float, int]] = []
         self._in_flight = 0
         self._paid_s = 0.0
         self._plan = _Plan()
@@ -172,7 +177,8 @@ class FaultyProxy:
         self.in_flight_peak = max(self.in_flight_peak, self._in_flight)
         try:
             await asyncio.sleep(self.latency_s / 2)
-            if plan.fault == "busy":
+            if plan.fault == "busy" or (self.busy_above is not None and self._in_flight > self.busy_above):
+                self.refused += 1
                 client_out.write(_BUSY)
                 await client_out.drain()
                 return True
@@ -198,6 +204,7 @@ class FaultyProxy:
         left = None if plan.fault == "none" else plan.after_bytes
         async for piece in self._body(head, is_head, server_in):
             await self._pay(len(piece))
+            self.sent.append((time.monotonic(), len(piece)))
             if left is not None:
                 client_out.write(piece[:left])
                 left -= min(left, len(piece))
