@@ -1,0 +1,150 @@
+"""What Lightning has to be told about epochs that grow; the same for `lightning` and `pytorch_lightning`.
+
+Lightning measures a loader once, and holds every later epoch to that length. It loads a loader's state only when
+the checkpoint is from the midst of an epoch. Both are put right here, between its epochs, on what its fit loop holds.
+Nothing here imports Lightning: the two packages have the same classes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from cachestream.integrations.metrics import metrics
+from cachestream.training.loader import EpochLoader
+
+__all__ = ["DataHooks", "EpochHooks", "MetricsHooks"]
+
+_FUNCTIONS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+
+
+class EpochHooks:
+    """A callback's hooks: every epoch gets its own length, and a resumed loader its state."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # Before the progress bar, which reads the length in the same hook. A new list: Lightning walks the old one.
+        trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loop = trainer.fit_loop
+        combined = loop._combined_loader
+        states = getattr(loop, "_combined_loader_states_to_load", [])
+        if states and _loaders(trainer):
+            # The checkpoint is from the end of an epoch: Lightning would begin with epoch 0 again.
+            combined._load_state_dicts(states)
+            loop._combined_loader_states_to_load = []
+            iter(loop._data_fetcher)
+            _measure(trainer)
+            iter(loop._data_fetcher)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        loaders = _loaders(trainer)
+        for loader in loaders:
+            if loader.batches_done:
+                iter(
+                    loader
+                )  # Lightning left it after its last batch; it calls iter() once more for this epoch
+        if loaders:
+            _measure(trainer)
+
+
+def _loaders(trainer: Any) -> list[EpochLoader]:
+    """The EpochLoaders that `trainer` trains from."""
+    combined = trainer.fit_loop._combined_loader
+    found = [] if combined is None else combined.flattened
+    return [loader for loader in found if isinstance(loader, EpochLoader)]
+
+
+def _measure(trainer: Any) -> None:
+    """Give the fit loop the lengths of the epoch to come, as it measured those of the first one."""
+    loop = trainer.fit_loop
+    combined = loop._combined_loader
+    combined.limits = limits = [
+        _limited(len(loader), trainer.limit_train_batches) if isinstance(loader, EpochLoader) else limit
+        for loader, limit in zip(combined.flattened, combined.limits, strict=True)
+    ]
+    loop.max_batches = min(limits) if combined._mode == "min_size" else max(limits)
+    interval = trainer.val_check_interval
+    if isinstance(interval, float) and getattr(trainer, "_val_check_time_interval", None) is None:
+        trainer.val_check_batch = max(1, int(loop.max_batches * interval))
+
+
+def _limited(length: int, limit: int | float) -> int:
+    """`length` under Lightning's `limit_train_batches`: a number of batches, or a share."""
+    return min(length, limit) if isinstance(limit, int) else max(1, int(length * limit))
+
+
+class MetricsHooks:
+    """A callback's hooks: `cs.metrics` of the training loader goes to all loggers every few steps."""
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        super().__init__()
+        self.every_n_steps = every_n_steps
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero and (trainer.fit_loop.total_batch_idx + 1) % self.every_n_steps == 0:
+            self._log(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            self._log(trainer)
+
+    @staticmethod
+    def _log(trainer: Any) -> None:
+        for loader in _loaders(trainer)[:1]:
+            found = metrics(loader)
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class DataHooks:
+    """A data module's hooks: loaders are made on each rank, and closed when Lightning is done with them.
+
+    Args:
+        train, val, test: a loader, or a function that makes one: it is called in each process that trains (also
+            under the spawn strategies), where the ranks know each other. What a function made is closed after the
+            run; a later run's goes on at the state that it had.
+    """
+
+    trainer: Any
+    callback: Callable[[], EpochHooks]
+
+    def __init__(
+        self,
+        train: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+        val: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+        test: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.sources = {"train": train, "val": val, "test": test}
+        self.loaders: dict[str, Any] = {}
+        self._states: dict[str, Any] = {}
+
+    def setup(self, stage: str) -> None:
+        if not any(isinstance(callback, EpochHooks) for callback in self.trainer.callbacks):
+            # Where this package is used without being installed, and so its entry point is not there.
+            self.trainer.callbacks = [self.callback(), *self.trainer.callbacks]
+        for name in _FUNCTIONS.get(stage, ()):
+            source = self.sources[name]
+            if name in self.loaders or source is None:
+                continue
+            loader: Any = source() if callable(source) else source
+            self.loaders[name] = loader
+            if name in self._states:
+                loader.load_state_dict(self._states.pop(name))
+
+    def teardown(self, stage: str) -> None:
+        for name in _FUNCTIONS.get(stage, ()):
+            loader = self.loaders.pop(name, None)
+            if callable(self.sources[name]) and isinstance(loader, EpochLoader):
+                self._states[name] = loader.state_dict()
+                loader.close()
+
+    def train_dataloader(self) -> Any:
+        return self.loaders["train"]
+
+    def val_dataloader(self) -> Any:
+        return self.loaders.get("val", [])
+
+    def test_dataloader(self) -> Any:
+        return self.loaders["test"]

@@ -1,0 +1,211 @@
+"""PyTorch Lightning trains from a loader as it is: growing epochs, validation in between, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+
+from cachestream import Cache, EpochLoader
+from cachestream.integrations.lightning import CacheCallback, CacheDataModule, MetricsCallback
+from tests.support.caches import add_shard, numbered
+from tests.training.conftest import NewCache
+
+pytestmark = [
+    # Lightning's own: how many cores there are, that a progress bar is off, and what torch deprecates.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+class Model(pl.LightningModule):
+    """Notes the numbers of the samples it is given, an epoch at a time."""
+
+    def __init__(self, at_epoch_end: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(5))
+        self.epochs: list[list[list[int]]] = []
+        self.validated_after: list[int] = []
+        self.bars: list[float] = []
+        self.at_epoch_end = at_epoch_end
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append([])
+        self.bars.append(self.trainer.num_training_batches)
+
+    def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
+        if not self.epochs:  # resumed in the midst of an epoch
+            self.epochs.append([])
+        self.epochs[-1].append(batch["number"].tolist())
+        loss: torch.Tensor = ((batch["x"] @ self.weight) - 1).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["x"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], index: int) -> None:
+        if index == 0:
+            self.validated_after.append(sum(len(epoch) for epoch in self.epochs))
+
+    def on_train_epoch_end(self) -> None:
+        if self.at_epoch_end:
+            self.at_epoch_end(self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def trainer(folder: Path, **options: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(**settings | options)
+
+
+def flat(epoch: list[list[int]]) -> list[int]:
+    return sorted(n for batch in epoch for n in batch)
+
+
+def grow(cache: Cache, *after: int) -> Callable[[int], None]:
+    """Adds 8 samples after the epochs `after`."""
+
+    def at_epoch_end(epoch: int) -> None:
+        if epoch in after:
+            add_shard(cache, numbered(1000 + 8 * epoch, 8))
+
+    return at_epoch_end
+
+
+def test_a_plain_fit_takes_the_whole_of_every_epoch_of_a_growing_cache(
+    new_cache: NewCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that watches the bars
+    cache = new_cache(2, 8)
+
+    class Bar(TQDMProgressBar):
+        totals: list[int]
+
+        def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            super().on_train_epoch_start(trainer, *_)
+            self.totals = [*getattr(self, "totals", []), int(self.train_progress_bar.total or 0)]
+
+    bar = Bar()
+    model = Model(grow(cache, 0, 1, 2, 3))
+    with EpochLoader(cache, 4, prefetch=1) as loader, EpochLoader(cache, 4) as held_out:
+        fitting = trainer(
+            tmp_path, max_epochs=5, callbacks=[bar], enable_progress_bar=True, val_check_interval=0.5
+        )
+        fitting.fit(model, loader, held_out)
+    assert [len(epoch) for epoch in model.epochs] == model.bars == bar.totals
+    assert model.bars[0] == 4
+    assert model.bars[-1] > model.bars[0]
+    assert model.bars == sorted(model.bars)
+    for epoch in model.epochs:
+        assert len(set(flat(epoch))) == len(flat(epoch)) == 4 * len(epoch)
+    ends = [sum(model.bars[:n]) for n in range(6)]
+    halves = [start + int(0.5 * count) for start, count in zip(ends, model.bars, strict=False)]
+    assert set(halves) <= set(model.validated_after)
+    assert cache.status().leases == 0
+
+
+@pytest.mark.parametrize("limit", [3, 0.5])
+def test_limit_train_batches_is_heard_in_every_epoch(
+    limit: float, new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(2, 8)
+    model = Model(grow(cache, 0, 1))
+    with EpochLoader(cache, 4) as loader:
+        trainer(tmp_path, max_epochs=4, limit_train_batches=limit).fit(model, loader)
+        assert loader.epoch == 3
+    counts = [len(epoch) for epoch in model.epochs]
+    assert counts == [3] * 4 if limit == 3 else (counts[0] == 2 and counts[-1] in {3, 4})
+
+
+@pytest.mark.parametrize("when", ["in the midst", "at the end"])
+def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
+    when: str, new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(3, 8)
+    saving = ModelCheckpoint(
+        tmp_path / "saved", save_top_k=-1, every_n_train_steps=8 if when == "in the midst" else 0,
+        every_n_epochs=0 if when == "in the midst" else 1, filename="{step}",
+    )  # fmt: skip
+    whole = Model()
+    with EpochLoader(cache, 4, seed=3) as loader:
+        trainer(tmp_path, max_epochs=3, callbacks=[saving], enable_checkpointing=True).fit(whole, loader)
+    assert [len(epoch) for epoch in whole.epochs] == [6, 6, 6]
+    done = 8 if when == "in the midst" else 12
+    rest = Model()
+    with EpochLoader(cache, 4, seed=3) as loader:
+        resumed = trainer(tmp_path, max_epochs=3)
+        resumed.fit(rest, loader, ckpt_path=tmp_path / "saved" / f"step={done}.ckpt")
+        assert resumed.global_step == 18
+        assert loader.epoch == 2
+    steps = [batch for epoch in whole.epochs for batch in epoch]
+    assert [batch for epoch in rest.epochs for batch in epoch] == steps[done:]
+
+
+def test_a_data_module_makes_its_loaders_where_training_runs_closes_them_and_goes_on(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache, held_out = new_cache(2, 8), new_cache(1, 8, first=500)
+    made: list[EpochLoader] = []
+
+    def train() -> EpochLoader:
+        made.append(EpochLoader(cache, 4))
+        return made[-1]
+
+    data = CacheDataModule(train, val=lambda: EpochLoader(held_out, 3, shuffle=False, drop_last=False))
+    model = Model()
+    for max_epochs in (1, 2):
+        trainer(tmp_path, max_epochs=max_epochs).fit(model, datamodule=data)
+    assert [flat(epoch) for epoch in model.epochs] == [list(range(16))] * 3
+    assert len(made) == 2
+    assert made[1].epoch == 3  # the next one
+    assert model.validated_after == [4, 8, 12]
+    assert cache.status().leases == 0
+
+
+def test_a_data_module_gives_the_trainer_the_callback_where_there_is_no_entry_point(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(1, 8)
+    model = Model(grow(cache, 0, 1))
+    fitting = trainer(tmp_path, max_epochs=3)
+    fitting.callbacks = [other for other in fitting.callbacks if not isinstance(other, CacheCallback)]  # type: ignore[attr-defined]
+    fitting.fit(model, datamodule=CacheDataModule(lambda: EpochLoader(cache, 4)))
+    assert sum(isinstance(other, CacheCallback) for other in fitting.callbacks) == 1  # type: ignore[attr-defined]
+    assert len(model.epochs[-1]) > 2
+
+
+def test_the_callback_is_in_every_trainer_and_leaves_other_loaders_alone(tmp_path: Path) -> None:
+    model = Model()
+    samples = [{"x": torch.ones(5), "number": n} for n in range(12)]
+    fitting = trainer(tmp_path, max_epochs=2)
+    assert sum(isinstance(callback, CacheCallback) for callback in fitting.callbacks) == 1  # type: ignore[attr-defined]
+    fitting.fit(model, torch.utils.data.DataLoader(samples, batch_size=4))  # type: ignore[arg-type]
+    assert [flat(epoch) for epoch in model.epochs] == [list(range(12))] * 2
+
+
+def test_metrics_go_to_the_loggers_of_the_trainer(new_cache: NewCache, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="log")
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        fitting = trainer(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=1)
+        fitting.callbacks.append(MetricsCallback(every_n_steps=3))  # type: ignore[attr-defined]
+        fitting.fit(Model(), loader)
+    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("cachestream/samples")
+    seen = [int(float(cell)) for line in lines[1:] if (cell := line.split(",")[column])]
+    assert seen == [12, 16, 24, 32]
