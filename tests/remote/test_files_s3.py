@@ -394,6 +394,74 @@ def test_an_object_overwritten_while_it_is_read_comes_whole_from_one_version(
     assert sample["data"] == other
 
 
+@pytest.fixture
+def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "STREAM_BYTES", 4 << 20)
+
+
+@pytest.mark.usefixtures("short_streams", "short_waits")
+@pytest.mark.parametrize("fault", [None, "reset", "truncate"])
+def test_the_rest_of_a_large_object_comes_in_parts_of_which_several_are_on_their_way(
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    s3_bucket: Path,
+    large: npt.NDArray[np.uint8],
+    fault: str | None,
+) -> None:
+    source = source_through(s3_proxy, s3_server, s3_bucket)
+    s3_proxy.latency_s = 0.05
+    if fault:
+        getattr(s3_proxy, fault)(times=2, after_bytes=1 << 20)
+    seen: list[int] = []
+    pulse.install(seen.append)
+    try:
+        _, sample = read_one(source)
+    finally:
+        pulse.install(None)
+    assert sample["data"] == large.tobytes()
+    assert s3_proxy.in_flight_peak == 4
+    assert sum(seen) == LARGE_BYTES
+    assert s3_proxy.requests == 5 + (2 if fault else 0)
+
+
+@pytest.mark.usefixtures("short_streams", "short_waits")
+def test_a_large_object_overwritten_between_its_parts_comes_whole_from_one_version(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
+) -> None:
+    source = source_through(s3_proxy, s3_server, s3_bucket)
+    other = np.roll(large, 1)[:-5].tobytes()  # and shorter
+    seen: list[int] = []
+
+    def overwrite(nbytes: int) -> None:
+        if sum(seen) < 8 << 20 <= sum(seen) + nbytes:
+            (s3_bucket / "large.bin").write_bytes(other)
+        seen.append(nbytes)
+
+    pulse.install(overwrite)
+    try:
+        _, sample = read_one(source)
+    finally:
+        pulse.install(None)
+    assert sample["data"] in (other, large.tobytes())  # the old one where all parts were on their way
+    assert read_one(source)[1]["data"] == other
+
+
+def test_a_limit_of_the_bytes_a_request_may_ask_for_holds_for_every_request(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, large: npt.NDArray[np.uint8]
+) -> None:
+    source = source_through(s3_proxy, s3_server, s3_bucket)
+    asked: list[int] = []
+    pulse.install(lambda _: None, asked.append, request_bytes=1 << 20)
+    try:
+        _, sample = read_one(source)
+    finally:
+        pulse.install(None)
+    assert sample["data"] == large.tobytes()
+    assert s3_proxy.requests == 20
+    assert max(asked) <= 1 << 20
+    assert LARGE_BYTES <= sum(asked) < LARGE_BYTES + (2 << 20)
+
+
 # --- secrets -----------------------------------------------------------------------------------
 
 

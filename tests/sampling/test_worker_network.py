@@ -59,12 +59,12 @@ def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(
 ) -> None:
     with run_s3_server(tmp_path / "s3", fresh=False) as server:
         bucket = server.bucket("busy")
-        keys = put_objects(bucket, 900, 1000)
+        keys = put_objects(bucket, 600, 1000)
         s3_proxy.target_port, s3_proxy.latency_s = server.port, 0.02
         source = cs.open_source("s3://busy", storage_options=server.options_through(s3_proxy.port))
-        s3_proxy.busy_above = 6
+        s3_proxy.busy_above = 3
         with cs.start_worker(cache, source, num_workers=2, concurrency=32) as worker:
-            cache.wait(300, DEADLINE_S)  # how many are too many is known by now
+            cache.wait(150, DEADLINE_S)  # how many are too many is known by now
             s3_proxy.requests = s3_proxy.refused = 0
             assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys
