@@ -13,7 +13,8 @@ def test_an_iteration_that_nothing_was_taken_of_does_not_cost_an_epoch(new_cache
         expected = [batch["number"].tolist() for batch in plain]
     with EpochLoader(new_cache(2, 8), 4) as loader:
         iter(loader)
-        for batches in (iter(loader), iter(loader)):
+        for _ in range(2):
+            iter(loader)
             assert (loader.epoch, len(loader), loader.batches_done) == (0, 4, 0)
         batches = iter(loader)
         assert [batch["number"].tolist() for batch in batches] == expected

@@ -1,0 +1,82 @@
+"""The Hugging Face Trainer on an EpochLoader: it trains from it as it is, and resumes it.
+
+The Trainer measures an epoch once, for its learning rate schedule: give the loader an `epoch_size`, so that all
+epochs have that length while the cache grows.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from cachestream.errors import ConfigError
+from cachestream.training.loader import EpochLoader
+
+__all__ = ["CacheCallback", "CacheTrainer"]
+
+_FILE: Final = "cachestream.json"
+
+
+class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Saves where `loader` is in every checkpoint of the Trainer, and goes on there when the Trainer resumes.
+
+    Resuming needs no skipping of batches: `args.ignore_data_skip` is set. Raises ConfigError for a checkpoint
+    without the loader's state.
+    """
+
+    def __init__(self, loader: EpochLoader) -> None:
+        self.loader = loader
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        args.ignore_data_skip = True
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.global_step:
+            file = _file(args, state)
+            if not file.is_file():
+                raise ConfigError(
+                    f"{file} is not there: the checkpoint was saved without cachestream's CacheCallback; start anew, or "
+                    "train on without the callback, from an epoch's beginning"
+                )
+            self.loader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        if self.loader._settings.epoch_size is None and self.loader.cache.fill_state() == "filling":
+            warnings.warn(
+                "the Trainer holds all epochs to the length of the first one, and the cache is still filling: give the "
+                "EpochLoader an epoch_size",
+                stacklevel=2,
+            )
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        # The state is of all ranks and caches: one rank's is enough.
+        if state.is_world_process_zero or (args.save_on_each_node and state.is_local_process_zero):
+            _file(args, state).write_text(json.dumps(self.loader.state_dict()), encoding="utf-8")
+
+
+def _file(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}", _FILE)
+
+
+class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+    """A Trainer that trains from `train_loader`; all other arguments are the Trainer's. It is not split once more.
+
+    `per_device_train_batch_size` is only reported: batches are the loader's. For evaluation give
+    `eval_dataset=cache.snapshot()`, or any other dataset.
+    """
+
+    def __init__(self, *args: Any, train_loader: EpochLoader, **options: Any) -> None:
+        self.train_loader = train_loader
+        options["callbacks"] = [*(options.get("callbacks") or ()), CacheCallback(train_loader)]
+        super().__init__(*args, **options)
+
+    def get_train_dataloader(self) -> Any:
+        return self.train_loader

@@ -1,0 +1,172 @@
+"""Accelerate and the Hugging Face Trainer take a loader as it is: not split again, epochs and lengths right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import TrainingArguments
+
+from cachestream import ConfigError, EpochLoader, metrics
+from cachestream.integrations.accelerate import prepare_loader
+from cachestream.integrations.transformers import CacheCallback, CacheTrainer
+from cachestream.storage.locks import lock_file
+from tests.support.caches import add_shard, numbered, set_fill_state
+from tests.training.conftest import NewCache
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_begins_anew() -> Iterator[None]:
+    """It keeps what it knows in class attributes."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def test_prepare_leaves_a_loader_alone_with_its_length_and_its_epochs(new_cache: NewCache) -> None:
+    accelerator = Accelerator(cpu=True)
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        assert accelerator.prepare(loader) is loader
+        mine = prepare_loader(accelerator, loader)
+        assert accelerator.prepare(mine) is mine
+        for epoch in range(3):
+            assert (len(mine), mine.epoch) == (4, epoch)
+            seen = sorted(n for batch in mine for n in batch["number"].tolist())
+            assert seen == list(range(16))
+        assert metrics(mine)["cachestream/batches"] == 12
+
+
+def test_gradients_are_taken_at_the_end_of_every_epoch_and_gather_leaves_nothing_out(
+    new_cache: NewCache,
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = torch.nn.Linear(5, 1)
+    with EpochLoader(new_cache(2, 9), 4, drop_last=False) as loader:
+        model, optimiser, batches = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=1e-6), prepare_loader(accelerator, loader)
+        )
+        stepped, gathered = [], []
+        for _ in range(2):
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["x"]).mean())
+                    optimiser.step()
+                    optimiser.zero_grad()
+                stepped.append(accelerator.sync_gradients)
+                gathered += accelerator.gather_for_metrics(batch["number"]).tolist()
+    assert stepped == [False, False, True, False, True] * 2
+    assert sorted(gathered) == sorted(2 * list(range(18)))
+
+
+def test_a_state_saved_by_accelerate_goes_on_at_the_exact_next_batch(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(3, 8)
+    accelerator = Accelerator(cpu=True)
+    with EpochLoader(cache, 4) as loader:
+        mine = prepare_loader(accelerator, loader)
+        steps = [batch["number"].tolist() for batch in mine]
+        for number, batch in enumerate(mine):
+            steps.append(batch["number"].tolist())
+            if number == 2:
+                accelerator.save_state(str(tmp_path / "saved"))
+    again = Accelerator(cpu=True)
+    with EpochLoader(cache, 4) as loader:
+        resumed = prepare_loader(again, loader)
+        again.load_state(str(tmp_path / "saved"))
+        assert [batch["number"].tolist() for batch in resumed] == steps[6 + 3 :]
+        assert loader.epoch == 2
+
+
+class Model(torch.nn.Module):
+    """Notes the numbers of the samples it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 1)
+        self.steps: list[list[int]] = []
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.steps.append(number.tolist())
+        return {"loss": self.layer(x).mean()}
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "learning_rate": 1e-6,
+        "num_train_epochs": 3,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+    return TrainingArguments(**settings | options)
+
+
+def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(2, 8)
+    model = Model()
+    with EpochLoader(cache, 4, epoch_size=24, prefetch=1) as loader:
+        trainer = CacheTrainer(model, arguments(tmp_path), train_loader=loader)
+        trainer.callback_handler.on_epoch_end = _then(  # type: ignore[method-assign]
+            trainer.callback_handler.on_epoch_end, lambda: add_shard(cache, numbered(1000, 8))
+        )
+        trainer.train()
+        assert trainer.state.global_step == trainer.state.max_steps == 18
+        assert loader.epoch == 2
+        assert loader.stats.batches == 18
+    assert len({n for step in model.steps[12:] for n in step}) == 24
+    assert trainer.state.epoch == 3
+
+
+def _then(first: Any, second: Any) -> Any:
+    def both(*given: Any) -> Any:
+        second()
+        return first(*given)
+
+    return both
+
+
+def test_a_resumed_trainer_goes_on_at_the_exact_next_batch(new_cache: NewCache, tmp_path: Path) -> None:
+    cache = new_cache(3, 8)
+    whole, rest = Model(), Model()
+    saving = arguments(tmp_path, save_strategy="steps", save_steps=8)
+    with EpochLoader(cache, 4, epoch_size=24) as loader:
+        CacheTrainer(whole, saving, train_loader=loader).train()
+    with EpochLoader(cache, 4, epoch_size=24) as loader:
+        trainer = CacheTrainer(rest, arguments(tmp_path), train_loader=loader)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+        assert trainer.state.global_step == 18
+    assert len(whole.steps) == 18
+    assert rest.steps == whole.steps[8:]
+    (tmp_path / "checkpoint-8" / "cachestream.json").unlink()
+    with EpochLoader(cache, 4, epoch_size=24) as loader:
+        trainer = CacheTrainer(Model(), arguments(tmp_path), train_loader=loader)
+        with pytest.raises(ConfigError, match="saved without cachestream's CacheCallback"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+
+
+def test_the_trainer_warns_when_growing_epochs_have_no_fixed_size(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as loader:
+        trainer = CacheTrainer(Model(), arguments(tmp_path, max_steps=2), train_loader=loader)
+        told = CacheCallback(loader)
+        told.on_train_begin(trainer.args, trainer.state, trainer.control)  # complete: nothing to say
+        set_fill_state(cache, "filling")
+        lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=5)
+        assert lock is not None  # as long as it is held, a worker seems to run
+        with pytest.warns(UserWarning, match="give the EpochLoader an epoch_size"):
+            told.on_train_begin(trainer.args, trainer.state, trainer.control)
+        lock.release()
