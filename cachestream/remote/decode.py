@@ -15,7 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ __all__ = [
     "decode_with",
     "extension_of",
     "is_image",
+    "json_field",
 ]
 
 
@@ -49,6 +50,7 @@ TEXT_EXTENSIONS: Final = _extensions(
 MAX_ARCHIVE_BYTES: Final = 4 << 30  # of one .npz, unpacked: a zip bomb unpacks to a thousand times its size
 
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
+_Data = TypeVar("_Data", bound=Buffer)
 # An object's place in memory differs from file to file: reasons that hold it could not be counted together.
 _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
@@ -153,11 +155,11 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
 
 
 def decode_json_value(data: Buffer) -> Any:
-    """The whole of a JSON text as one value, see `_json_value`: an object remains JSON text."""
-    return _json_value(json.loads(bytes(data)))
+    """The whole of a JSON text as one value, see `json_field`: an object remains JSON text."""
+    return json_field(json.loads(bytes(data)))
 
 
-def _json_value(value: Any) -> Any:
+def json_field(value: Any) -> Any:
     """A number, bool or str as it is, a rectangular list of numbers as an array, the rest as JSON text."""
     if isinstance(value, bool | int | float | str):
         return value
@@ -166,11 +168,11 @@ def _json_value(value: Any) -> Any:
 
 
 def decode_json(data: Buffer) -> Any:
-    """A dict of the fields of a JSON object (not nested: see `_json_value`), or the single value."""
+    """A dict of the fields of a JSON object (not nested: see `json_field`), or the single value."""
     value = json.loads(bytes(data))
     if isinstance(value, dict):
-        return {name: _json_value(item) for name, item in value.items()}
-    return _json_value(value)
+        return {name: json_field(item) for name, item in value.items()}
+    return json_field(value)
 
 
 def decode_text(data: Buffer) -> str:
@@ -203,7 +205,7 @@ def decode_value(data: Buffer, extension: str, path: str, images: ImageOptions =
     return decode_with(decoder, data, f"{extension} file ({name})", path)
 
 
-def decode_with(decoder: Callable[[Buffer], Any], data: Buffer, kind: str, path: str) -> Any:
+def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: str) -> Any:
     """What `decoder` makes of `data`; SampleError with `path` and the reason if they are malformed."""
     try:
         return decoder(data)

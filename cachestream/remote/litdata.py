@@ -1,0 +1,226 @@
+"""Lightning's LitData sets, read from their own chunks: no conversion, and no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.errors import ConfigError, SampleError
+from cachestream.remote.columns import Unusable
+from cachestream.remote.extras import require
+from cachestream.remote.filelist import Url, check_unit
+from cachestream.remote.foreign import foreign_errors
+from cachestream.remote.functions import fingerprint_of
+from cachestream.remote.grouping import Problems
+from cachestream.remote.images import ImageOptions, Size
+from cachestream.remote.indexed import IndexedFolder, Visits, as_count, as_mapping
+from cachestream.remote.items import ItemFile, read_items
+from cachestream.remote.litdata_chunks import Rows, read_chunk, unpack_item
+from cachestream.remote.litdata_leaves import Tree, leaf_names, leaf_reader
+
+__all__ = ["LitDataSource"]
+
+MAX_LEAVES: Final = 10_000
+_PLAIN: Final = ("str", "int", "float", "bool", "bytes", "json")
+_LEVELS: Final = ("chunk", "batch", "sample")
+
+
+class LitDataSource:
+    """The samples of a LitData set, as `litdata.optimize` writes them; a unit is a chunk.
+
+    url: the folder that holds its `index.json`, such as "s3://bucket/set/train".
+
+    A sample is what was stored: a dict by its names, those of dicts and lists inside as "box.x" and
+    "pair.0"; a tuple; or a single value. Numbers, bools, str and bytes are as they were, tensors and
+    arrays arrays, "jpeg", "image" and "pil" uint8 `[3, H, W]` RGB, several of them `[N, 3, H, W]`, lists
+    of numbers in dicts arrays, other lists JSON text, and the files of video, audio and the like bytes.
+    Rows that LitData stores in Arrow's format are as `ParquetSource` gives them, and need pyarrow. Of a
+    `TokensLoader`'s chunks a sample is what was given to the writer at once. The key is "chunk#number".
+
+    columns: the fields to read, by name. None: all of them.
+
+    decoders: functions of bytes by field, that come before those: `{"extra": pickle.loads}` for one that
+    LitData pickled, which is refused without.
+
+    samples_per_visit: read about so many samples of a chunk at a time, and then of others, so that
+    early epochs hold something of many chunks, which must be plain. None: a whole chunk.
+
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
+    Chunks may be compressed by zstd in any of LitData's ways (`pip install 'cachestream[zstd]'`); encrypted
+    ones are refused. Chunks are read from begin to end in bounded memory; one that is damaged gives the
+    samples before the damage, and is then counted as a failure. Raises ConfigError for an index that is
+    malformed or names what cannot be read, and otherwise as `FileSource`.
+    """
+
+    def __init__(
+        self,
+        url: Url,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
+        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+        samples_per_visit: int | None = None,
+        resize: Size | None = None,
+        crop: Size | None = None,
+    ) -> None:
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+        self._images = ImageOptions(resize, crop)
+        self._chosen, self._decoders = columns, dict(decoders or {})
+        self._asked = (*(columns or ()), *self._decoders)
+        self._folder = IndexedFolder(url, storage_options, "LitDataSource")
+        counts = self._read_index()
+        if samples_per_visit is not None and self._level != "none":
+            raise ConfigError(
+                f"{self._folder.shown}: a compressed chunk can only be read from its begin; leave out samples_per_visit"
+            )
+        self._visits = Visits(counts, samples_per_visit)
+        self.listing_digest = self._folder.digest
+        options = [f"columns={','.join(columns)}"] if columns is not None else []
+        options += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(self._decoders.items())]
+        options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+        self.fingerprint = "litdata:" + "|".join((*self._folder.identity, *options, *self._images.identity))
+
+    @property
+    def num_units(self) -> int:
+        return len(self._visits)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the index says there are."""
+        return self._visits.num_items
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield the samples of a chunk, or of one visit to it, in their order. Raises as `Source.read` says."""
+        check_unit(self, unit, self.num_units)
+        index, count, first, stop = self._visits.locate(unit)
+        folder = self._folder
+        problems = Problems(folder.where(index))
+        file = ItemFile(folder.remote, folder.path(index), folder.where(index), count)
+        if stop - first < count:
+            found: Iterator[Any] = read_items(file, first, stop, problems)
+        else:
+            found = read_chunk(file, self._level, self._tree.has_sizes, problems)
+        for number, sample in self._samples(found, file, problems):
+            yield f"{folder.name(index)}#{number}", sample
+        problems.raise_any()
+
+    def _samples(self, found: Iterator[Any], file: ItemFile, problems: Problems) -> Iterator[tuple[int, Any]]:
+        for item in found:
+            if isinstance(item, Rows):
+                yield from self._rows(item, file, problems)
+                return
+            number, data = item
+            try:
+                if not len(data) and self._tree.has_sizes:
+                    raise SampleError(
+                        "it lies in a table of Arrow's, which is read whole: leave out samples_per_visit"
+                    )
+                data = unpack_item(data, file.where) if self._level == "sample" else data
+                sample = self._tree.sample(data)
+            except SampleError as error:
+                problems.add(f"sample {number}: {error}")
+                continue
+            yield number, sample
+
+    def _rows(self, rows: Rows, file: ItemFile, problems: Problems) -> Iterator[tuple[int, Any]]:
+        try:
+            for number, sample in enumerate(rows.samples(self._images, file.count)):
+                if isinstance(sample, Unusable):
+                    problems.add(f"sample {number}: {sample.reason}")
+                else:
+                    yield number, self._of_row(sample)
+        except SampleError as error:
+            problems.add(str(error))
+
+    def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        for name in self._asked:
+            if name not in row:
+                raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
+        for name, decoder in self._decoders.items():
+            if isinstance(row[name], bytes):
+                with foreign_errors(f"the decoder of '{name}'"):
+                    row[name] = decoder(row[name])
+        return row if self._chosen is None else {name: row[name] for name in self._chosen}
+
+    # --- the index
+
+    def _read_index(self) -> list[int]:
+        """The samples of each chunk; sets what the items of all of them are like."""
+        shown = self._folder.shown
+        try:
+            index = self._folder.load()
+            if not isinstance(index.get("chunks"), list) or "config" not in index:
+                raise ValueError("no chunks and config of LitData's; is this another data set's?")
+            config = as_mapping(index["config"], "config")
+            self._check_kind(config)
+            chunks = [as_mapping(one, "a chunk") for one in index["chunks"]]
+            chunks = [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
+            self._folder.name_files([one["filename"] for one in chunks])
+            self._level = _level(config)
+            self._tree = self._new_tree(config)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            if reason.startswith(shown):
+                raise
+            raise ConfigError(f"{shown}index.json: {reason}") from error
+        return [one["chunk_size"] for one in chunks]
+
+    def _check_kind(self, config: Mapping[str, Any]) -> None:
+        loader = config.get("item_loader")
+        if loader == "ParquetLoader":
+            raise ValueError("this is an index of Parquet files: read them with ParquetSource")
+        if loader not in (None, "PyTreeLoader", "TokensLoader"):
+            raise ValueError(f"chunks of a {str(loader)[:60]!r}, which are not known here")
+        if config.get("encryption"):
+            raise ValueError("its chunks are encrypted: write them without, or give a source of your own")
+
+    def _new_tree(self, config: Mapping[str, Any]) -> Tree:
+        formats, spec = config["data_format"], config.get("data_spec")
+        if not isinstance(formats, list) or not 0 < len(formats) <= MAX_LEAVES:
+            raise ValueError("data_format is no list of leaves")
+        if not all(isinstance(one, str) for one in formats) or not isinstance(spec, str | None):
+            raise ValueError("data_format or data_spec, which are no texts")
+        container, names = leaf_names(spec, len(formats))
+        known = set(names)
+        if all(one in _PLAIN for one in formats):  # may be rows, which have other names below the topmost
+            known.update(name for name in self._asked if name.partition(".")[0] in _tops(names))
+        for name in self._asked:
+            if name not in known:
+                raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
+        readers = tuple(
+            leaf_reader(name, kind, self._decoders, self._images)
+            if self._chosen is None or name in self._chosen
+            else None
+            for name, kind in zip(names, formats, strict=True)
+        )
+        return Tree(
+            "dict" if self._chosen is not None else container,
+            names,
+            tuple(formats),
+            readers,
+            has_sizes=config.get("item_loader") != "TokensLoader",
+        )
+
+    def __repr__(self) -> str:
+        return f"<LitDataSource {self._folder.shown}, {len(self._folder):,} chunks, {self.num_samples:,} samples>"
+
+
+def _tops(names: tuple[str, ...]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def _level(config: Mapping[str, Any]) -> str:
+    """What is packed together: "chunk", "batch", "sample", or "none"."""
+    compression, level = config.get("compression"), config.get("compression_level") or "chunk"
+    if not compression:
+        return "none"
+    if str(compression).partition(":")[0] != "zstd" or level not in _LEVELS:
+        raise ValueError(
+            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time"
+        )
+    require("zstandard", "zstd", "LitData compressed by zstd")
+    return str(level)
