@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from cachestream.remote.functions import CallableSource
     from cachestream.remote.images import ImageOptions
     from cachestream.remote.iterables import IterableSource
+    from cachestream.remote.litdata import LitDataSource
+    from cachestream.remote.manifest import Manifest
+    from cachestream.remote.mds import MDSSource
     from cachestream.remote.mix import mix
     from cachestream.remote.open import open_source
     from cachestream.remote.source import Source
@@ -65,6 +68,9 @@ __all__ = [
     "FileSource",
     "ImageOptions",
     "IterableSource",
+    "LitDataSource",
+    "MDSSource",
+    "Manifest",
     "NotEnoughSamplesError",
     "ParquetSource",
     "RankMismatchError",
@@ -96,7 +102,10 @@ _HOMES: Final[dict[str, str]] = {
     "EpochLoader": "training.loader",
     "FileSource": "remote.files",
     "ImageOptions": "remote.images",
+    "LitDataSource": "remote.litdata",
+    "MDSSource": "remote.mds",
     "IterableSource": "remote.iterables",
+    "Manifest": "remote.manifest",
     "ParquetSource": "remote.tables",
     "Source": "remote.source",
     "TFRecordSource": "remote.tfrecords",

@@ -10,8 +10,10 @@ import xxhash
 
 from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.filesystem import Remote
+from cachestream.remote.labels import Labels, LabelsBuilder
 from cachestream.remote.listing import list_files
-from cachestream.remote.names import Names
+from cachestream.remote.manifest import Manifest, first_url, path_of
+from cachestream.remote.names import Names, NamesBuilder
 from cachestream.remote.retry import redact
 
 __all__ = ["FileList", "Url", "check_unit"]
@@ -27,7 +29,7 @@ def check_unit(source: object, unit: int, num_units: int | None) -> None:
 
 
 class FileList:
-    """The files of a folder, a wildcard, a `{000..127}` range, or a list of these, in order.
+    """The files of a folder, a wildcard, a `{000..127}` range, or a list of these, in order; or of a Manifest.
 
     `owner` is who asks, for messages. `extensions` keeps only files that end so; of folders and
     wildcards `preferred` endings do, where there are any. Picklable, small, thread-safe.
@@ -45,18 +47,48 @@ class FileList:
         extensions: str | Iterable[str] | None = None,
         preferred: tuple[str, ...] = (),
         recursive: bool = True,
+        labelled: bool = False,
     ) -> None:
-        patterns = _as_list(urls, owner)
         wanted = _as_extensions(extensions)
-        self.remote = Remote(patterns[0], storage_options)
-        self.shown = redact(patterns[0]) + (f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else "")
-        self._root, paths = self._list(patterns, wanted, preferred, recursive)
-        length = len(self._root)
-        self.names = Names(path[length:] for path in paths)
+        self.labels: Labels | None = None
+        if isinstance(urls, Manifest):
+            if urls.label is not None and not labelled:
+                raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
+            self.shown = urls.shown
+            self.remote = Remote(first_url(urls, storage_options), storage_options)
+            self._root, self.names, self.labels = self._read(urls, storage_options, wanted)
+            self.identity = (*urls.identity, *_narrowed(wanted, True))
+        else:
+            patterns = _as_list(urls, owner)
+            self.remote = Remote(patterns[0], storage_options)
+            more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
+            self.shown = redact(patterns[0]) + more
+            self._root, paths = self._list(patterns, wanted, preferred, recursive)
+            length = len(self._root)
+            self.names = Names(path[length:] for path in paths)
+            self.identity = _identity(self.remote, patterns, wanted, recursive)
         scheme = "" if self.remote.is_local or "://" in self._root else f"{self.remote.protocol}://"
         self._shown_root = redact(scheme + self._root)
-        self.digest = self.names.digest
-        self.identity = _identity(self.remote, patterns, wanted, recursive)
+        self.digest = self.names.digest + ("" if self.labels is None else self.labels.digest)
+
+    def _read(
+        self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
+    ) -> tuple[str, Names, Labels | None]:
+        """The common root of what a manifest lists, and the names below it; the labels, if it has any."""
+        path, names, labels = path_of(self.remote), NamesBuilder(), LabelsBuilder()
+        for url, label in manifest.rows(storage_options):
+            if not wanted or redact(url).lower().endswith(wanted):
+                names.add(path(url))
+                if manifest.label is not None:
+                    labels.add(label)
+        if not len(names):
+            raise SourceError(
+                f"{self.shown}: no file of the manifest ends in {', '.join(wanted)}; check extensions="
+            )
+        root = names.common.partition("?")[0]
+        root = root[: root.rfind("/") + 1]
+        root = "" if root.endswith("://") else root  # not up to a URL's scheme alone
+        return root, names.names(root), None if manifest.label is None else labels.labels()
 
     def _list(
         self, patterns: Sequence[str], wanted: tuple[str, ...], preferred: tuple[str, ...], recursive: bool
@@ -122,8 +154,10 @@ def _identity(
     if len(where) > 1:
         text = chr(0).join(where).encode("utf-8", "surrogateescape")
         parts.append(f"{len(where)} urls {xxhash.xxh3_64_hexdigest(text)}")
-    if wanted:
-        parts.append(f"extensions={','.join(wanted)}")
-    if not recursive:
-        parts.append("flat")
-    return tuple(parts)
+    return (*parts, *_narrowed(wanted, recursive))
+
+
+def _narrowed(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
+    """What names, in a fingerprint, the files that are left out."""
+    parts = [f"extensions={','.join(wanted)}"] if wanted else []
+    return (*parts, *(() if recursive else ("flat",)))

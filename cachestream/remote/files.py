@@ -28,7 +28,8 @@ class FileSource:
 
     label: "folder" gives images an int "label", the place of their parent folder's name among all
     such names in order (`label_names`), as torchvision's ImageFolder does; there is none where
-    all files lie in the root itself. A function of the key labels every file. None: no labels.
+    all files lie in the root itself. A function of the key labels every file. None: no labels. Of a
+    `Manifest` with labels: those, for every file.
 
     storage_options go to fsspec's driver and may hold secrets: they are shown nowhere.
     extensions keeps only files that end so (".jpg", "png"); recursive=False keeps to the folder
@@ -56,7 +57,12 @@ class FileSource:
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
         self._files = FileList(
-            urls, storage_options, owner="FileSource", extensions=extensions, recursive=recursive
+            urls,
+            storage_options,
+            owner="FileSource",
+            extensions=extensions,
+            recursive=recursive,
+            labelled=True,
         )
         self._remote = self._files.remote
         self._label = label
@@ -65,7 +71,10 @@ class FileSource:
         where, *options = self._files.identity
         self.fingerprint = "files:" + "|".join((where, labelled, *options, *self._images.identity))
         self.label_names: tuple[str, ...] = ()
-        if label == "folder":
+        self._labels = self._files.labels if label == "folder" else None
+        if self._labels is not None:
+            self.label_names = self._labels.names
+        elif label == "folder":
             folders = {_folder_of(name) for name in self._files.names}
             self.label_names = tuple(sorted(folders)) if folders != {""} else ()
         self._label_index = {name: index for index, name in enumerate(self.label_names)}
@@ -90,6 +99,8 @@ class FileSource:
         if callable(self._label):
             with foreign_errors(f"label({key!r})"):
                 sample["label"] = self._label(key)
+        elif self._labels is not None:
+            sample["label"] = self._labels[unit]
         elif self.label_names and is_image(extension):
             sample["label"] = self._label_index[_folder_of(self._files.names[unit])]
         yield key, sample

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from itertools import pairwise, takewhile
+from typing import Final, overload
 
 import numpy as np
 import xxhash
 
-__all__ = ["Names"]
+from cachestream.model import IntArray
+
+__all__ = ["Names", "NamesBuilder"]
+
+_CUT_AT_ONCE: Final = 65_536
 
 
 class Names(Sequence[str]):
@@ -26,6 +32,13 @@ class Names(Sequence[str]):
         self._offsets = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=self._offsets[1:])
         self._block = b"".join(encoded)
+
+    @classmethod
+    def of_block(cls, block: bytes, offsets: IntArray) -> Names:
+        """Names whose bytes lie in `block`, name i from `offsets[i]` to `offsets[i + 1]`."""
+        names = cls(())
+        names._block, names._offsets = block, offsets
+        return names
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -61,3 +74,47 @@ class Names(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"<{len(self):,} names, {self.nbytes:,} bytes>"
+
+
+class NamesBuilder:
+    """Names that come one by one, without a Python object kept for each."""
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+        self._offsets = array("q", [0])
+        self._least = self._greatest = b""
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def add(self, name: str) -> None:
+        encoded = os.fsencode(name)
+        if not len(self):
+            self._least = self._greatest = encoded
+        elif encoded < self._least:
+            self._least = encoded
+        elif encoded > self._greatest:
+            self._greatest = encoded
+        self._block += encoded
+        self._offsets.append(len(self._block))
+
+    @property
+    def common(self) -> str:
+        """What all names begin with: as much as the first and the last of them in order share."""
+        pairs = zip(self._least, self._greatest, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return os.fsdecode(self._least[:same])
+
+    def names(self, root: str = "") -> Names:
+        """The names without `root`, with which all begin. The builder is empty then."""
+        cut, count = len(os.fsencode(root)), len(self)
+        offsets = np.frombuffer(self._offsets, np.int64)
+        block, self._block = self._block, bytearray()
+        if cut:
+            whole, block = memoryview(block), bytearray()
+            for first in range(0, count, _CUT_AT_ONCE):
+                ends = offsets[first : first + _CUT_AT_ONCE + 1].tolist()
+                block += b"".join(whole[a + cut : b] for a, b in pairwise(ends))
+        offsets = offsets - cut * np.arange(count + 1)
+        self._offsets = array("q", [0])
+        return Names.of_block(bytes(block), offsets)

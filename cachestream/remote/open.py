@@ -17,6 +17,7 @@ from cachestream.remote.functions import CallableSource
 from cachestream.remote.iterables import IterableSource, is_iterable
 from cachestream.remote.litdata import LitDataSource
 from cachestream.remote.locate import is_zarr, split_dataset
+from cachestream.remote.manifest import Manifest, first_url
 from cachestream.remote.mds import MDSSource
 from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
@@ -34,6 +35,16 @@ _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
     **dict.fromkeys(TFRECORD_ENDINGS, TFRecordSource),
     ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
 }
+_BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
+    "array": ArraySource,
+    "files": FileSource,
+    "litdata": LitDataSource,
+    "mds": MDSSource,
+    "parquet": ParquetSource,
+    "tar": TarSource,
+    "tfrecord": TFRecordSource,
+}
+_INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _AFTER_NAME: Final = re.compile(r"[/*]+$")
 
 
@@ -41,7 +52,9 @@ def open_source(what: Any, **options: Any) -> Source:
     """The source for `what`.
 
     A path, a URL, a wildcard or a list of them: by its ending, else a `FileSource`; with `window=`,
-    or as a dict of them by name, an `ArraySource`. A function
+    or as a dict of them by name, an `ArraySource`; or by `format=`: "mds" and "litdata", which no ending
+    tells, "tar", "parquet", "tfrecord", "array", "files". A `Manifest`, or with `manifest=True` (or a dict
+    of its options) a path or URL of one: what it lists, by the ending of the first. A function
     `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
     map-style torch Dataset: a `DatasetSource`. Anything else that can be iterated again and again, such
     as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
@@ -51,9 +64,12 @@ def open_source(what: Any, **options: Any) -> Source:
         if options:
             raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
         return what
-    if isinstance(what, str | os.PathLike) or _is_list_of_urls(what):
-        first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
-        return _make(ArraySource if "window" in options else _by_ending(first), (what,), options)
+    if (listed := options.pop("manifest", None)) not in (None, False):
+        what = _as_manifest(what, listed)
+    if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
+        return _open_urls(what, options)
+    if "format" in options:
+        raise ConfigError(f"format={options['format']!r} is for paths and URLs")
     if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
         return _make(ArraySource, (what,), options)
     if is_iterable(what):
@@ -63,6 +79,44 @@ def open_source(what: Any, **options: Any) -> Source:
     if callable(what) and not isinstance(what, type):
         return _make(CallableSource, (what,), options)
     raise ConfigError(f"open_source() cannot read {_describe(what)}")
+
+
+def _open_urls(what: Any, options: dict[str, Any]) -> Source:
+    wanted = options.pop("format", None)
+    if wanted is not None:
+        if wanted not in _BY_FORMAT:
+            raise ConfigError(f"format={wanted!r}: give one of {', '.join(map(repr, _BY_FORMAT))}")
+        return _make(_BY_FORMAT[wanted], (what,), options)
+    if isinstance(what, Manifest):
+        first = first_url(what, options.get("storage_options"))
+    else:
+        first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
+    kind = ArraySource if "window" in options else _by_ending(first)
+    if kind is ArraySource and isinstance(what, Manifest):
+        raise ConfigError(
+            f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
+        )
+    source = _make(kind, (what,), options)
+    if isinstance(source, FileSource):
+        # Only the listing, which is there, is looked at: to look for an index would be a request for each URL.
+        ends = (source.key(0), source.key(source.num_units - 1))
+        for name, shard in _INDEXED.items():
+            if "index.json" in ends and any(map(shard.fullmatch, ends)):
+                raise ConfigError(
+                    f"{redact(first)} holds shards of {name}: give format={name!r}, or format='files'"
+                )
+    return source
+
+
+def _as_manifest(what: Any, options: Any) -> Manifest:
+    if not isinstance(what, str | os.PathLike) or not (options is True or isinstance(options, Mapping)):
+        raise ConfigError(
+            f"manifest={options!r}: give True, or a dict of the options of Manifest, beside one path or URL"
+        )
+    known = list(inspect.signature(Manifest).parameters)[1:]
+    given = {} if options is True else dict(options)
+    reject_unknown("Manifest", {name: value for name, value in given.items() if name not in known}, known)
+    return Manifest(what, **given)
 
 
 def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[str, Any]) -> Source:
