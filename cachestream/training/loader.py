@@ -9,22 +9,22 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from cachestream.errors import ConfigError, EpochError
+from cachestream.training.cursor import Cursor
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.options import EpochSettings, check_count, refuse_unknown
+from cachestream.training.options import EpochSettings, check_count, make_weights, refuse_unknown
 from cachestream.training.prefetch import Engine, close_all
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.record import Recorder
 from cachestream.training.samplers import SamplerLike
-from cachestream.training.schedule import Delivery, Schedule
+from cachestream.training.schedule import Schedule
 from cachestream.training.state import from_state, to_state
 from cachestream.training.stats import LoaderStats, Meter
 from cachestream.training.transfer import BatchTransform, Transfer, make_transfer
@@ -38,21 +38,6 @@ __all__ = ["EpochLoader"]
 
 _instances = itertools.count()
 _RANKS_DEADLINE_S: Final = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class _Cursor:
-    """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
-
-    `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
-    """
-
-    epoch: int
-    batches: int
-    loaded: dict[str, Any] | None = None
-    segment: Segment | None = None
-    finished: bool = False
-    parcel: deque[Delivery] = field(default_factory=deque)
 
 
 class EpochLoader:
@@ -81,6 +66,8 @@ class EpochLoader:
         record: a folder, one for each run: every epoch leaves its manifest there (its shards, order and batches).
         replay: a manifest, or a folder of them: those epochs again, the same batches for the same `batch_size` and number
             of ranks, otherwise the same samples in the same order. EpochError when their shards are not cached.
+        weights: samples are drawn as often as the weights of their keys say: True for equal ones to begin with, or a
+            mapping; `update_weights` changes them. Keys without a weight have the mean one. Implies `with_keys`.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
     EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
@@ -105,6 +92,7 @@ class EpochLoader:
         with_keys: bool = False,
         record: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
+        weights: bool | Mapping[str, float] | None = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown)
@@ -123,7 +111,8 @@ class EpochLoader:
             drop_last,
             sampler,
             timeout_s,
-            with_keys,
+            with_keys=with_keys or bool(weights) or weights == {},
+            weights=make_weights(weights),
         )
         self._settings.check()
         if replay is not None:
@@ -133,7 +122,7 @@ class EpochLoader:
         self._engine = self._make_engine(make_transfer(device, prefetch + 2), batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
         weakref.finalize(self, self._engine.stop, join=False).atexit = False
-        self._cursor: _Cursor | None = None
+        self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
         self._loaded: dict[str, Any] = {}
@@ -167,22 +156,22 @@ class EpochLoader:
         self._meter.between(self._meter.clock() - began_s)
         return _Batches(self, self._cursor)
 
-    def _begin(self) -> _Cursor:
+    def _begin(self) -> Cursor:
         self._leave()
         self._apply_wanted_epoch()
         request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
         close_all(self._schedule.begin(None, request.epoch))
-        return _Cursor(request.epoch, request.done, self._loaded if request.records else None)
+        return Cursor(request.epoch, request.done, self._loaded if request.records else None)
 
-    def _once_more(self) -> _Cursor | None:
+    def _once_more(self) -> Cursor | None:
         """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
         cursor = self._running
         if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
             return None
         self._wanted_epoch = None
-        return _Cursor(cursor.epoch, cursor.batches, cursor.loaded)
+        return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
 
-    def _next(self, cursor: _Cursor) -> Any:
+    def _next(self, cursor: Cursor) -> Any:
         if cursor is not self._cursor:
             raise EpochError(
                 f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
@@ -200,7 +189,7 @@ class EpochLoader:
         self._meter.delivered(delivery.size, delivery.skipped, wait_s)
         return self._engine.transfer.receive(delivery.staged)
 
-    def _fetch(self, cursor: _Cursor) -> float:
+    def _fetch(self, cursor: Cursor) -> float:
         """Wait for the next batches; returns how long that took, in seconds."""
         began_s = self._meter.clock()
         try:
@@ -219,7 +208,7 @@ class EpochLoader:
         cursor.parcel = parcel.batches
         return self._meter.clock() - began_s
 
-    def _enter(self, cursor: _Cursor, segment: Segment) -> None:
+    def _enter(self, cursor: Cursor, segment: Segment) -> None:
         """The first batch of `segment` has come."""
         self._count_reuse(cursor)
         close_all(self._schedule.passed(segment))
@@ -246,7 +235,7 @@ class EpochLoader:
             cursor.segment = None  # and with it the maps
         cursor.parcel = deque()
 
-    def _count_reuse(self, cursor: _Cursor) -> None:
+    def _count_reuse(self, cursor: Cursor) -> None:
         segment = cursor.segment
         if segment is not None:
             self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
@@ -262,7 +251,7 @@ class EpochLoader:
         close_all(self._schedule.jump(request))
 
     @property
-    def _running(self) -> _Cursor | None:
+    def _running(self) -> Cursor | None:
         return self._cursor if self._cursor is not None and not self._cursor.finished else None
 
     # --- epochs
@@ -319,6 +308,10 @@ class EpochLoader:
         """
         if self._recorder is not None:
             self._recorder.flush()
+        weights = self._settings.weights
+        return self._position() if weights is None else self._position() | {"weights": weights.to_state()}
+
+    def _position(self) -> dict[str, Any]:
         cursor = self._running
         if cursor is None or cursor.segment is None:
             loaded = cursor.loaded if cursor is not None else self._loaded if self._planned.records else None
@@ -337,11 +330,21 @@ class EpochLoader:
         Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for another value.
         """
         request = from_state(state)
+        if self._settings.weights is not None and "weights" in state:
+            self._settings.weights.load(state["weights"])
         self._leave()
         self._cursor = None
         self._wanted_epoch = None
         self._loaded = state
         self._jump(request)
+
+    def update_weights(self, keys: Sequence[str], values: Any) -> None:
+        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more): their losses,
+        say. Epochs that are prepared from now on draw by them; ranks exchange theirs then. Needs `weights=`.
+        """
+        if self._settings.weights is None:
+            raise ConfigError("update_weights() needs EpochLoader(weights=True)")
+        self._settings.weights.update(keys, values)
 
     @property
     def stats(self) -> LoaderStats:
@@ -374,7 +377,7 @@ class EpochLoader:
 class _Batches(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, loader: EpochLoader, cursor: _Cursor) -> None:
+    def __init__(self, loader: EpochLoader, cursor: Cursor) -> None:
         self._loader = loader
         self._cursor = cursor
 

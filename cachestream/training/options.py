@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -9,8 +10,9 @@ from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError
 from cachestream.training.replay import Replay
 from cachestream.training.samplers import SamplerLike, check_sampler
+from cachestream.training.weights import KeyWeights
 
-__all__ = ["EpochSettings", "check_count", "refuse_unknown"]
+__all__ = ["EpochSettings", "check_count", "make_weights", "refuse_unknown"]
 
 _OPTIONS: Final = [
     "shuffle",
@@ -27,9 +29,9 @@ _OPTIONS: Final = [
     "with_keys",
     "record",
     "replay",
+    "weights",
 ]
 _HINTS: Final = {
-    "weights": "give sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))",
     "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
     "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
     "batch_sampler": "give it as sampler=",
@@ -60,6 +62,7 @@ class EpochSettings:
     timeout_s: float
     with_keys: bool = False
     replay: Replay | None = None
+    weights: KeyWeights | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -67,17 +70,19 @@ class EpochSettings:
         return {name: getattr(self, name) for name in names} | {
             "sampler": self.sampler is not None,
             "replay": self.replay is not None,
+            "weights": self.weights is not None,
         }
 
     def to_record(self) -> dict[str, Any]:
         """What a manifest tells its readers of the job."""
         names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
         sampler = None if self.sampler is None else type(self.sampler).__name__
+        sampler = "weights" if self.weights is not None else sampler
         return {name: getattr(self, name) for name in names} | {"sampler": sampler}
 
     def of_replay(self, path: str) -> EpochSettings:
         """These settings for a replay of the manifests at `path`, which say what is drawn."""
-        for name in ("epoch_size", "min_samples", "sampler"):
+        for name in ("epoch_size", "min_samples", "sampler", "weights"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
         # Orders end where the recorded ones did: what seems to be a rest was a batch.
@@ -98,6 +103,20 @@ class EpochSettings:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
         if self.sampler is not None:
             check_sampler(self.sampler)
+            if self.weights is not None:
+                raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
+
+
+def make_weights(weights: object) -> KeyWeights | None:
+    """The weights that `weights=` asks for: none, equal ones to begin with, or those of a mapping."""
+    if weights is None or weights is False:
+        return None
+    if weights is True or isinstance(weights, Mapping):
+        return KeyWeights(None if weights is True else weights)
+    raise ConfigError(
+        f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by position "
+        "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
+    )
 
 
 def refuse_unknown(unknown: dict[str, object]) -> None:

@@ -16,15 +16,14 @@ from cachestream.errors import (
     RankMismatchError,
 )
 from cachestream.model import IntArray
-from cachestream.permutation import mix_key
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.drawing import draw_order, rounds_of
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.holding import Held, Holder, Watch
 from cachestream.training.options import EpochSettings
 from cachestream.training.plan import Plan, count_batches
 from cachestream.training.ranks import Cancelled, Payload, Ranks
-from cachestream.training.resume import OrderKind, Record, rebuild, translate
-from cachestream.training.samplers import evaluate
+from cachestream.training.resume import Record, rebuild, translate
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
@@ -79,16 +78,19 @@ class Preparer:
                 self._await_samples(request, cancelled)
                 watch = Watch(time.monotonic() + budget_s, cancelled)
                 held = self._holder.hold(ranks, request, self._remaining(request), watch)
-                segment = self._lay_out(request, held)
+                segment = self._lay_out(request, held, cancelled)
             except Exception as error:
                 if not isinstance(error, Cancelled):
-                    ranks.report(request.name, error)
+                    for name in (request.name, *rounds_of(request)):
+                        ranks.report(name, error)
                 raise
             self._agree(segment, cancelled)
         except BaseException:
             if held is not None:
                 held.lease.release()
             raise
+        if self._settings.weights is not None and held.gone is None:
+            self._settings.weights.confirm()
         self._holder.maps = held.maps
         self.last_s = time.monotonic() - began_s
         return segment
@@ -138,68 +140,46 @@ class Preparer:
 
     # --- order and plan
 
-    def _remaining(self, request: Request, share: int | None = None) -> int | None:
-        """How many samples the epoch still takes from an order that `share` ranks split; None: all it has."""
+    def _remaining(self, request: Request) -> int | None:
+        """How many samples the epoch still takes from the order that a cache's ranks split; None: all it has."""
         if self._settings.epoch_size is None:
             return None
-        share = len(self.ranks.group) if share is None else share
+        share = len(self.ranks.group)
         return max(0, self._settings.epoch_size * share // self.ranks.size - request.drawn)
 
-    def _lay_out(self, request: Request, held: Held) -> Segment:
+    def _lay_out(self, request: Request, held: Held, cancelled: Callable[[], bool]) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
-        group, shared, missing = self.ranks.group, True, 0
+        group, missing = self.ranks.group, 0
         given = held.replayed or (request.records or {}).get(self._cache.cache_id)
         if given is not None and held.gone is not None:
             record = given.cut(0, held.gone)
         else:
-            record, shared = self._new_record(request, dataset)
+            remaining = self._remaining(request)
+            record = draw_order(self._settings, request, dataset, self.ranks, remaining, cancelled)
         order, bounds = rebuild(record)
         if request.records and held.gone != ():
             expected = rebuild(given or next(iter(request.records.values())))[0].size
             missing = expected if held.gone is None else expected - order.size
-        share = len(group) if shared else 1
-        plan, total = self._plan(request, order.size, bounds, share)
+        plan, total = self._plan(request, order.size, bounds, len(group))
         if held.rest is not None:
-            total += held.rest.batches(plan.batch_size, share)
+            total += held.rest.batches(plan.batch_size, len(group))
         return Segment(
             request,
             dataset,
             held.maps,
             translate(order, record, held.snapshot),
             plan,
-            group.index(self.ranks.rank) if shared else 0,
+            group.index(self.ranks.rank),
             total,
             record,
             missing,
             with_keys=self._settings.with_keys,
         )
 
-    def _new_record(self, request: Request, dataset: EpochDataset) -> tuple[Record, bool]:
-        """How a new snapshot's samples are ordered, and whether the group's ranks share that order."""
-        settings, snapshot = self._settings, dataset.snapshot
-        key = mix_key(settings.seed, request.epoch, request.index)
-        drawn = snapshot.num_samples
-        remaining = self._remaining(request)
-        if settings.sampler is None:
-            drawn = drawn if remaining is None else min(drawn, remaining)
-            kind: OrderKind = "shuffled" if settings.shuffle else "sequential"
-            return Record(snapshot.shard_ids, snapshot.counts, kind, drawn, key), True
-        chosen = evaluate(settings.sampler, dataset, request.epoch, key)
-        listed = Record(
-            snapshot.shard_ids,
-            snapshot.counts,
-            "listed",
-            len(chosen.indices),
-            key,
-            chosen.indices,
-            chosen.bounds,
-        )
-        return listed, chosen.shared
-
     def _plan(self, request: Request, size: int, bounds: IntArray | None, share: int) -> tuple[Plan, int]:
         """The plan of this rank, and how many batches the epoch would have if it were for this rank alone."""
         batch_size, drop_last = self._settings.batch_size, self._settings.drop_last
-        remaining = self._remaining(request, share)
+        remaining = self._remaining(request)
         if bounds is not None:
             batches = (len(bounds) - 1) // share
             return Plan(size, batch_size, share, batches, bounds), request.done + batches

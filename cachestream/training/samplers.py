@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler, WeightedRandomSampler
 
 from cachestream.errors import ConfigError
 from cachestream.model import IntArray
@@ -62,7 +62,7 @@ def evaluate(sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int) 
     finally:
         for part in seeded:
             part.generator = None
-    shared = isinstance(fitted, DistributedSampler) or not hasattr(fitted, "num_replicas")
+    shared = not _splits(fitted)
     return _selection(drawn, len(dataset), shared)  # type: ignore[arg-type]
 
 
@@ -73,6 +73,12 @@ def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
         sampler = copy.copy(sampler)
         sampler.dataset, sampler.num_replicas, sampler.rank = dataset, 1, 0
         sampler.num_samples = sampler.total_size = len(dataset)  # type: ignore[arg-type]
+    elif isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != len(dataset):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"the WeightedRandomSampler has {len(sampler.weights)} weights for a dataset of {len(dataset)}: "  # type: ignore[arg-type]
+            "the cache changes from epoch to epoch; give a function that gets the dataset and returns a sampler, "
+            "or weights by key (weights=)"
+        )
     elif hasattr(sampler, "data_source"):
         sampler = copy.copy(sampler)
         sampler.data_source = dataset
@@ -82,6 +88,13 @@ def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     return sampler
+
+
+def _splits(sampler: Any) -> bool:
+    """Whether the sampler, or one inside it, is of the user's own and gives this rank its share."""
+    if isinstance(sampler, DistributedSampler):
+        return False  # fitted: it gives everything
+    return hasattr(sampler, "num_replicas") or (hasattr(sampler, "sampler") and _splits(sampler.sampler))
 
 
 def _without_generator(sampler: Any) -> list[Any]:

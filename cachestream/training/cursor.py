@@ -1,0 +1,27 @@
+"""Where the trainer is in a loader's epochs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachestream.training.epoch import Segment
+from cachestream.training.schedule import Delivery
+
+__all__ = ["Cursor"]
+
+
+@dataclass(slots=True, eq=False)
+class Cursor:
+    """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
+
+    `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
+    """
+
+    epoch: int
+    batches: int
+    loaded: dict[str, Any] | None = None
+    segment: Segment | None = None
+    finished: bool = False
+    parcel: deque[Delivery] = field(default_factory=deque)

@@ -1,0 +1,125 @@
+"""How a new snapshot's samples are ordered, for all ranks of a cache together: the one list that they split."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+
+import numpy as np
+
+from cachestream.errors import RankMismatchError
+from cachestream.model import IntArray
+from cachestream.permutation import mix_key
+from cachestream.training.dataset import EpochDataset
+from cachestream.training.epoch import Request
+from cachestream.training.options import EpochSettings
+from cachestream.training.ranks import Payload, Ranks
+from cachestream.training.resume import OrderKind, Record
+from cachestream.training.samplers import Selection, evaluate
+from cachestream.training.weights import KeyWeights, draw
+
+__all__ = ["draw_order", "interleave", "rounds_of"]
+
+Cancelled = Callable[[], bool]
+
+
+def rounds_of(request: Request) -> tuple[str, str]:
+    """The names of the rounds in which ranks may exchange something before the one that settles the segment."""
+    return f"{request.name}.lists", f"{request.name}.order"
+
+
+def draw_order(
+    settings: EpochSettings,
+    request: Request,
+    dataset: EpochDataset,
+    ranks: Ranks,
+    remaining: int | None,
+    cancelled: Cancelled,
+) -> Record:
+    """The order of a segment, of `remaining` samples at most (None: as many as there are).
+
+    Raises whatever the sampler raises, ConfigError for samples that are not there, and as `Ranks.agree` does.
+    """
+    snapshot = dataset.snapshot
+    key = mix_key(settings.seed, request.epoch, request.index)
+    drawn = snapshot.num_samples if remaining is None else min(snapshot.num_samples, remaining)
+    if settings.weights is not None:
+        listed = _weighted(settings.weights, request, dataset, ranks, (drawn, key), cancelled)
+        return Record(snapshot.shard_ids, snapshot.counts, "listed", len(listed), key, listed)
+    if settings.sampler is None:
+        kind: OrderKind = "shuffled" if settings.shuffle else "sequential"
+        return Record(snapshot.shard_ids, snapshot.counts, kind, drawn, key)
+    chosen = evaluate(settings.sampler, dataset, request.epoch, key)
+    if not chosen.shared and len(ranks.group) > 1:
+        chosen = _together(chosen, settings, request, ranks, cancelled)
+    size, bounds = len(chosen.indices), chosen.bounds
+    return Record(snapshot.shard_ids, snapshot.counts, "listed", size, key, chosen.indices, bounds)
+
+
+def _weighted(
+    weights: KeyWeights,
+    request: Request,
+    dataset: EpochDataset,
+    ranks: Ranks,
+    how: tuple[int, int],
+    cancelled: Cancelled,
+) -> IntArray:
+    """What the leader draws, from the updates of all ranks: none of the others needs to know as much as it does."""
+    exchange, order = rounds_of(request)
+    answers = ranks.agree(exchange, {"updates": weights.pending()}, cancelled)
+    weights.settle(answer["updates"] for answer in answers)
+
+    def make() -> Payload:
+        return {"drawn": _pack(draw(weights.of_snapshot(dataset.snapshot), *how))}
+
+    return _unpack(ranks.share(order, make, cancelled)["drawn"])
+
+
+def _together(
+    mine: Selection, settings: EpochSettings, request: Request, ranks: Ranks, cancelled: Cancelled
+) -> Selection:
+    """What the samplers of all ranks chose, each for itself, as the one order that gives each rank its own."""
+    answers = ranks.agree(
+        rounds_of(request)[0],
+        {
+            "drawn": _pack(mine.indices),
+            "bounds": None if mine.bounds is None else _pack(mine.bounds),
+        },
+        cancelled,
+    )
+    lists = [_unpack(answers[rank]["drawn"]) for rank in ranks.group]
+    cuts = [answers[rank]["bounds"] for rank in ranks.group]
+    if any(cut is None for cut in cuts) and not all(cut is None for cut in cuts):
+        raise RankMismatchError(
+            "some ranks' samplers give batches, others samples: give all the same sampler"
+        )
+    bounds = None if cuts[0] is None else [_unpack(cut) for cut in cuts]
+    return interleave(lists, bounds, settings.batch_size)
+
+
+def interleave(lists: list[IntArray], bounds: list[IntArray] | None, batch_size: int) -> Selection:
+    """One order, of which each rank gets its own list when they split it: batch by batch, in turns.
+
+    As many batches as the shortest list has, the last one of as many samples from each as all of them have.
+    """
+    if bounds is not None:
+        batches = [
+            lists[rank][bounds[rank][i] : bounds[rank][i + 1]]
+            for i in range(min(map(len, bounds)) - 1)
+            for rank in range(len(lists))
+        ]
+        ends = np.cumsum([0, *map(len, batches)]).astype(np.int64)
+        return Selection(np.concatenate([np.empty(0, np.int64), *batches]), ends, shared=True)
+    least = min(map(len, lists))
+    whole = least - least % batch_size
+    heads = np.stack([indices[:whole].reshape(-1, batch_size) for indices in lists], axis=1)
+    tails = [indices[whole:least] for indices in lists]
+    return Selection(np.concatenate([heads.reshape(-1), *tails]), None, shared=True)
+
+
+def _pack(numbers: IntArray) -> str:
+    return base64.b64encode(numbers.astype("<i8").tobytes()).decode()
+
+
+def _unpack(text: str) -> IntArray:
+    return np.frombuffer(base64.b64decode(text), "<i8").astype(np.int64)

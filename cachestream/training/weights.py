@@ -1,0 +1,182 @@
+"""Weights by key: they outlive the epochs that their samples are drawn in, and evictions, and arrivals.
+
+A key is known by its 64-bit hash, so a weight takes 12 bytes, whatever the key. An epoch draws each sample as often as
+its share of the weights says: `n * w / sum(w)` times, rounded up or down at random (systematic sampling, Madow 1949),
+so that equal weights draw every sample once.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from cachestream.errors import ConfigError, CorruptShardError
+from cachestream.model import KEY_FIELD, IntArray, Snapshot
+from cachestream.permutation import Permutation, mix_key
+from cachestream.storage.shard import MappedShard, shard_path
+
+__all__ = ["KeyWeights", "draw"]
+
+_OFFSET_KEY: Final = 1
+_SHUFFLE_KEY: Final = 2
+
+Hashes = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+Packed = dict[str, str]  # hashes and float32 weights, as base64: JSON, in stores and checkpoints
+
+
+class KeyWeights:
+    """The weights of all keys that were ever given one. Thread-safe.
+
+    The trainer's `update`s wait until the next epoch is prepared, when all ranks exchange them.
+    """
+
+    def __init__(self, initial: Mapping[str, float] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._hashes: Hashes = np.empty(0, np.uint64)
+        self._weights = np.empty(0, np.float32)
+        self._pending: list[tuple[Hashes, npt.NDArray[np.float32]]] = []
+        self._sent = 0
+        self._of_shards: dict[int, Hashes] = {}
+        if initial:
+            self.update(list(initial), list(initial.values()))
+
+    def update(self, keys: Sequence[str], values: Any) -> None:
+        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for others."""
+        weights = torch.as_tensor(values).detach().to("cpu", torch.float32).numpy().reshape(-1).copy()
+        if isinstance(keys, str) or len(keys) != len(weights):
+            raise ConfigError(
+                f"update_weights() got {len(keys)} keys and {len(weights)} values: give one for each"
+            )
+        if not (np.isfinite(weights).all() and (weights >= 0).all()):
+            raise ConfigError("update_weights(): weights must be finite and 0 or more")
+        hashes = np.array([xxhash.xxh3_64_intdigest(_bytes(key)) for key in keys], np.uint64)
+        with self._lock:
+            self._pending.append((hashes, weights))
+
+    def of(self, hashes: Hashes) -> Floats:
+        """The weights of the keys behind `hashes`; those that have none yet get the mean of the others, or 1 if it is 0."""
+        with self._lock:
+            known, weights = self._hashes, self._weights
+        if not len(known):
+            return np.ones(len(hashes))
+        places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+        found = known[places] == hashes
+        values = weights[places].astype(np.float64)
+        mean = float(values[found].mean()) if found.any() else 0.0
+        return np.where(found, values, mean or 1.0)
+
+    def of_snapshot(self, snapshot: Snapshot) -> Floats:
+        """The weight of each sample of `snapshot`, float64 `[num_samples]`. For one thread."""
+        known, self._of_shards = self._of_shards, {}
+        for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
+            found = known.get(shard_id)
+            self._of_shards[shard_id] = _read(snapshot.root, shard_id, count) if found is None else found
+        return self.of(np.concatenate(list(self._of_shards.values())))
+
+    # --- between ranks, and checkpoints
+
+    def pending(self) -> Packed:
+        """The updates that wait."""
+        with self._lock:
+            waiting = list(self._pending)
+            self._sent = len(waiting)
+        return _pack(*_latest(waiting))
+
+    def settle(self, updates: Iterable[Packed]) -> None:
+        """Take the `updates` of all ranks in, later ones over earlier ones."""
+        with self._lock:
+            self._hashes, self._weights = _latest(
+                [(self._hashes, self._weights), *(_unpack(packed) for packed in updates)]
+            )
+
+    def confirm(self) -> None:
+        """All ranks have taken in what `pending` gave. Not before that: a rank that jumps away has not, and others have."""
+        with self._lock:
+            del self._pending[: self._sent]
+            self._sent = 0
+
+    def to_state(self) -> Packed:
+        """All of them, those that wait included."""
+        with self._lock:
+            return _pack(*_latest([(self._hashes, self._weights), *self._pending]))
+
+    def load(self, state: Packed) -> None:
+        """Be as when `to_state` was called; raises ConfigError for another value."""
+        try:
+            hashes, weights = _unpack(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"these are no weights of an EpochLoader ({error!r})") from error
+        with self._lock:
+            self._pending.clear()
+            self._sent = 0
+            self._hashes, self._weights = hashes, weights
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+
+def draw(weights: Floats, count: int, key: int) -> IntArray:
+    """`count` samples in a random order, each about `count * w / sum(w)` times: int64 `[count]`."""
+    total = float(weights.sum())
+    ends = np.cumsum(weights if total else np.ones(len(weights)))
+    offset = mix_key(key, _OFFSET_KEY) / 2.0**64
+    points = (np.arange(count) + offset) * (ends[-1] / count)
+    # Rounding may put the last point on the end; a sample of weight 0 is never the first that ends after a point.
+    last = int(np.searchsorted(ends, ends[-1]))
+    chosen = np.minimum(np.searchsorted(ends, points, side="right"), last)
+    order = Permutation(count, mix_key(key, _SHUFFLE_KEY)).at(np.arange(count, dtype=np.int64))
+    drawn: IntArray = chosen[order].astype(np.int64)
+    return drawn
+
+
+def _read(root: str, shard_id: int, count: int) -> Hashes:
+    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, which whoever gathers from it puts aside."""
+    try:
+        shard = MappedShard(shard_path(root, shard_id))
+    except CorruptShardError:
+        return np.zeros(count, np.uint64)
+    try:
+        text = shard.array(KEY_FIELD).tobytes()
+        offsets = shard.array(f"{KEY_FIELD}#offsets").tolist()
+    finally:
+        shard.close()
+    pairs = itertools.pairwise(offsets)
+    return np.array([xxhash.xxh3_64_intdigest(text[start:stop]) for start, stop in pairs], np.uint64)
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
+
+
+def _latest(
+    parts: Sequence[tuple[Hashes, npt.NDArray[np.float32]]],
+) -> tuple[Hashes, npt.NDArray[np.float32]]:
+    """Sorted by hash, of each the last weight given."""
+    hashes = np.concatenate([np.empty(0, np.uint64), *(part[0] for part in parts)])
+    weights = np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
+    order = np.argsort(hashes, kind="stable")
+    hashes, weights = hashes[order], weights[order]
+    last = np.append(hashes[1:] != hashes[:-1], True) if len(hashes) else np.empty(0, np.bool_)
+    return hashes[last], weights[last]
+
+
+def _pack(hashes: Hashes, weights: npt.NDArray[np.float32]) -> Packed:
+    values = {"keys": hashes.astype("<u8"), "weights": weights.astype("<f4")}
+    return {name: base64.b64encode(array.tobytes()).decode() for name, array in values.items()}
+
+
+def _unpack(packed: Packed) -> tuple[Hashes, npt.NDArray[np.float32]]:
+    hashes = np.frombuffer(base64.b64decode(packed["keys"]), "<u8").astype(np.uint64)
+    weights = np.frombuffer(base64.b64decode(packed["weights"]), "<f4").astype(np.float32)
+    if len(hashes) != len(weights):
+        raise ValueError(f"{len(hashes)} keys for {len(weights)} weights")
+    return hashes, weights

@@ -1,0 +1,190 @@
+"""Samplers mean the same everywhere: in a DataLoader over the dataset, in the loader, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import data
+
+import cachestream as cs
+from cachestream import ConfigError, EpochLoader
+from cachestream.training.drawing import interleave
+from cachestream.training.plan import Plan, batch_positions, count_batches
+from tests.support.caches import add_shard, numbered
+from tests.training.conftest import NewCache, NewJob
+
+
+class Strided(data.Sampler[int]):
+    """A user's own: every third sample, shuffled by its own seed and the epoch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        places = np.arange(0, len(self.dataset), 3)
+        yield from np.random.default_rng(self.epoch).permutation(places).tolist()
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def by_half(dataset: Any) -> list[float]:
+    return [float(n >= len(dataset) // 2) for n in range(len(dataset))]
+
+
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "random": lambda dataset: data.RandomSampler(dataset, generator=seeded()),
+    "sequential": data.SequentialSampler,
+    "subset": lambda dataset: data.SubsetRandomSampler(range(0, len(dataset), 2), generator=seeded()),
+    "weighted": lambda dataset: data.WeightedRandomSampler(by_half(dataset), 30, generator=seeded()),
+    "with replacement": lambda dataset: data.RandomSampler(dataset, True, 20, generator=seeded()),
+    "a user's own": Strided,
+}
+BATCHED: dict[str, Callable[[Any], Any]] = {
+    "batches": lambda dataset: data.BatchSampler(data.RandomSampler(dataset, generator=seeded()), 5, True),
+    "batches with a rest": lambda dataset: data.BatchSampler(data.SequentialSampler(dataset), 5, False),
+    "batches of all sizes": lambda dataset: [
+        list(range(n, min(2 * n, len(dataset)))) for n in (1, 2, 4, 8, 16)
+    ],
+    "batches of a user's own": lambda dataset: data.BatchSampler(Strided(dataset), 2, False),
+}
+
+
+def batches_of(loader: Any) -> list[list[int]]:
+    return [batch["number"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_loader_draws_what_a_dataloader_over_the_dataset_draws(name: str, new_cache: NewCache) -> None:
+    cache, make = new_cache(4, 9), SAMPLERS[name]
+    with cache.snapshot() as dataset:
+        ordinary = data.DataLoader(dataset, 4, sampler=make(dataset), collate_fn=cs.collate, drop_last=True)
+        expected = batches_of(ordinary)
+    with EpochLoader(cache, 4, sampler=make) as loader:
+        assert batches_of(loader) == expected
+    assert expected
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_batch_sampler_in_the_loader_gives_the_batches_that_it_gives_a_dataloader(
+    name: str, new_cache: NewCache
+) -> None:
+    cache, make = new_cache(4, 9), BATCHED[name]
+    with cache.snapshot() as dataset:
+        expected = batches_of(data.DataLoader(dataset, batch_sampler=make(dataset), collate_fn=cs.collate))
+    with EpochLoader(cache, 4, sampler=make) as loader:
+        assert len(loader) == len(expected)
+        assert batches_of(loader) == expected
+
+
+@pytest.mark.parametrize("name", [*SAMPLERS, *BATCHED])
+def test_ranks_together_go_through_the_same_samples_in_the_same_order_whatever_their_number(
+    name: str, new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache, make = new_cache(4, 9), {**SAMPLERS, **BATCHED}[name]
+    orders = []
+    for size in (1, 2, 4):
+        results = new_job(size).run(lambda _, loader: batches_of(loader(cache, 2, sampler=make)))
+        assert len({len(batches) for batches in results}) == 1
+        orders.append([n for step in zip(*results, strict=True) for batch in step for n in batch])
+    for order in orders[1:]:
+        assert order == orders[0][: len(order)]
+        assert len(order) > len(orders[0]) - (8 if name in SAMPLERS else 32)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_distributed_sampler_gives_all_ranks_together_each_sample_once(
+    shuffle: bool, new_cache: NewCache, new_job: NewJob
+) -> None:
+    """What it would pad is not padded: no sample comes twice."""
+    cache = new_cache(5, 7)
+    for size in (1, 2, 4):
+
+        def work(rank: int, make: Any, size: int = size) -> list[list[list[int]]]:
+            sampler: Any = lambda dataset: data.DistributedSampler(dataset, size, rank, shuffle, seed=3)  # noqa: E731
+            loader = make(cache, 4, sampler=sampler, drop_last=False)
+            return [batches_of(loader) for _ in range(2)]
+
+        results = new_job(size).run(work)
+        for epoch in range(2):
+            drawn = [n for result in results for batch in result[epoch] for n in batch]
+            assert len(drawn) == len(set(drawn)) > 35 - size
+        assert (results[0][0] != results[0][1]) == shuffle
+
+
+class Bucket:
+    """A user's own distributed sampler: it gives each rank what is its, in batches if asked to."""
+
+    def __init__(self, dataset: Any, rank: int, size: int, batched: bool) -> None:
+        self.num_replicas = size
+        mine = list(range(rank, len(dataset), size))
+        self.given: list[Any] = [mine[i : i + 3] for i in range(0, len(mine), 3)] if batched else mine
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.given)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_each_rank_gets_what_its_own_sampler_gave_it_also_after_a_resume_on_all_from_one_checkpoint(
+    batched: bool, new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache = new_cache(5, 7)
+
+    def options(rank: int) -> dict[str, Any]:
+        return {"sampler": lambda dataset: Bucket(dataset, rank, 2, batched), "drop_last": False}
+
+    def head(rank: int, make: Any) -> Any:
+        loader = make(cache, 3, **options(rank))
+        batches = iter(loader)
+        first = next(batches)["number"].tolist()
+        return loader.state_dict(), first, batches_of(batches)
+
+    (state, first, rest), (_, other_first, other_rest) = new_job(2).run(head)
+    assert list(chain(first, *rest)) == list(range(0, 36 if batched else 34, 2))
+    assert list(chain(other_first, *other_rest)) == list(range(1, 35, 2))
+
+    def tail(rank: int, make: Any) -> Any:
+        loader = make(cache, 3, **options(rank))
+        loader.load_state_dict(state)
+        return batches_of(loader)
+
+    assert new_job(2).run(tail) == [rest, other_rest]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 99), max_size=30), min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_lists_put_together_give_each_rank_its_own_when_they_are_split(
+    lists: list[list[int]], batch_size: int, drop_last: bool
+) -> None:
+    ranks, least = len(lists), min(map(len, lists))
+    together = interleave([np.array(one, np.int64) for one in lists], None, batch_size).indices
+    plan = Plan(len(together), batch_size, ranks, count_batches(len(together), batch_size, ranks, drop_last))
+    for rank, one in enumerate(lists):
+        drawn = [batch_positions(plan, rank, i).tolist() for i in range(plan.num_batches)]
+        given = [int(together[place]) for batch in drawn for place in batch]
+        assert given == one[: least - least % batch_size if drop_last else least]
+
+
+def test_weights_by_position_for_a_dataset_of_another_length_are_refused(new_cache: NewCache) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4, sampler=data.WeightedRandomSampler([1.0] * 16, 16)) as loader:
+        assert len(batches_of(loader)) == 4
+        add_shard(cache, numbered(16, 8))
+        loader.set_epoch(5)
+        with pytest.raises(ConfigError, match=r"16 weights for a dataset of 24.*weights="):
+            next(iter(loader))

@@ -1,0 +1,136 @@
+"""Weights by key: drawn in proportion, across epochs, arrivals, evictions, checkpoints and ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream import ConfigError, EpochLoader
+from cachestream.training.weights import KeyWeights, draw
+from tests.support.caches import add_shard, numbered
+from tests.training.conftest import NewCache, NewJob
+
+
+def keys(loader: EpochLoader) -> Counter[str]:
+    return Counter(key for batch in loader for key in batch["__key__"])
+
+
+@given(
+    st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=50),
+    st.integers(1, 200),
+    st.integers(0, 2**64 - 1),
+)
+def test_each_sample_is_drawn_as_often_as_its_share_of_the_weights_says_rounded(
+    weights: list[float], count: int, key: int
+) -> None:
+    array = np.array(weights, np.float64)
+    drawn = draw(array, count, key)
+    assert len(drawn) == count
+    share = array / array.sum() if array.sum() else np.full(len(array), 1 / len(array))
+    times = np.bincount(drawn, minlength=len(array))
+    assert (np.abs(times - count * share) < 1 + 1e-6).all()
+    if array.sum():
+        assert not times[array == 0].any()
+
+
+def test_the_draw_is_unbiased_and_in_random_order() -> None:
+    weights = np.array([1.0, 2.0, 0.5, 4.0])
+    times = sum(np.bincount(draw(weights, 3, key), minlength=4) for key in range(4000))
+    assert np.allclose(times / 4000, 3 * weights / weights.sum(), atol=0.04)
+    assert draw(np.ones(100), 100, 5).tolist() != sorted(draw(np.ones(100), 100, 5).tolist())
+
+
+def test_equal_weights_draw_every_sample_once(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(3, 8), 4, weights=True) as loader:
+        assert keys(loader) == keys(loader) == Counter(f"k{n}" for n in range(24))
+
+
+def test_weights_survive_while_the_cache_grows_and_loses_shards(new_cache: NewCache) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4, weights={"k3": 0.0, "k10": 0.0}) as loader:
+        first = keys(loader)
+        assert not first["k3"] + first["k10"]
+        loader.update_weights([f"k{n}" for n in range(8)], torch.zeros(8))
+        loader.update_weights(["k10"], [5.0])
+        loader.set_epoch(3)
+        assert not keys(loader).keys() & {f"k{n}" for n in range(8)}
+        add_shard(cache, numbered(16, 8))
+        loader.set_epoch(4)
+        counts = keys(loader)
+        assert counts.keys() <= {f"k{n}" for n in range(8, 24)}
+        assert 8 <= counts["k10"] <= 10  # 5 of 13.3: the 15 without a weight have the mean of the 9 others
+        loader.update_weights([f"k{n}" for n in range(16, 24)], np.full(8, 5.0))
+        cache.quarantine(2, "a test")
+        loader.set_epoch(5)
+        assert keys(loader) == Counter({f"k{n}": 2 for n in range(16, 24)})
+        add_shard(cache, numbered(8, 8))  # the same samples come again
+        loader.set_epoch(6)
+        assert 1 <= keys(loader)["k10"] <= 2  # 5 of 63.5, in 24 draws
+
+
+def test_a_sample_without_a_weight_has_the_mean_of_those_that_have_one() -> None:
+    weights = KeyWeights()
+    weights.update(["a", "b", "a"], [9.0, 1.0, 3.0])
+    weights.settle([weights.pending()])
+    known = KeyWeights({"a": 1, "b": 1, "c": 1})
+    known.settle([known.pending()])
+    hashes = known._hashes
+    assert sorted(weights.of(hashes).tolist()) == [1.0, 2.0, 3.0]
+    assert len(weights) == 2
+
+
+def test_weights_travel_in_the_state(new_cache: NewCache) -> None:
+    cache = new_cache(3, 8)
+    with EpochLoader(cache, 4, weights=True) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.update_weights(["k1"], [0.0])
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [batch["__key__"] for batch in batches]
+    with EpochLoader(cache, 4, weights=True) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert [batch["__key__"] for batch in loader] == rest
+        assert not keys(loader)["k1"]
+
+
+@pytest.mark.parametrize("own_caches", [False, True])
+def test_ranks_draw_by_the_weights_that_all_of_them_gave(
+    own_caches: bool, new_cache: NewCache, new_job: NewJob
+) -> None:
+    caches = [new_cache(3, 8), new_cache(3, 8)] if own_caches else [new_cache(3, 8)] * 2
+
+    def work(rank: int, make: Any) -> list[list[str]]:
+        loader = make(caches[rank], 2, weights=True)
+        keys(loader)
+        even_or_odd = [f"k{n}" for n in range(rank, 24, 2)]
+        loader.update_weights(even_or_odd, [float(key in {"k4", "k7"}) for key in even_or_odd])
+        loader.set_epoch(5)
+        return [batch["__key__"] for batch in loader]
+
+    first, second = new_job(2).run(work)
+    assert len(first) == len(second)
+    drawn = Counter(key for batch in first + second for key in batch)
+    assert drawn.keys() == {"k4", "k7"}
+    assert abs(drawn["k4"] - drawn["k7"]) <= 2
+
+
+def test_what_cannot_be_a_weight_is_refused(new_cache: NewCache) -> None:
+    cache = new_cache(1, 8)
+    with EpochLoader(cache, 4, weights=True) as loader:
+        for keys_, values in ((["a"], [1, 2]), (["a"], [float("nan")]), (["a"], [-1.0]), ("a", [1.0])):
+            with pytest.raises(ConfigError, match="update_weights"):
+                loader.update_weights(keys_, values)
+        with pytest.raises(ConfigError, match="no weights"):
+            loader.load_state_dict({**loader.state_dict(), "weights": {"keys": "AA=="}})
+    with EpochLoader(cache, 4) as loader, pytest.raises(ConfigError, match="weights=True"):
+        loader.update_weights(["a"], [1.0])
+    with pytest.raises(ConfigError, match="do not go together"):
+        EpochLoader(cache, 4, weights=True, sampler=torch.utils.data.RandomSampler)
