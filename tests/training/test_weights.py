@@ -55,23 +55,23 @@ def test_equal_weights_draw_every_sample_once(new_cache: NewCache) -> None:
 def test_weights_survive_while_the_cache_grows_and_loses_shards(new_cache: NewCache) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4, weights={"k3": 0.0, "k10": 0.0}) as loader:
-        first = keys(loader)
+        first = keys(loader)  # and then epochs that nobody has prepared yet
         assert not first["k3"] + first["k10"]
         loader.update_weights([f"k{n}" for n in range(8)], torch.zeros(8))
         loader.update_weights(["k10"], [5.0])
-        loader.set_epoch(3)
+        loader.set_epoch(30)
         assert not keys(loader).keys() & {f"k{n}" for n in range(8)}
         add_shard(cache, numbered(16, 8))
-        loader.set_epoch(4)
+        loader.set_epoch(40)
         counts = keys(loader)
         assert counts.keys() <= {f"k{n}" for n in range(8, 24)}
         assert 8 <= counts["k10"] <= 10  # 5 of 13.3: the 15 without a weight have the mean of the 9 others
         loader.update_weights([f"k{n}" for n in range(16, 24)], np.full(8, 5.0))
         cache.quarantine(2, "a test")
-        loader.set_epoch(5)
+        loader.set_epoch(50)
         assert keys(loader) == Counter({f"k{n}": 2 for n in range(16, 24)})
         add_shard(cache, numbered(8, 8))  # the same samples come again
-        loader.set_epoch(6)
+        loader.set_epoch(60)
         assert 1 <= keys(loader)["k10"] <= 2  # 5 of 63.5, in 24 draws
 
 
