@@ -81,10 +81,10 @@ def _checked(name: str, size: Any) -> Size | None:
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """What is made of each image once it is decoded, as torchvision's `Resize` and `CenterCrop` do on PIL images.
+    """What is made of each image once it is decoded, as torchvision's `Resize` and `CenterCrop` do.
 
     resize: `(height, width)`, or the length of the shorter side, the other one in proportion (rounded
-    down). Bilinear, with antialiasing. None: as it is.
+    down). Bilinear, with antialiasing, as they are for PIL images, to within rounding. None: as it is.
 
     crop: `(height, width)`, or the side of a square, from the middle; a smaller image is padded with
     black on all sides. None: all of it.
@@ -115,16 +115,26 @@ class ImageOptions:
         long = int(self.resize * max(width, height) / min(width, height))
         return (self.resize, long) if width <= height else (long, self.resize)
 
+    def middle(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom of what the crop leaves of an image."""
+        if self.crop is None:
+            return 0, 0, width, height
+        wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
+        tall, wide = min(wanted[0], height), min(wanted[1], width)
+        left, top = round((width - wide) / 2), round((height - tall) / 2)
+        return left, top, left + wide, top + tall
+
     def cropped(self, pixels: Pixels) -> Pixels:
         """The middle of `pixels`, `[3, H, W]`; a view where it can be."""
         if self.crop is None:
             return pixels
         wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
-        missing = [max(0, want - have) for want, have in zip(wanted, pixels.shape[1:], strict=True)]
+        left, top, right, bottom = self.middle(pixels.shape[2], pixels.shape[1])
+        pixels = pixels[:, top:bottom, left:right]
+        missing = [want - have for want, have in zip(wanted, pixels.shape[1:], strict=True)]
         if any(missing):
             pixels = np.pad(pixels, [(0, 0), *((one // 2, (one + 1) // 2) for one in missing)])
-        top, left = (round((have - want) / 2) for want, have in zip(wanted, pixels.shape[1:], strict=True))
-        return pixels[:, top : top + wanted[0], left : left + wanted[1]]
+        return pixels
 
     def apply(self, pixels: Pixels) -> Pixels:
         """`pixels`, uint8 `[3, H, W]`, resized and cropped; contiguous."""
@@ -244,9 +254,12 @@ def _finished(
 ) -> Pixels:
     """`rgb`, of which the image fills `extent` from the top left, resized to `size`, turned and cropped."""
     if size != (rgb.width, rgb.height):
-        # A JPEG at 1/2 ends in the middle of its last pixel where its length is odd.
-        box = (0, 0, min(rgb.width, extent[0]), min(rgb.height, extent[1]))
-        rgb = rgb.resize(size, Image.Resampling.BILINEAR, box)
+        # Only what the crop leaves is computed: the same pixels but for rounding, in half the time.
+        left, top, right, bottom = options.middle(*size) if orientation == 1 else (0, 0, *size)
+        # A JPEG at 1/2 ends in the middle of its last pixel where its length is odd: `extent` says where.
+        across, down = extent[0] / size[0], extent[1] / size[1]
+        box = (left * across, top * down, min(right * across, rgb.width), min(bottom * down, rgb.height))
+        rgb = rgb.resize((right - left, bottom - top), Image.Resampling.BILINEAR, box)
     if orientation != 1:
         rgb = rgb.transpose(_TRANSPOSE[orientation])
     return np.ascontiguousarray(options.cropped(_planes(rgb)))

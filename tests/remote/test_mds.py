@@ -139,7 +139,8 @@ def test_images_are_resized_and_cropped_also_in_lists() -> None:
         assert {name: value.shape[-3:] for name, value in sample.items()} == dict.fromkeys(
             columns, (3, 10, 10)
         )
-        assert np.array_equal(sample["a_pil"], exact.apply(expected(mds_sample(number)["a_pil"])))
+        pixels = exact.apply(expected(mds_sample(number)["a_pil"]))
+        assert np.abs(sample["a_pil"].astype(int) - pixels).max() <= 2
 
 
 # --- units -------------------------------------------------------------------------------------
