@@ -1,7 +1,12 @@
-"""What a checkpoint holds of a loader: plain dicts, lists, numbers and strings."""
+"""What a checkpoint holds of a loader: numbers and strings in one flat dict.
+
+The running segment is JSON text: checkpoints that take nested values apart (torch.distributed.checkpoint) look for the
+parts that a new loader has, which is in no segment yet.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 from cachestream.errors import ConfigError
@@ -10,7 +15,7 @@ from cachestream.training.resume import Record
 
 __all__ = ["from_state", "to_state"]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 
 def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any]:
@@ -20,11 +25,12 @@ def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any
         return state
     within = batches - segment.request.done
     records = segment.records_after(within)
-    state["segment"] = {
+    values = {
         "index": segment.request.index,
         "drawn": segment.request.drawn + segment.plan.position(within),
         "caches": {cache_id: record.to_state() for cache_id, record in records.items()},
     }
+    state["segment"] = json.dumps(values, separators=(",", ":"))
     return state
 
 
@@ -37,7 +43,13 @@ def from_state(state: dict[str, Any]) -> Request:
             )
         epoch, batches, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
         if segment is None:
+            if batches:
+                raise ConfigError(
+                    f"this state is of batch {batches} of epoch {epoch}, and what the epoch was drawn from is missing; "
+                    "pass all that state_dict() gave"
+                )
             return Request(0, epoch)
+        segment = json.loads(segment)
         records = {str(cache_id): Record.from_state(record) for cache_id, record in segment["caches"].items()}
         return Request(0, epoch, int(segment["index"]), batches, int(segment["drawn"]), None, records)
     except (KeyError, TypeError, AttributeError, ValueError) as error:

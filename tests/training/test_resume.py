@@ -6,13 +6,16 @@ import io
 import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.stateful import Stateful
 
 from cachestream import ConfigError, EpochLoader
 from cachestream.model import Schema, Snapshot
@@ -101,6 +104,26 @@ def test_a_state_is_plain_values_that_checkpoints_can_hold(new_cache: NewCache) 
     assert torch.load(file, weights_only=True)["loader"] == state
 
 
+def test_a_loader_is_saved_and_loaded_by_a_distributed_checkpoint(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    """Which takes states apart, and asks a new loader for the parts to look for."""
+    cache, folder = new_cache(3, 8), str(tmp_path / "checkpoint")
+    with EpochLoader(cache, 4, weights=True) as loader:
+        assert isinstance(loader, Stateful)
+        batches = stream(loader)
+        next(batches)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there
+            distributed_checkpoint.save({"loader": loader}, checkpoint_id=folder)
+        rest = list(batches)
+    with EpochLoader(cache, 4, weights=True) as loader:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            distributed_checkpoint.load({"loader": loader}, checkpoint_id=folder)
+        assert list(stream(loader)) == rest
+
+
 def test_the_cache_may_grow_in_between(new_cache: NewCache) -> None:
     cache = new_cache(3, 8)
     with EpochLoader(cache, 4) as loader:
@@ -125,7 +148,7 @@ def test_samples_evicted_in_between_are_skipped_with_a_warning_and_all_others_co
         epoch = stream(loader)
         head = [next(epoch), next(epoch)]
         state = loader.state_dict()
-    cache.quarantine(int(state["segment"]["caches"][cache.cache_id]["shards"][1]), "a test")
+    cache.quarantine(int(json.loads(state["segment"])["caches"][cache.cache_id]["shards"][1]), "a test")
     left = set(range(32)) - set(range(8, 16)) - {n for batch in head for n in batch}
     lost = 24 - len(left)
     for _ in range(2):  # the second time from a state that was itself saved after the loss
@@ -197,7 +220,16 @@ def test_loading_a_state_ends_a_running_iteration(new_cache: NewCache) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"version": 1}, {"version": 99, "epoch": 0}, {"version": 1, "epoch": "x"}]
+    "wrong",
+    [
+        {},
+        {"version": 2},
+        {"version": 99, "epoch": 0},
+        {"version": 2, "epoch": "x"},
+        {"version": 2, "epoch": 1, "batch": 3, "segment": None},
+        {"version": 2, "epoch": 1, "batch": 3, "segment": "{"},
+        {"version": 2, "epoch": 1, "batch": 3, "segment": "{}"},
+    ],
 )
 def test_a_state_of_something_else_is_refused(wrong: dict[str, Any], new_cache: NewCache) -> None:
     with EpochLoader(new_cache(1, 8), 4) as loader, pytest.raises(ConfigError, match="state"):
