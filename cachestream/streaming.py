@@ -17,7 +17,10 @@ from cachestream.training.loader import EpochLoader
 __all__ = ["StreamLoader", "stream"]
 
 _CACHE: Final = ("min_free", "eviction")
-_SOURCE: Final = ("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe")
+_SOURCE: Final = (
+    *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
+    *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
+)
 
 
 class StreamLoader(EpochLoader):
