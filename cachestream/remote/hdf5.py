@@ -120,7 +120,7 @@ class Hdf5Array:
         for first in range(0, len(chunks), batch):
             places = self._find(chunks[first : first + batch])
             spans = [(place.offset, place.offset + place.nbytes) for place in places if place is not None]
-            found = iter(file.read_spans(spans))
+            found = iter(file.read_spans(spans, sparse=True))
             for index, place in zip(chunks[first : first + batch], places, strict=True):
                 inside, outside = overlap(index, storage.shape, start, size)
                 if place is None:

@@ -54,7 +54,7 @@ def read_window(
         else:
             batch = max(1, BATCH_BYTES // bands.nbytes)
             for first in range(0, len(spans), batch):
-                found = file.read_spans(spans[first : first + batch])
+                found = file.read_spans(spans[first : first + batch], sparse=True)
                 for slab, band in zip(slabs[first : first + batch], found, strict=True):
                     slab[...] = np.ndarray(bands.shape, dtype, band, 0, bands.strides)
     if layout.fortran_order:

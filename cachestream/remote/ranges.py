@@ -18,10 +18,12 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from cachestream.errors import SampleError
+from cachestream.mapping import FileMap
 from cachestream.remote import pulse
 from cachestream.remote.answers import Answer, Facts, ask_s3, ask_web
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
+from cachestream.remote.mapped import mapped_spans
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
 from cachestream.remote.versions import version_of
 from cachestream.remote.waiting import result_of
@@ -85,6 +87,10 @@ class RangedFile:
         self.path = path
         self.shown = shown
         self.facts: Facts | None = None
+        self._map: tuple[Facts, FileMap] | None = None  # swapped as one: other threads read meanwhile
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None}
 
     def head(self, nbytes: int) -> memoryview:
         """The first `nbytes`, or all there are."""
@@ -110,16 +116,19 @@ class RangedFile:
         return self.read_spans([(start, stop)])[0]
 
     def read_spans(
-        self, spans: Sequence[Span], outs: Sequence[memoryview] | None = None
+        self, spans: Sequence[Span], outs: Sequence[memoryview] | None = None, *, sparse: bool = False
     ) -> Sequence[memoryview]:
-        """The bytes of each span (start, stop); into `outs`, of the same sizes, where they are given."""
+        """The bytes of each span (start, stop); into `outs`, of the same sizes, where they are given.
+
+        `sparse`: few of them will be looked at, and none be written to; local files are mapped then.
+        """
         facts = self.facts
         if facts is not None and spans:
             end = max(stop for _, stop in spans)
             if end > facts.size_bytes:
                 raise SampleError(f"{self.shown}: truncated: {facts.size_bytes} of at least {end} bytes")
         if self._remote.is_local:
-            return self._read_local(spans, outs)
+            return self._read_local(spans, outs, sparse)
         found: list[memoryview] = [memoryview(b"")] * len(spans)
         groups = merge_spans(spans)
         for (span, members), data in zip(groups, self._fetch([span for span, _ in groups]), strict=True):
@@ -142,9 +151,9 @@ class RangedFile:
 
     # --- local
 
-    def _read_local(self, spans: Sequence[Span], outs: Sequence[memoryview] | None) -> Sequence[memoryview]:
-        if outs is None:
-            outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
+    def _read_local(
+        self, spans: Sequence[Span], outs: Sequence[memoryview] | None, sparse: bool
+    ) -> Sequence[memoryview]:
         fd = _open(self.path)
         unreported = 0
         try:
@@ -153,6 +162,15 @@ class RangedFile:
                 self.facts = now
             elif now != self.facts:
                 raise ChangedError("the file was replaced")
+            if outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans):
+                nbytes = sum(stop - start for start, stop in spans)
+                pulse.asking(nbytes)
+                found = self._mapped_spans(fd, now, spans)
+                if found is not None:
+                    pulse.fetched(nbytes)
+                    return found
+            if outs is None:
+                outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
             for (start, _), out in zip(spans, outs, strict=True):
                 have = 0
                 pulse.asking(len(out))
@@ -169,6 +187,17 @@ class RangedFile:
             os.close(fd)
         pulse.fetched(unreported)
         return outs
+
+    def _mapped_spans(self, fd: int, now: Facts, spans: Sequence[Span]) -> list[memoryview] | None:
+        """The bytes of `spans` without a copy; None where the file cannot be mapped."""
+        mapped = self._map
+        if mapped is None or mapped[0] != now:
+            try:
+                mapped = now, FileMap(fd, now.size_bytes)
+            except OSError:
+                return None
+            self._map = mapped
+        return mapped_spans(mapped[1], spans)
 
     # --- remote
 

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import xxhash
 
 from cachestream.errors import CorruptShardError
+from cachestream.mapping import FileMap
 from cachestream.model import KEY_FIELD, Field, Schema
 from cachestream.storage.faults import disk_error
-from cachestream.storage.mapping import FileMap
 
 __all__ = [
     "Column",

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from cachestream.errors import CacheError, CacheFullError, CorruptShardError, NotEnoughSamplesError
+from cachestream.mapping import FileMap
 from cachestream.storage.admission import Admission, Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
-from cachestream.storage.mapping import FileMap
 from tests.storage.steps import Action, Steps, copy_of, steps_of
 from tests.storage.support import Line, assert_sound, content, fork, keys_in, leftovers, new_cache, publish
 

@@ -33,6 +33,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class FileMap:
@@ -61,17 +62,36 @@ class FileMap:
         return np.asarray(self)
 
     def read_all(self) -> None:
-        """Bring all pages in.
+        """Bring all pages in. As `bring_in`, but that before Linux 5.14 it does nothing."""
+        self.bring_in(0, self.size_bytes)
+
+    def bring_in(self, start: int, stop: int) -> bool:
+        """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel cannot.
 
         Raises OSError where a plain access would end the process with SIGBUS: on a read error, or when the
-        file has been cut short. Before Linux 5.14 it does nothing.
+        file has been cut short. (Linux 5.14.)
         """
-        if _libc.madvise(self.address, self.size_bytes, _MADV_POPULATE_READ) != 0:
-            error = _system_error()
-            if error.errno == errno.EFAULT:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            if error.errno not in (errno.EINVAL, errno.EAGAIN):
-                raise error
+        start -= start % mmap.PAGESIZE
+        if _libc.madvise(self.address + start, stop - start, _MADV_POPULATE_READ) == 0:
+            return True
+        error = _system_error()
+        if error.errno == errno.EFAULT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if error.errno not in (errno.EINVAL, errno.EAGAIN):
+            raise error
+        return False
+
+    def is_cached(self, start: int, stop: int) -> bool:
+        """Whether the pages of [start, stop) are in memory; True also where the kernel does not tell us."""
+        start -= start % mmap.PAGESIZE
+        pages = np.zeros(-(-(stop - start) // mmap.PAGESIZE), np.uint8)
+        failed = _libc.mincore(self.address + start, stop - start, pages.ctypes.data)
+        return bool(failed) or bool((pages & 1).all())
+
+    def ask_for(self, start: int, stop: int) -> None:
+        """Begin to read [start, stop) from the disk, all at once and not in the small steps of page faults."""
+        start -= start % mmap.PAGESIZE
+        _libc.madvise(self.address + start, stop - start, mmap.MADV_WILLNEED)
 
 
 def _system_error() -> OSError:
