@@ -1,205 +1,303 @@
-"""Each source beside the library that reads its format directly: `python -m benchmarks.sources [case …]`.
+"""How fast each source fills a cache, beside its library that reads the same: `python -m benchmarks.sources [part …]`.
 
-One process, one thread, a local file in the page cache; samples as numpy arrays, bytes or numbers.
-The two take turns; the median of five rounds counts. Half a minute in all, most of it to write the files.
+A part is words of a row: `python -m benchmarks.sources tar s3`. Rows are formats × places: a local disk, a real
+S3 server (rclone) on this machine, and the same with 50 ms of latency. "fill" is one sampling process (more in
+further columns), from the first 5 % of the samples to 90 %, decoded, packed, checksummed and on the disk; "directly"
+is one process that reads the samples with the format's own library, through s3fs where they are remote, for at most
+three seconds, and keeps nothing.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
-import statistics
+import os
+import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import fsspec
 import h5py
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import tfrecord
+import webdataset.tariterators as wds
 import zarr
+from tfrecord import example_pb2
+from tfrecord.reader import extract_feature_dict
 
 import cachestream as cs
-from benchmarks.measure import scratch, seconds
+from benchmarks.measure import scratch
+from tests.support.proxy import run_proxy
+from tests.support.s3 import run_s3_server
 
-ROUNDS: Final = 5
-WINDOW: Final = (256, 256)
-WINDOWS: Final = 100
-SIDE: Final = 4096  # of a picture: more than HDF5 caches
-CHUNK: Final = (128, 128)
+DIRECT_S: Final = 3.0
+FILL_TIMEOUT_S: Final = 60.0
+LATENCY_S: Final = 0.05
+BLOB_BYTES: Final = 50_000
+SIDE, WINDOW, CHUNK = 4096, 256, 128
+RNG: Final = np.random.default_rng(0)
+PLACES: Final = ("local", "s3", "s3 with 50 ms")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something to read: through our source, and directly. Each reads `samples` samples anew when called."""
+    """`write` into a folder; `ours` and `direct` read from its URL, with fsspec's options; `samples` of `nbytes`."""
 
-    ours: Callable[[], object]
-    theirs: Callable[[], object]
+    write: Callable[[Path], object]
+    ours: Callable[[str, dict[str, Any]], Any]
+    direct: Callable[[Any, str], Iterator[Any]]
     samples: int
     nbytes: int
 
 
-def drain(samples: Iterable[Any]) -> int:
-    """Take all samples; how many there were."""
-    return sum(1 for _ in samples)
+# --- what is read ------------------------------------------------------------------------------
 
 
-def take(source: cs.Source, units: int) -> Callable[[], object]:
-    """Reads the first `units` units of `source`."""
-    rng = np.random.default_rng(0)
-    return lambda: drain(itertools.chain.from_iterable(source.read(unit, rng) for unit in range(units)))
+def write_npy(folder: Path) -> None:
+    data = RNG.random((64, 32 * 1024), dtype=np.float32)
+    for number in range(2000):
+        np.save(folder / f"{number:05d}.npy", data[number % 64])
 
 
-def places(shape: tuple[int, ...], window: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Random windows, as a user would draw them."""
-    rng = np.random.default_rng(0)
-    for _ in range(WINDOWS):
-        starts = [int(rng.integers(0, length - size + 1)) for length, size in zip(shape, window, strict=True)]
-        yield tuple(slice(start, start + size) for start, size in zip(starts, window, strict=True))
+def read_npy(files: Any, path: str) -> Iterator[Any]:
+    for name in sorted(files.ls(path, detail=False)):
+        with files.open(name) as file:
+            yield np.load(io.BytesIO(file.read()))
 
 
-def windows(url: str, direct: Any, window: tuple[int, ...] = WINDOW) -> Case:
-    """Random windows of one array; `direct` is what its own library opens it as."""
-    nbytes = WINDOWS * int(np.prod(window)) * np.dtype(direct.dtype).itemsize
-    return Case(
-        take(cs.ArraySource(url, window=window), WINDOWS),
-        lambda: drain(np.array(direct[place]) for place in places(direct.shape, window)),
-        WINDOWS,
-        nbytes,
-    )
+def write_tars(folder: Path) -> None:
+    for number in range(16):
+        with tarfile.open(folder / f"{number:03d}.tar", "w") as archive:
+            for sample in range(250):
+                for extension, data in (("bin", RNG.bytes(BLOB_BYTES)), ("cls", b"7")):
+                    member = tarfile.TarInfo(f"{sample:06d}.{extension}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+
+
+def read_tars(files: Any, path: str) -> Iterator[Any]:
+    for name in sorted(files.ls(path, detail=False)):
+        with files.open(name) as file:
+            yield from wds.group_by_keys(wds.tar_file_expander([{"url": name, "stream": file}]))
+
+
+def write_parquet(folder: Path) -> None:
+    for number in range(4):
+        images = [{"bytes": RNG.bytes(BLOB_BYTES), "path": None} for _ in range(1000)]
+        table = pa.table({"image": images, "label": range(1000)})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=100, compression="none")
+
+
+def write_numbers(folder: Path) -> None:
+    for number in range(4):
+        table = pa.table({f"x{i}": RNG.normal(size=50_000) for i in range(8)})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=5000, compression="none")
+
+
+def read_parquet(files: Any, path: str) -> Iterator[Any]:
+    for name in sorted(files.ls(path, detail=False)):
+        with files.open(name) as file:
+            for batch in pq.ParquetFile(file).iter_batches(use_threads=False):
+                yield from batch.to_pylist()
+
+
+def write_tfrecords(folder: Path) -> None:
+    for number in range(16):
+        writer = tfrecord.TFRecordWriter(str(folder / f"{number:03d}.tfrecord"))
+        for _ in range(250):
+            writer.write({"image": (RNG.bytes(BLOB_BYTES), "byte"), "label": (7, "int")})
+        writer.close()
+
+
+def write_ints(folder: Path) -> None:
+    for number in range(16):
+        writer = tfrecord.TFRecordWriter(str(folder / f"{number:03d}.tfrecord"))
+        for _ in range(2000):
+            writer.write({"x": (RNG.integers(0, 50_000, 512), "int")})
+        writer.close()
+
+
+def read_tfrecords(files: Any, path: str) -> Iterator[Any]:
+    """As tfrecord's own loader does, which opens local files only."""
+    kinds = {"byte": "bytes_list", "float": "float_list", "int": "int64_list"}
+    for name in sorted(files.ls(path, detail=False)):
+        with files.open(name) as file:
+            while head := file.read(12):
+                record = file.read(struct.unpack_from("<Q", head)[0])
+                file.read(4)
+                example = example_pb2.Example()
+                example.ParseFromString(record)
+                yield extract_feature_dict(example.features, None, kinds)
 
 
 def picture() -> np.ndarray[Any, Any]:
     """float32 [4096, 4096] that packs to about a half, as measured data do."""
-    rng = np.random.default_rng(0)
     smooth = np.add.outer(np.linspace(0, 9, SIDE), np.linspace(0, 5, SIDE))
-    return np.round(np.sin(smooth) * 1000 + rng.normal(size=(SIDE, SIDE))).astype(np.float32)
+    return np.round(np.sin(smooth) * 1000 + RNG.normal(size=(SIDE, SIDE))).astype(np.float32)
 
 
-def npy_line(folder: Path) -> Case:
-    np.save(folder / "line.npy", np.random.default_rng(0).random(1 << 25, dtype=np.float32))
-    direct = np.load(folder / "line.npy", mmap_mode="r")
-    return windows(str(folder / "line.npy"), direct, (1 << 16,))
+def windows_of(array: Any) -> Iterator[Any]:
+    while True:
+        y, x = (int(at) for at in RNG.integers(0, SIDE - WINDOW, 2))
+        yield np.array(array[y : y + WINDOW, x : x + WINDOW])
 
 
-def npy_picture(folder: Path) -> Case:
-    np.save(folder / "picture.npy", picture())
-    return windows(str(folder / "picture.npy"), np.load(folder / "picture.npy", mmap_mode="r"))
+def write_zarr(folder: Path) -> None:
+    array = zarr.create_array(str(folder / "a.zarr"), shape=(SIDE, SIDE), chunks=(CHUNK, CHUNK), dtype="f4")
+    array[:] = picture()
 
 
-def zarr_case(name: str, **options: Any) -> Callable[[Path], Case]:
-    def make(folder: Path) -> Case:
-        path = str(folder / f"{name}.zarr")
-        array = zarr.create_array(path, shape=(SIDE, SIDE), chunks=CHUNK, dtype="f4", **options)
-        array[...] = picture()
-        return windows(path, zarr.open_array(path, mode="r"))
-
-    return make
+def read_zarr(files: Any, path: str) -> Iterator[Any]:
+    if isinstance(files, fsspec.get_filesystem_class("file")):
+        yield from windows_of(zarr.open_array(f"{path}/a.zarr", mode="r"))
+    else:
+        options = {**files.storage_options, "asynchronous": True}
+        yield from windows_of(zarr.open_array(f"s3://{path}/a.zarr", mode="r", storage_options=options))
 
 
-def hdf5_case(name: str, **options: Any) -> Callable[[Path], Case]:
-    def make(folder: Path) -> Case:
-        path = folder / f"{name}.h5"
-        with h5py.File(path, "w") as file:
-            file.create_dataset("picture", data=picture(), **options)
-        return windows(f"{path}::/picture", h5py.File(path, "r")["picture"])
-
-    return make
-
-
-def parquet_case(columns: Mapping[str, Any], group: int) -> Callable[[Path], Case]:
-    """Rows of a table, beside what pyarrow makes of the same batches."""
-
-    def make(folder: Path) -> Case:
-        import pyarrow as pa
-
-        path = folder / "table.parquet"
-        pq.write_table(pa.table(dict(columns)), path, row_group_size=group, compression="none")
-        rows = len(next(iter(columns.values())))
-
-        def direct() -> object:
-            return drain(
-                row
-                for batch in pq.ParquetFile(path).iter_batches(use_threads=False)
-                for row in batch.to_pylist()
-            )
-
-        source = cs.ParquetSource(path, decode_images=False)
-        return Case(take(source, source.num_units), direct, rows, path.stat().st_size)
-
-    return make
-
-
-def tfrecord_case(count: int, make_example: Callable[[int], dict[str, Any]]) -> Callable[[Path], Case]:
-    def make(folder: Path) -> Case:
-        path = folder / "a.tfrecord"
-        writer = tfrecord.TFRecordWriter(str(path))
-        for number in range(count):
-            writer.write(make_example(number))
-        writer.close()
-        source = cs.TFRecordSource(path, decode_images=False)
-        return Case(
-            take(source, 1),
-            lambda: drain(tfrecord.tfrecord_loader(str(path), None)),
-            count,
-            path.stat().st_size,
+def write_hdf5(folder: Path) -> None:
+    with h5py.File(folder / "a.h5", "w") as file:
+        file.create_dataset(
+            "picture", data=picture(), chunks=(CHUNK, CHUNK), compression="gzip", shuffle=True
         )
 
-    return make
+
+def read_hdf5(files: Any, path: str) -> Iterator[Any]:
+    with files.open(f"{path}/a.h5") as file, h5py.File(file, "r") as opened:
+        yield from windows_of(opened["picture"])
 
 
-def blobs(count: int, nbytes: int) -> list[bytes]:
-    rng = np.random.default_rng(0)
-    return [rng.bytes(nbytes) for _ in range(count)]
+def write_large_npy(folder: Path) -> None:
+    np.save(folder / "a.npy", picture())
 
 
-RNG: Final = np.random.default_rng(0)
-CASES: Final[dict[str, Callable[[Path], Case]]] = {
-    "npy, 256 KiB in a row": npy_line,
-    "npy, 256 x 256 of 4096 x 4096": npy_picture,
-    "zarr 3, zstd": zarr_case("zstd"),
-    "zarr 3, sharded": zarr_case("sharded", shards=(512, 512)),
-    "zarr 3, raw": zarr_case("raw", compressors=None),
-    "zarr 2": zarr_case("v2", zarr_format=2),
-    "hdf5, contiguous": hdf5_case("plain"),
-    "hdf5, chunks": hdf5_case("chunks", chunks=CHUNK),
-    "hdf5, gzip and shuffle": hdf5_case("gzip", chunks=CHUNK, compression="gzip", shuffle=True),
-    "hdf5, lzf": hdf5_case("lzf", chunks=CHUNK, compression="lzf"),
-    "parquet, 50 kB of bytes": parquet_case(
-        {"image": [{"bytes": one, "path": None} for one in blobs(1000, 50_000)], "label": range(1000)}, 100
+def read_large_npy(files: Any, path: str) -> Iterator[Any]:
+    if isinstance(files, fsspec.get_filesystem_class("file")):
+        yield from windows_of(np.load(f"{path}/a.npy", mmap_mode="r"))
+    else:  # numpy has no way to read a part of a remote array; so its rows are read, as one would
+        with files.open(f"{path}/a.npy", cache_type="none") as file:
+            offset = file.size - SIDE * SIDE * 4
+            while True:
+                y, x = (int(at) for at in RNG.integers(0, SIDE - WINDOW, 2))
+                file.seek(offset + y * SIDE * 4)
+                rows = np.frombuffer(file.read(WINDOW * SIDE * 4), np.float32).reshape(WINDOW, SIDE)
+                yield rows[:, x : x + WINDOW].copy()
+
+
+def source_of(kind: Any, name: str = "", **options: Any) -> Callable[[str, dict[str, Any]], Any]:
+    return lambda url, storage: kind(url + name, storage_options=storage, **options)
+
+
+def array_case(
+    write: Callable[[Path], object], name: str, direct: Callable[[Any, str], Iterator[Any]]
+) -> Case:
+    ours = source_of(cs.ArraySource, name, window=(WINDOW, WINDOW), num_units=1000)
+    return Case(write, ours, direct, 1000, WINDOW * WINDOW * 4)
+
+
+BLOBS: Final = (4000, BLOB_BYTES)
+CASES: Final = {
+    "npy files, 128 KiB": Case(write_npy, source_of(cs.FileSource), read_npy, 2000, 131_072),
+    "npy, 256 × 256 windows": array_case(write_large_npy, "/a.npy", read_large_npy),
+    "tar, 50 kB": Case(write_tars, source_of(cs.TarSource), read_tars, *BLOBS),
+    "zarr, zstd, 256 × 256 windows": array_case(write_zarr, "/a.zarr", read_zarr),
+    "hdf5, gzip, 256 × 256 windows": array_case(write_hdf5, "/a.h5::/picture", read_hdf5),
+    "parquet, 50 kB": Case(
+        write_parquet, source_of(cs.ParquetSource, decode_images=False), read_parquet, *BLOBS
     ),
-    "parquet, 8 numbers": parquet_case({f"x{i}": RNG.normal(size=50_000) for i in range(8)}, 10_000),
-    "parquet, lists of 512": parquet_case({"tokens": list(RNG.integers(0, 50_000, (4000, 512)))}, 1000),
-    "tfrecord, 50 kB of bytes": tfrecord_case(
-        1000, lambda i: {"image": (RNG.bytes(50_000), "byte"), "label": (i, "int")}
+    "parquet, 8 numbers": Case(write_numbers, source_of(cs.ParquetSource), read_parquet, 200_000, 64),
+    "tfrecord, 50 kB": Case(
+        write_tfrecords, source_of(cs.TFRecordSource, decode_images=False), read_tfrecords, *BLOBS
     ),
-    "tfrecord, 4096 floats": tfrecord_case(1000, lambda _: {"x": (RNG.normal(size=4096), "float")}),
-    "tfrecord, 512 ints": tfrecord_case(2000, lambda _: {"x": (RNG.integers(0, 50_000, 512), "int")}),
+    "tfrecord, 512 ints": Case(write_ints, source_of(cs.TFRecordSource), read_tfrecords, 32_000, 4096),
 }
 
 
-def measure(case: Case) -> tuple[float, float]:
-    """The median seconds of both, ours first."""
-    rounds = [(seconds(case.ours), seconds(case.theirs)) for _ in range(ROUNDS + 1)][1:]
-    return statistics.median(ours for ours, _ in rounds), statistics.median(theirs for _, theirs in rounds)
+# --- how it is measured ------------------------------------------------------------------------
 
 
-def main(names: list[str]) -> None:
-    print("| case | MB/s | samples/s | directly, MB/s | samples/s | ratio |\n|-|-|-|-|-|-|")
-    for name, make in CASES.items():
-        if names and not any(part in name for part in names):
+def warm(folder: Path, nbytes: int = 512 << 20) -> None:
+    """Have the host give this machine its memory: the first write to pages not used for a while is slow."""
+    data = bytes(64 << 20)
+    for _ in range(2):
+        for number in range(nbytes // len(data)):
+            (folder / f"warm{number}").write_bytes(data)
+        for path in folder.glob("warm*"):
+            path.unlink()
+
+
+def fill_per_s(case: Case, source: Any, folder: Path, processes: int) -> float:
+    """Samples a second that `processes` cache."""
+    warm(folder)
+    with cs.Cache(folder / f"cache-{processes}", size_limit="4GB") as cache:
+        with cs.start_worker(cache, source, num_workers=processes):
+            first = cache.wait(case.samples // 20, timeout_s=FILL_TIMEOUT_S)
+            first_s = time.perf_counter()
+            last = cache.wait(case.samples * 9 // 10, timeout_s=FILL_TIMEOUT_S)
+            last_s = time.perf_counter()
+        cache.clear()
+    return (last - first) / (last_s - first_s)
+
+
+def direct_per_s(case: Case, files: Any, path: str) -> float:
+    """Samples a second that one process reads directly, after the first one."""
+    samples = case.direct(files, path)
+    next(samples)
+    begun_s = time.perf_counter()
+    for count in itertools.count(1):
+        if count >= case.samples or time.perf_counter() - begun_s > DIRECT_S or next(samples, None) is None:
+            break
+    getattr(samples, "close", list)()
+    return count / (time.perf_counter() - begun_s)
+
+
+def measure(
+    case: Case, url: str, path: str, options: dict[str, Any], folder: Path, processes: list[int]
+) -> str:
+    files = fsspec.filesystem("s3" if options else "file", **options)
+    source = case.ours(url, options)
+    fills = [fill_per_s(case, source, folder, count) for count in processes]
+    direct = direct_per_s(case, files, path)
+    mb = case.nbytes / 1e6
+    cells = [f"{direct * mb:,.0f}", f"{direct:,.0f}", f"{fills[0] * mb:,.0f}", f"{fills[0]:,.0f}"]
+    cells += [f"{fills[0] / direct:.2f}", *(f"{rate * mb:,.0f}" for rate in fills[1:])]
+    return " | ".join(cells)
+
+
+def main(words: list[str]) -> None:
+    processes = [int(word) for word in words if word.isdigit()] or [1]
+    words = [word for word in words if not word.isdigit()]
+    more = "".join(f" {count} processes, MB/s |" for count in processes[1:])
+    print(f"| source | place | directly, MB/s | samples/s | fill, MB/s | samples/s | ratio |{more}")
+    print("|-" * (7 + len(processes[1:])) + "|")
+    for name, case in CASES.items():
+        rows = [(name, place) for place in PLACES if all(word in f"{name} {place}" for word in words)]
+        if not rows:
             continue
-        with scratch() as folder:
-            case = make(folder)
-            ours_s, theirs_s = measure(case)
-        mb = case.nbytes / 1e6
-        print(
-            f"| {name} | {mb / ours_s:,.0f} | {case.samples / ours_s:,.0f} | {mb / theirs_s:,.0f} "
-            f"| {case.samples / theirs_s:,.0f} | {theirs_s / ours_s:.2f} |",
-            flush=True,
-        )
+        with ExitStack() as stack:
+            folder = stack.enter_context(scratch())
+            server = stack.enter_context(run_s3_server(folder / "s3", fresh=False))
+            bucket = server.bucket("data")
+            case.write(bucket)
+            for _, place in rows:
+                url, path, options = "s3://data", "data", server.storage_options
+                if place == "local":
+                    url, path, options = str(bucket), str(bucket), {}
+                elif place != "s3":
+                    proxy = stack.enter_context(run_proxy(server.port, latency_s=LATENCY_S))
+                    options = server.options_through(proxy.port)
+                row = measure(case, url, path, options, folder, processes)
+                print(f"| {name} | {place} | {row} |", flush=True)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     main(sys.argv[1:])
