@@ -59,7 +59,7 @@ class EpochLoader:
         drop_last: whole batches only. Otherwise the rest makes one more batch, if it has a sample for each rank.
         device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, copied on a stream of its own).
         sampler: a torch sampler, or a function that gets the epoch's dataset and returns one; `shuffle` is ignored.
-        batch_transform: called with every batch, on its device, in the thread that gathers.
+        batch_transform: called with every batch, on its device, in up to two threads at once.
         prefetch: batches gathered ahead.
         timeout_s: the longest wait for a batch; after it EpochError says what is going on.
         with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
@@ -203,9 +203,9 @@ class EpochLoader:
                     "the batch_transform or the sampler raised StopIteration; see its traceback"
                 ) from error
             raise
+        cursor.parcel = parcel.batches  # first: a warning may be made an error
         if parcel.segment is not cursor.segment:
             self._enter(cursor, parcel.segment)
-        cursor.parcel = parcel.batches
         return self._meter.clock() - began_s
 
     def _enter(self, cursor: Cursor, segment: Segment) -> None:

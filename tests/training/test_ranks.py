@@ -135,6 +135,41 @@ def test_a_checkpoint_of_one_rank_resumes_ranks_of_other_caches_too(
     assert new_job(2).run(tail) == [rest for _, rest in heads]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_samples_evicted_since_a_checkpoint_are_skipped_and_told_equally_on_all_ranks(
+    size: int, new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache = new_cache(4, 12)
+
+    def head(_: int, make: Callable[..., EpochLoader]) -> tuple[list[int], dict[str, Any]]:
+        batches = iter(loader := make(cache, 3))
+        return next(batches)["number"].tolist(), loader.state_dict()
+
+    heads = new_job(2).run(head)
+    cache.quarantine(2, "a test")
+    drawn = {n for numbers, _ in heads for n in numbers}
+    left = set(range(48)) - set(range(12, 24)) - drawn
+
+    def tail(_: int, make: Callable[..., EpochLoader]) -> Any:
+        loader = make(cache, 2, drop_last=False)
+        loader.load_state_dict(heads[0][1])
+        try:
+            batches = iter(loader)
+            next(batches)
+        except UserWarning as warning:  # an error here: before the first batch, which is still to come
+            return str(warning), [batch["number"].tolist() for batch in batches]
+        return "nothing", []
+
+    told, rest = zip(*new_job(size).run(tail), strict=True)
+    lost = len(set(range(12, 24)) - drawn)
+    assert {text.partition(" are not cached")[0] for text in told} == {f"{lost} samples of epoch 0"}
+    assert len({len(batches) for batches in rest}) == 1
+    again = [n for batches in rest for batch in batches for n in batch]
+    assert len(again) == len(set(again))
+    assert set(again) <= left
+    assert len(again) > len(left) - size
+
+
 # --- samplers
 
 
