@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as distributed_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.checkpoint.stateful import Stateful
 
 from cachestream import ConfigError, EpochLoader
@@ -115,12 +116,12 @@ def test_a_loader_is_saved_and_loaded_by_a_distributed_checkpoint(
         next(batches)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there
-            distributed_checkpoint.save({"loader": loader}, checkpoint_id=folder)
+            save_distributed({"loader": loader}, checkpoint_id=folder)
         rest = list(batches)
     with EpochLoader(cache, 4, weights=True) as loader:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            distributed_checkpoint.load({"loader": loader}, checkpoint_id=folder)
+            load_distributed({"loader": loader}, checkpoint_id=folder)
         assert list(stream(loader)) == rest
 
 
