@@ -85,9 +85,7 @@ class FileList:
             raise SourceError(
                 f"{self.shown}: no file of the manifest ends in {', '.join(wanted)}; check extensions="
             )
-        root = names.common.partition("?")[0]
-        root = root[: root.rfind("/") + 1]
-        root = "" if root.endswith("://") else root  # not up to a URL's scheme alone
+        root = "" if names.folder.endswith("://") else names.folder  # not up to a URL's scheme alone
         return root, names.names(root), None if manifest.label is None else labels.labels()
 
     def _list(

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import cloudpickle
 import numpy as np
 import xxhash
 
@@ -18,6 +17,7 @@ from cachestream.remote.datasets import is_map_style
 from cachestream.remote.filelist import check_unit
 from cachestream.remote.foreign import Calls, foreign_errors
 from cachestream.remote.functions import fingerprint_of
+from cachestream.remote.pickling import by_value
 
 __all__ = ["IterableSource", "is_iterable"]
 
@@ -108,7 +108,7 @@ class IterableSource:
 
     def _pickle(self, iterable: Any) -> bytes:
         try:
-            return bytes(cloudpickle.dumps(iterable))
+            return by_value(iterable)
         except Exception as error:  # pickling runs the user's code
             raise ConfigError(
                 f"{self._name} cannot be sent to the background processes ({type(error).__name__}: {error}); open files "

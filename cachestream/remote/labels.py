@@ -20,6 +20,9 @@ class Labels:
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64]
     names: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        self.values.flags.writeable = False  # as processes may share them
+
     def __getitem__(self, index: int) -> int | float:
         value: int | float = self.values[index].item()
         return value

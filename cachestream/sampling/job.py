@@ -9,17 +9,17 @@ import mmap
 import os
 import pickle
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import IO, Any, Final
 
-import cloudpickle
-
 from cachestream.errors import ConfigError, WorkerError
+from cachestream.remote.pickling import by_value
 from cachestream.sampling.partition import Partition
 
 __all__ = [
     "Job",
+    "Packed",
     "Payload",
     "load_shared",
     "pack",
@@ -32,6 +32,19 @@ __all__ = [
 ]
 
 _LENGTH: Final = struct.Struct("<Q")
+_ASIDE_BYTES: Final = 64 * 1024  # buffers from this size on lie beside their pickle
+_ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickle, and large buffers that lie beside it: what cannot be written to, such as a listing's names.
+
+    So all processes have one copy of these in memory, that of `share`.
+    """
+
+    data: bytes
+    buffers: tuple[bytes | memoryview, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +71,7 @@ class Job:
     when_full: str
     hang_timeout_s: float
     custom_eviction: bool
-    payload: bytes
+    payload: Packed
     sampler: bytes
     partition: Partition | None = None
     rule: str = ""
@@ -74,9 +87,18 @@ class Payload:
     weights: Any
 
 
-def pack(payload: Payload) -> bytes:
+def pack(payload: Payload) -> Packed:
     """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle."""
-    return _pickled(payload, _culprit)
+    buffers: list[bytes] = []
+
+    def goes_along(buffer: pickle.PickleBuffer) -> bool:
+        with memoryview(buffer) as view:
+            if not view.readonly or view.nbytes < _ASIDE_BYTES or not view.contiguous:
+                return True  # what the user may write to is each process's own
+            buffers.append(view.tobytes())
+            return False
+
+    return Packed(_pickled(payload, _culprit, goes_along), tuple(buffers))
 
 
 def pack_sampler(sampler: Any) -> bytes:
@@ -84,9 +106,13 @@ def pack_sampler(sampler: Any) -> bytes:
     return b"" if sampler is None else _pickled(sampler, lambda _: None)
 
 
-def _pickled(value: Any, culprit: Callable[[Any], tuple[str, Exception] | None]) -> bytes:
+def _pickled(
+    value: Any,
+    culprit: Callable[[Any], tuple[str, Exception] | None],
+    buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(value))
+        return by_value(value, buffer_callback)
     except Exception as error:  # noqa: BLE001  pickling runs the user's code
         name, cause = culprit(value) or ("order", error)
         raise ConfigError(
@@ -100,15 +126,15 @@ def _culprit(payload: Payload) -> tuple[str, Exception] | None:
     names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
     for name in ("source", "transform", "eviction", "weights"):
         try:
-            cloudpickle.dumps(getattr(payload, name))
+            by_value(getattr(payload, name))
         except Exception as error:  # noqa: BLE001  pickling runs the user's code
             return names.get(name, "order"), error
     return None
 
 
-def unpack(data: bytes) -> Payload:
+def unpack(packed: Packed) -> Payload:
     """The user's objects again; raises WorkerError when something they need cannot be imported here."""
-    payload = _loaded(data, "source or transform")
+    payload = _loaded(packed.data, "source or transform", packed.buffers)
     assert isinstance(payload, Payload)
     return payload
 
@@ -118,9 +144,9 @@ def unpack_sampler(data: bytes) -> Any:
     return _loaded(data, "order")
 
 
-def _loaded(data: bytes, what: str) -> Any:
+def _loaded(data: bytes, what: str, buffers: Sequence[bytes | memoryview] = ()) -> Any:
     try:
-        return pickle.loads(data)  # noqa: S301  sent by our own parent through a pipe
+        return pickle.loads(data, buffers=buffers)  # noqa: S301  sent by our own parent through a pipe
     except Exception as error:
         raise WorkerError(
             f"the {what} cannot be loaded in the background process ({type(error).__name__}: "
@@ -135,19 +161,36 @@ def share(job: Job) -> int:
     pipe a large listing would block the supervisor until each child has started.
     """
     fd = os.memfd_create("cachestream-job", os.MFD_CLOEXEC)
+    sizes = [len(buffer) for buffer in job.payload.buffers]
+    head = pickle.dumps((replace(job, payload=Packed(job.payload.data)), sizes))
     with os.fdopen(os.dup(fd), "wb") as file:
-        pickle.dump(job, file)
+        file.write(_LENGTH.pack(len(head)) + head)
+        for buffer in job.payload.buffers:
+            file.seek(_aligned(file.tell()))
+            file.write(buffer)
     return fd
 
 
 def load_shared(fd: int) -> Job:
-    """The job behind a descriptor of `share`; closes it."""
+    """The job behind a descriptor of `share`; closes it. Buffers stay where they are, mapped."""
     try:
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-            job: Job = pickle.loads(memory)  # noqa: S301  shared by our own parent
+        memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
-    return job
+    (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+    end = _LENGTH.size + length
+    job, sizes = pickle.loads(memory[_LENGTH.size : end])  # noqa: S301  shared by our own parent
+    buffers = []
+    for size in sizes:
+        start = _aligned(end)
+        end = start + size
+        buffers.append(memory[start:end])
+    shared: Job = replace(job, payload=Packed(job.payload.data, tuple(buffers)))
+    return shared
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def write_frame(stream: IO[bytes], value: Any) -> None:

@@ -109,7 +109,7 @@ def _check_share(partition: Partition | None, num_units: int | None) -> None:
         )
 
 
-_ORDERS: Final = "'shuffle', 'sequential', weights, a function of progress, or a torch Sampler over units"
+_ORDERS: Final = "weights, a function of progress, or a torch Sampler over units"
 
 
 def _order(
@@ -118,7 +118,7 @@ def _order(
     """The kind of an order, its weights, its sampler or curriculum."""
     if isinstance(order, str):
         if order not in ("shuffle", "sequential"):
-            raise ConfigError(f"order={order!r}: give {_ORDERS}")
+            raise ConfigError(f"order={order!r}: choose 'shuffle' or 'sequential', or give {_ORDERS}")
         return order, None, None
     if isinstance(order, Sequence) or hasattr(order, "__array__"):
         return "weighted", check_weights(list(order), num_units, partition), None
@@ -129,4 +129,4 @@ def _order(
     if callable(order):
         check_curriculum(order, 0.0, num_units)
         return "curriculum", None, order
-    raise ConfigError(f"order={order!r}: give {_ORDERS}")
+    raise ConfigError(f"order={order!r}: give 'shuffle', 'sequential', {_ORDERS}")

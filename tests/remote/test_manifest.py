@@ -234,7 +234,8 @@ def test_names_that_come_one_by_one_are_those_of_a_list(names: list[str], root: 
     for name in names:
         builder.add(root + name)
     if names:
-        assert all((root + name).startswith(builder.common) for name in names)
+        assert all((root + name).startswith(builder.folder) for name in names)
+        assert builder.folder.startswith(root[: root.rfind("/") + 1])
     made = builder.names(root)
     assert list(made) == names
     assert made.digest == Names(names).digest

@@ -15,7 +15,7 @@ from cachestream.errors import SampleError
 from cachestream.model import Span
 from cachestream.sampling.claims import next_claim
 from cachestream.sampling.coverage import END
-from cachestream.sampling.job import Job
+from cachestream.sampling.job import Job, Packed
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.outbox import OpenShard, Outbox, StartAgainError
 from cachestream.sampling.records import to_record
@@ -38,7 +38,7 @@ class Process:
         job = Job(
             root=cache.path, sys_path=(), fingerprint="test", kind="sequential", seed=0, num_units=UNITS, listing="",
             num_workers=1, concurrency=1, shard_bytes=10**6, bandwidth_bytes_per_s=None, when_full=when_full,
-            hang_timeout_s=30.0, custom_eviction=False, payload=b"", sampler=b"",
+            hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=b"",
         )  # fmt: skip
         self.outbox = Outbox(job, cache, self.slot, owner=name, stop=self.stop)
         assignment = next_claim(cache.catalogue, cache.directory, name, 1)
