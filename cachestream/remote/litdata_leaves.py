@@ -31,9 +31,13 @@ MAX_AXES: Final = 64
 MAX_DEPTH: Final = 100
 # By index; bfloat16 (10) has no such type, and objects (14 of numpy's) and the like are pickles.
 _TORCH_DTYPES: Final = (
-    "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 ? u1 i1 i2 i2 i4 i4 i8 i8 ?1 u2".split()  # noqa: SIM905
-)
-_NUMPY_DTYPES: Final = "i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 c8 c16 ?1".split()  # noqa: SIM905
+    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "?",
+    "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8", "?1", "u2",
+)  # fmt: skip
+_NUMPY_DTYPES: Final = (
+    "i1", "i2", "i4", "i8", "u1", "u2", "u4",
+    "u8", "f2", "f4", "f8", "c8", "c16", "?1",
+)  # fmt: skip
 _FILES: Final = ("bytes", "file", "video", "audio", "nifti", "mesh", "pdf", "tifffile", "tiff")
 _PICKLES: Final = ("pickle", "graph")
 
@@ -178,7 +182,7 @@ def _json(data: memoryview) -> Any:
     return json_field(parse_nested(data))
 
 
-def _dtype(dtypes: list[str], index: int) -> np.dtype[Any]:
+def _dtype(dtypes: tuple[str, ...], index: int) -> np.dtype[Any]:
     code = dtypes[index] if 0 <= index < len(dtypes) else "?"
     if code == "?":
         raise ValueError(f"the type number {index}, which is not known")

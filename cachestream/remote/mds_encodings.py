@@ -24,8 +24,9 @@ __all__ = ["Layout", "Reader", "column_reader", "decode_images", "decode_pil"]
 Reader = Callable[[memoryview], Any]
 
 _SCALARS: Final = (
-    "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64".split()  # noqa: SIM905
-)
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16",
+    "int32", "int64", "float16", "float32", "float64",
+)  # fmt: skip
 _VALUE_DTYPES: Final = {
     8: "uint8",
     9: "int8",
