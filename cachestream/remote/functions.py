@@ -79,7 +79,9 @@ def _name(fn: Any) -> str:
     if isinstance(fn, functools.partial):
         return _name(fn.func)
     named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{named.__module__}.{named.__qualname__}"
+    # The main script, as a process that `multiprocessing` has spawned knows it: one cache serves both.
+    module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
+    return f"{module}.{named.__qualname__}"
 
 
 def fingerprint_of(fn: Callable[..., Any]) -> str:
