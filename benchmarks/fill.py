@@ -34,6 +34,7 @@ def write_arrays(folder: Path, samples: int = SAMPLES) -> None:
 def plain_write_mb_per_s(folder: Path) -> float:
     """What one process writes to fresh files of 64 MB, fsync included, in memory that is warm."""
     data, files = bytes(64 << 20), 2 * SAMPLES * FLOATS * 4 // (64 << 20)
+    took_s = 0.0
     for _ in range(2):
         begun_s = time.perf_counter()
         for i in range(files):

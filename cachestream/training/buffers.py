@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cachestream.training.memory import UNITS
+
 __all__ = ["BufferPool", "Loan", "as_tensor"]
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,14 +54,14 @@ class _Buffer:
         self.memory = memory[start : start + num_bytes]
         self.address = self.memory.data_ptr()
         self.type = _lent_type(num_bytes)
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
-    def rows(self, count: int, row_bytes: int) -> torch.Tensor:
-        """uint8 `[count, row_bytes]` at the start. The last view asked for is kept: batches are alike."""
-        rows = self._rows.get(row_bytes)
+    def rows(self, count: int, row_bytes: int, unit: int) -> torch.Tensor:
+        """`[count, row_bytes / unit]` at the start. The last view asked for is kept: batches are alike."""
+        rows = self._rows.get((row_bytes, unit))
         if rows is None or len(rows) != count:
-            rows = self.memory[: count * row_bytes].view(count, row_bytes)
-            self._rows = {row_bytes: rows}
+            rows = self.memory[: count * row_bytes].view(UNITS[unit]).view(count, row_bytes // unit)
+            self._rows = {(row_bytes, unit): rows}
         return rows
 
 
@@ -72,11 +74,15 @@ class Loan:
         self.array = array
         self._buffer = buffer
 
-    def rows(self, count: int, row_bytes: int) -> torch.Tensor:
-        """The first `count * row_bytes` bytes as a tensor `[count, row_bytes]`, valid while the loan is held."""
+    def rows(self, count: int, row_bytes: int, unit: int = 1) -> torch.Tensor:
+        """The first `count * row_bytes` bytes as `[count, row_bytes / unit]`, valid while the loan is held.
+
+        Elements of `unit` bytes are of one of `UNITS`.
+        """
         if self._buffer is None:
-            return torch.from_numpy(self.array[: count * row_bytes].reshape(count, row_bytes))
-        return self._buffer.rows(count, row_bytes)
+            rows = torch.from_numpy(self.array[: count * row_bytes].reshape(count, row_bytes))
+            return rows if unit == 1 else rows.view(UNITS[unit])
+        return self._buffer.rows(count, row_bytes, unit)
 
 
 class BufferPool:

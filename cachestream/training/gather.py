@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ import torch
 from cachestream.model import KEY_FIELD, Field, IntArray
 from cachestream.training.buffers import BufferPool, as_tensor
 from cachestream.training.maps import EpochMaps, FieldAddresses, element_bytes
-from cachestream.training.memory import SpanLayout, Window, gather_rows
+from cachestream.training.memory import Pieces, SpanLayout, Window, gather_rows
 
-__all__ = ["Block", "Columns", "Gatherer", "numpy_dtype"]
+__all__ = ["Block", "Columns", "Copy", "Gatherer", "fixed_row_bytes", "numpy_dtype"]
 
 Columns = dict[str, Any]  # field name → tensor [n, *shape], or a list of tensors, str or bytes
 
@@ -27,10 +27,23 @@ Columns = dict[str, Any]  # field name → tensor [n, *shape], or a list of tens
 _RUN_BYTES: Final = 1 << 20
 
 
+class Copy(NamedTuple):
+    """A large field still to be gathered: rows `wanted` of `rows`, into `out`. `run` may be called in any thread."""
+
+    rows: torch.Tensor
+    wanted: torch.Tensor
+    out: torch.Tensor
+
+    def run(self) -> None:
+        """Gather it, without the GIL."""
+        torch.index_select(self.rows, 0, self.wanted, out=self.out)
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     """What is gathered of one field of a block: samples `start` to `stop`, as `[stop - start, *shape]`."""
 
+    pieces: Pieces
     index: torch.Tensor
     start: int = 0
     stop: int = 0
@@ -69,13 +82,25 @@ class Gatherer:
         window, runs = self.maps.window, {}
         for field, row_bytes in self._fields:
             if row_bytes:
-                index = self.maps.fields[field.name].base[shards] + rows * row_bytes
-                runs[field.name] = _Run(window.index(index))
+                offsets = self.maps.fields[field.name].base[shards] + rows * row_bytes - window.low
+                pieces = Pieces.of(row_bytes, offsets)
+                runs[field.name] = _Run(pieces, pieces.index(offsets))
         return Block(window, shards, rows, runs)
 
     def gather(self, block: Block, start: int, stop: int) -> Columns:
         """Samples `start` to `stop` of `block`, in memory of their own."""
+        columns, copies = self.begin(block, start, stop)
+        for copy in copies:
+            copy.run()
+        return columns
+
+    def begin(self, block: Block, start: int, stop: int) -> tuple[Columns, list[Copy]]:
+        """As `gather`, but large fields are filled only by the copies returned with them.
+
+        The maps must not be dropped before.
+        """
         columns: Columns = {}
+        copies: list[Copy] = []
         for field, row_bytes in self._fields:
             if field.shape is None:
                 columns[field.name] = self._varying(field, block, start, stop)
@@ -86,26 +111,37 @@ class Gatherer:
             else:
                 run = block.runs[field.name]
                 if run.values is None or stop > run.stop:
-                    self._fill(run, block.window, field, row_bytes, (start, stop))
+                    copies += self._fill(run, block.window, field, row_bytes, (start, stop))
                 part = run.values[start - run.start : stop - run.start]  # type: ignore[index]
                 columns[field.name] = as_tensor(part, field.dtype)
+                if stop == run.stop:
+                    run.values = None  # the memory belongs to those who have the batch
         if self._with_keys:
             columns[KEY_FIELD] = self.keys(block.shards[start:stop], block.rows[start:stop])
-        return columns
+        return columns, copies
 
-    def _fill(self, run: _Run, window: Window, field: Field, row_bytes: int, wanted: tuple[int, int]) -> None:
-        """Gather the next batches of one field, `wanted` being the first of them."""
+    def _fill(
+        self, run: _Run, window: Window, field: Field, row_bytes: int, wanted: tuple[int, int]
+    ) -> list[Copy]:
+        """Gather the next batches of one field, `wanted` being the first of them, or say what is to be copied."""
         start, stop = wanted
         batch = max(stop - start, self._batch_size)
         rows = max(1, _RUN_BYTES // (batch * row_bytes)) * batch
-        run.start, run.stop = start, max(stop, min(start + rows, len(run.index)))
+        pieces = run.pieces
+        run.start, run.stop = start, max(stop, min(start + rows, len(run.index) // pieces.count))
         run.values = None  # before the next buffer is taken: it may be the one that this gives back
         count = run.stop - start
         loan = self._lend(max(rows, count) * row_bytes)
-        torch.index_select(
-            window.rows(row_bytes), 0, run.index[start : run.stop], out=loan.rows(count, row_bytes)
+        copy = Copy(
+            window.rows(pieces.num_bytes, pieces.unit),
+            run.index[start * pieces.count : run.stop * pieces.count],
+            loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit),
         )
         run.values = shaped(loan.array[: count * row_bytes], field, count)
+        if count * row_bytes >= _RUN_BYTES and run.stop == stop:
+            return [copy]
+        copy.run()
+        return []
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """The keys of samples `rows` of `shards`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,12 +123,14 @@ class EpochMaps:
             beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
         return shards, samples - self.starts[shards]
 
-    def open(self, shards: IntArray, *, ahead: bool = False) -> list[tuple[int, CorruptShardError]]:
+    def open(
+        self, shards: IntArray, settle: Callable[[], None] | None = None, *, ahead: bool = False
+    ) -> list[tuple[int, CorruptShardError]]:
         """Map and verify those of `shards` (places) that are not mapped; returns the damaged (place, error).
 
-        Over `max_open` the maps unused for longest go: so only one thread may gather while more shards
-        than that are asked for, and it must ask for all shards of a gather at once. Another thread may open
-        some `ahead`, which drops none.
+        Over `max_open` the maps unused for longest go, after a call of `settle`: it must return when nobody
+        gathers from them any more. All shards of a gather must be asked for at once. Another thread may open some
+        `ahead`, which drops none.
         """
         if not ahead:
             self._tick += 1
@@ -138,6 +141,8 @@ class EpochMaps:
             if self.num_mapped >= self.max_open:
                 if ahead:
                     break
+                if settle is not None:
+                    settle()
                 self._drop_some(keep=shards)
             try:
                 self._insert(place, self._map(int(self.snapshot.shard_ids[place])))

@@ -9,6 +9,7 @@ whatever the number of shards. Holes between the maps are never touched: no inde
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,12 +17,48 @@ import torch
 
 from cachestream.model import IntArray
 
-__all__ = ["SpanLayout", "Window", "gather_rows"]
+__all__ = ["UNITS", "Pieces", "SpanLayout", "Window", "gather_rows"]
 
 _MAX_ELEMENTS: Final = 1 << 62  # torch counts the elements of the overlapping rows in an int64
 _LARGE_SPAN_BYTES: Final = 32 * 1024
 _CHUNKS: Final = (256, 64, 16)  # multiples of every dtype's width, 16 at most
 _ALIGNMENT: Final = 64
+_MOST_ELEMENTS: Final = 32 * 1024 - 1  # of a row that torch copies in one go
+_MOST_PIECES: Final = 64
+
+# Elements that rows are copied as, by their bytes.
+UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How rows are copied: each in `count` pieces of `num_bytes`, whose elements have `unit` bytes.
+
+    `torch.index_select` copies pieces of fewer than 32,768 elements by memcpy and shares them among its threads
+    once a call, without the GIL. Larger ones it shares one by one, which costs a third of the speed here, and most
+    of it where others use the cores. So elements are as wide as the addresses allow, and large rows are cut.
+    """
+
+    unit: int
+    num_bytes: int
+    count: int
+
+    @classmethod
+    def of(cls, row_bytes: int, offsets: IntArray) -> Pieces:
+        """The pieces of rows of `row_bytes` at `offsets` in a window."""
+        bits = int(np.bitwise_or.reduce(offsets, initial=row_bytes)) | 16
+        unit = bits & -bits
+        elements = row_bytes // unit
+        for count in range(-(-elements // _MOST_ELEMENTS), _MOST_PIECES + 1):
+            if elements % count == 0:
+                return cls(unit, row_bytes // count, count)
+        return cls(unit, row_bytes, 1)
+
+    def index(self, offsets: IntArray) -> torch.Tensor:
+        """The pieces of the rows at `offsets` as row numbers of the window's `rows`, int64 `[n * count]`."""
+        if self.count > 1:
+            offsets = (offsets[:, None] + np.arange(self.count) * self.num_bytes).reshape(-1)
+        return torch.from_numpy(offsets // self.unit)
 
 
 class Window:
@@ -34,17 +71,21 @@ class Window:
         self.high = high
         span = (ctypes.c_uint8 * (high - low)).from_address(low)
         self._bytes = torch.from_numpy(np.frombuffer(memoryview(span), np.uint8))
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def covers(self, low: int, high: int) -> bool:
         return self.low <= low and high <= self.high
 
-    def rows(self, row_bytes: int) -> torch.Tensor:
-        """uint8 `[bytes, row_bytes]`: row i begins at byte i, and overlaps the next ones."""
-        view = self._rows.get(row_bytes)
+    def rows(self, row_bytes: int, unit: int = 1) -> torch.Tensor:
+        """`[elements, row_bytes / unit]` of elements of `unit` bytes: row i begins at element i, and overlaps the
+        next ones.
+        """
+        view = self._rows.get((row_bytes, unit))
         if view is None:
-            count = min(self.high - self.low - row_bytes + 1, _MAX_ELEMENTS // row_bytes)
-            view = self._rows[row_bytes] = self._bytes.as_strided((count, row_bytes), (1, 1))
+            width, elements = row_bytes // unit, (self.high - self.low) // unit
+            count = min(elements - width + 1, _MAX_ELEMENTS // width)
+            flat = self._bytes[: elements * unit].view(UNITS[unit])
+            view = self._rows[row_bytes, unit] = flat.as_strided((count, width), (1, 1))
         return view
 
     def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:

@@ -12,19 +12,23 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from cachestream.errors import CorruptShardError, EpochError
 from cachestream.training.batches import packed
+from cachestream.training.crew import Crew
 from cachestream.training.epoch import Request, Segment
+from cachestream.training.gather import Copy
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
 from cachestream.training.reading import Gathered, read_batches
 from cachestream.training.schedule import Delivery, Parcel, Schedule
-from cachestream.training.threads import use_one_thread
+from cachestream.training.sharing import COPIES_A_TURN, Sharing
+from cachestream.training.threads import use_threads
 from cachestream.training.transfer import BatchTransform, Transfer
 
 __all__ = ["Engine"]
@@ -36,8 +40,18 @@ _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks woul
 _OPEN_AT_ONCE: Final = 16
 _PARCEL_BATCHES: Final = 16
 _PARCEL_S: Final = 0.0003
+_PARCEL_BYTES: Final = 1 << 20
+_MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@dataclass(slots=True, eq=False)
+class _Lot:
+    """Batches that are handed over together, with their numbers in the epoch. It keeps their maps."""
+
+    segment: Segment
+    batches: list[tuple[int, Gathered]] = field(default_factory=list)
 
 
 class Engine:
@@ -60,6 +74,8 @@ class Engine:
         self._closed = closed
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
+        self._sharing = Sharing.begin(1)
+        self._copied: list[tuple[int, float]] = []
 
     def start(self) -> None:
         """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
@@ -146,7 +162,6 @@ class Engine:
     # --- gathering
 
     def _gather_loop(self) -> None:
-        use_one_thread()
         schedule = self.schedule
         while True:
             schedule.doing["gather"] = "waiting for a prepared epoch"
@@ -163,25 +178,32 @@ class Engine:
 
     def _gather(self, segment: Segment) -> None:
         """Put all batches of `segment` into the queue, a few small ones or a large one at a time."""
-        reading = read_batches(segment, self.transfer.pool, lambda *damage: self._on_damage(segment, *damage))
-        number, wanted, ended = segment.request.done, True, False
-        while wanted:
-            parcel = Parcel(segment)
-            began_s = time.perf_counter()
-            try:
-                for gathered in reading:
-                    number += 1
-                    self._add(parcel, number, gathered)
-                    # Threads wake each other up more slowly than small batches come.
-                    if len(parcel.batches) >= _PARCEL_BATCHES or time.perf_counter() - began_s > _PARCEL_S:
-                        break
-            finally:
-                ended = not parcel.batches
-                wanted = not ended and self.schedule.put(parcel)
-        if ended and segment.last:
+        threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
+        # Copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
+        hands = 1 if self._transform is None else threads
+        if self._sharing.most != threads // hands:
+            self._sharing = Sharing.begin(threads // hands)
+        use_threads(self._sharing.threads)
+        crew = Crew(hands, self._finish, self._deliver)
+        batches = read_batches(
+            segment, self.transfer.pool, lambda *damage: self._on_damage(segment, *damage), crew.settle
+        )
+        if crew.run(_lots(segment, batches)) and segment.last:
             self.schedule.put(Parcel(segment))
 
+    def _finish(self, lot: _Lot) -> tuple[Parcel, BaseException | None]:
+        """Complete the batches of `lot`, up to the first that fails, and send them where they are trained on."""
+        parcel = Parcel(lot.segment)
+        try:
+            for number, gathered in lot.batches:
+                self._add(parcel, number, gathered)
+        except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
+            return parcel, error
+        return parcel, None
+
     def _add(self, parcel: Parcel, number: int, gathered: Gathered) -> None:
+        for copy in gathered.copies:
+            self._copy(copy)
         if gathered.size:
             batch = packed(gathered.columns, parcel.segment.snapshot.schema)
             staged = self.transfer.send(batch, self._transform)
@@ -192,10 +214,48 @@ class Engine:
                 "must make the same steps; run 'cachestream verify CACHE --repair' and start again"
             )
 
+    def _copy(self, copy: Copy) -> None:
+        """Run `copy` with as many of torch's threads as are quickest now."""
+        if self._sharing.most == 1:
+            copy.run()
+            return
+        began_s = time.perf_counter()
+        copy.run()
+        self._copied.append((copy.out.nbytes, time.perf_counter() - began_s))
+        if len(self._copied) == COPIES_A_TURN:
+            copied_bytes, took_s = map(sum, zip(*self._copied, strict=True))
+            self._copied.clear()
+            self._sharing = self._sharing.next(copied_bytes / took_s)
+            use_threads(self._sharing.threads)
+
+    def _deliver(self, finished: tuple[Parcel, BaseException | None]) -> bool:
+        parcel, error = finished
+        wanted = not parcel.batches or self.schedule.put(parcel)
+        if error is not None:
+            raise error
+        return wanted
+
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
         if self.schedule.stale(segment.request):
             raise Cancelled  # its lease has ended: the shard may be gone by right
         self._quarantine(shard_id, str(error))
+
+
+def _lots(segment: Segment, batches: Iterator[Gathered]) -> Iterator[_Lot]:
+    """`batches` together as long as they are small: threads wake each other up more slowly than those come."""
+    number, lot, began_s, lot_bytes = segment.request.done, _Lot(segment), time.perf_counter(), 0
+    for gathered in batches:
+        number += 1
+        lot.batches.append((number, gathered))
+        lot_bytes += gathered.waiting_bytes
+        full = len(lot.batches) >= _PARCEL_BATCHES or lot_bytes >= _PARCEL_BYTES
+        if full or time.perf_counter() - began_s > _PARCEL_S:
+            del gathered  # nothing here may keep the memory of a batch that is on its way
+            ready, lot, lot_bytes = [lot], _Lot(segment), 0
+            yield ready.pop()
+            began_s = time.perf_counter()
+    if lot.batches:
+        yield lot
 
 
 def close_all(segments: Iterable[Segment]) -> None:

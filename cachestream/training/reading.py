@@ -1,4 +1,4 @@
-"""A prepared segment, read in order: from the plan's positions to gathered batches of this rank."""
+"""A prepared segment, read in order: from the plan's positions to the batches of this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cachestream.errors import CorruptShardError
 from cachestream.model import IntArray
 from cachestream.training.buffers import BufferPool
 from cachestream.training.epoch import Segment
-from cachestream.training.gather import Columns, Gatherer
+from cachestream.training.gather import Columns, Copy, Gatherer
 
 __all__ = ["Gathered", "read_batches"]
 
@@ -21,17 +21,29 @@ OnDamage = Callable[[int, CorruptShardError], None]
 
 
 class Gathered(NamedTuple):
-    """One batch: its fields, how many samples it has, and how many it lacks because their shard is damaged."""
+    """One batch: its fields, how many samples it has, and how many it lacks because their shard is damaged.
+
+    It is whole when all `copies` have run.
+    """
 
     columns: Columns
+    copies: list[Copy]
     size: int
     skipped: int
 
+    @property
+    def waiting_bytes(self) -> int:
+        """How much is still to be copied."""
+        return sum(copy.out.nbytes for copy in self.copies)
 
-def read_batches(segment: Segment, pool: BufferPool, on_damage: OnDamage) -> Iterator[Gathered]:
+
+def read_batches(
+    segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None]
+) -> Iterator[Gathered]:
     """The batches of `segment` for this rank, in order.
 
     `on_damage(shard id, error)` is told of each damaged shard found on the way; its samples are left out.
+    `settle()` returns when no copies of earlier batches run any more: it is called before maps are dropped.
     """
     plan, maps = segment.plan, segment.maps
     gatherer = Gatherer(maps, pool, plan.batch_size, segment.with_keys)
@@ -45,7 +57,7 @@ def read_batches(segment: Segment, pool: BufferPool, on_damage: OnDamage) -> Ite
         positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
         shards, rows = maps.locate(segment.order.at(positions))
         if not maps.all_mapped:
-            for place, error in maps.open(shards[~damaged[shards]]):
+            for place, error in maps.open(shards[~damaged[shards]], settle):
                 damaged[place] = True
                 on_damage(int(segment.snapshot.shard_ids[place]), error)
         ends = np.cumsum([stop - start for start, stop in spans])
@@ -56,7 +68,7 @@ def read_batches(segment: Segment, pool: BufferPool, on_damage: OnDamage) -> Ite
         block = gatherer.block(shards, rows)
         start = 0
         for end, lacking in zip(ends.tolist(), skipped.tolist(), strict=True):
-            yield Gathered(gatherer.gather(block, start, end), end - start, lacking)
+            yield Gathered(*gatherer.begin(block, start, end), end - start, lacking)
             start = end
         first += count
 

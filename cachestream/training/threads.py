@@ -1,33 +1,42 @@
-"""How many threads torch copies with: one, where we gather.
+"""How many threads torch copies with, in one thread of ours and in no other.
 
-A gather runs at memory speed on one thread. With two, torch forks and joins an OpenMP team for every row, beside
-the trainer's own team; where others use the cores too, that made it 6 to 18 times slower here.
+torch's threads share a gather without the GIL: two copy 1.7 times as much as one. But where a call is too small
+to be shared, or its rows too large (see memory.Pieces), threads cost more than they bring.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
-__all__ = ["one_thread", "use_one_thread"]
+__all__ = ["one_thread", "use_threads"]
+
+Result = TypeVar("Result")
 
 
-def use_one_thread() -> None:
-    """Let torch use one thread in this thread from now on, and leave all others as they are.
+def use_threads(count: int) -> None:
+    """Let torch use `count` threads in this thread from now on, and leave all others as they are.
 
     `torch.set_num_threads` is about the thread that calls it, but also sets what new threads start with: a
     short-lived thread puts that back.
     """
-    before = torch.get_num_threads()
-    if before == 1:
+    if torch.get_num_threads() == count:
         return
-    torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(before,), daemon=True)
-    restore.start()
-    restore.join()
+    default = _in_a_new_thread(torch.get_num_threads)
+    torch.set_num_threads(count)
+    _in_a_new_thread(lambda: torch.set_num_threads(default))
+
+
+def _in_a_new_thread(function: Callable[[], Result]) -> Result:
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
@@ -25,7 +26,7 @@ class Staged(NamedTuple):
 
 
 class Transfer(Protocol):
-    """`send` runs in the thread that gathers, `receive` in the one that trains."""
+    """`send` runs in the threads that gather, `receive` in the one that trains."""
 
     pool: BufferPool
 
@@ -63,13 +64,15 @@ class CudaTransfer:
         self.pool = BufferPool(keep + _IN_FLIGHT, pinned=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._sending = threading.Lock()  # several threads transform batches
 
     def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             moved = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
             # The pinned source goes back to its pool only when the copies from it are done.
-            self._in_flight.append((self._stream.record_event(), batch))
-            self._reap()
+            with self._sending:
+                self._in_flight.append((self._stream.record_event(), batch))
+                self._reap()
             if transform is not None:
                 moved = transform(moved)
             return Staged(moved, self._stream.record_event())

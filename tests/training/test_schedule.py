@@ -18,7 +18,7 @@ from cachestream.training.maps import EpochMaps
 from cachestream.training.plan import Plan, SequentialOrder
 from cachestream.training.resume import Record
 from cachestream.training.schedule import Delivery, Parcel, Schedule
-from cachestream.training.threads import one_thread, use_one_thread
+from cachestream.training.threads import one_thread, use_threads
 from cachestream.training.transfer import Staged
 
 NOTHING = np.zeros(0, np.int64)
@@ -137,7 +137,7 @@ def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
     seen: list[int] = []
 
     def single() -> None:
-        use_one_thread()
+        use_threads(1)
         seen.append(torch.get_num_threads())
         late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         late.start()
