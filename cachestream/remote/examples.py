@@ -21,6 +21,15 @@ _VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES: Final = 10
 _FEW: Final = 24  # bytes of varints that a loop decodes faster than numpy
 _SIGN: Final = 1 << 63
+_WORD_BYTES: Final = 8
+# The bits of a varint of 1, 2, … 8 bytes that tell its value.
+_LOW_BITS: Final = np.array(
+    [0x7F7F7F7F7F7F7F7F >> 8 * (_WORD_BYTES - 1 - length) for length in range(_WORD_BYTES)], np.uint64
+)
+_FOLDS: Final = tuple(
+    (np.uint64(mask), np.uint64(shift))
+    for mask, shift in ((0x007F007F007F007F, 1), (0x00003FFF00003FFF, 2), (0x000000000FFFFFFF, 4))
+)
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
@@ -149,6 +158,8 @@ def _varints(packed: bytes) -> npt.NDArray[np.int64]:
     longest = int(lengths.max()) + 1
     if longest > _MAX_VARINT_BYTES:
         raise ValueError("malformed: a number of more than 64 bits")
+    if longest <= _WORD_BYTES:
+        return _words(packed, starts, lengths)
     low = (data & 0x7F).astype(np.uint64)
     values = low.take(starts)
     for place in range(1, longest):
@@ -158,6 +169,25 @@ def _varints(packed: bytes) -> npt.NDArray[np.int64]:
         part <<= np.uint64(7 * place)
         values |= part
     return values.view(np.int64)
+
+
+def _words(
+    packed: bytes, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The numbers of at most 8 bytes that begin at `starts`; `lengths` are those of the bytes less one.
+
+    Each is a word, whose groups of 7 bits are moved together two by two.
+    """
+    padded = packed + bytes(_WORD_BYTES - 1)
+    every = np.ndarray((len(packed),), "<u8", padded, 0, (1,))
+    words = every.take(starts)
+    words &= _LOW_BITS.take(lengths)
+    for mask, shift in _FOLDS:
+        high = words & ~mask
+        high >>= shift
+        words &= mask
+        words |= high
+    return words.view(np.int64)
 
 
 _LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -61,6 +62,8 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
     try:
         payload = unpack(job.payload)
         cache = Cache(job.root, eviction=payload.eviction)
+        gc.collect()
+        gc.freeze()  # what is there now stays: it is not to be looked through again and again
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()
     except StartAgainError:
         code = EXIT_RESTART
