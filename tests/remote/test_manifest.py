@@ -169,7 +169,7 @@ def test_a_manifest_keeps_the_protocol(data: Path) -> None:
     check_source(lambda: cs.open_source(Manifest(listed, label="label")))
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [as_tsv, as_parquet])
 def test_a_manifest_beside_its_data_on_s3(
     write: Callable[..., Path], s3_server: S3Server, s3_bucket: Path, tmp_path: Path
 ) -> None:

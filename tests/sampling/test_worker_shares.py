@@ -20,7 +20,7 @@ from tests.sampling.support import DEADLINE_S, keys_of, only_once, wait_until
 from tests.sampling.test_worker_orders import fill, units_in_order
 
 
-@pytest.mark.parametrize("order", ["shuffle", "sequential", "sampler", "curriculum"])
+@pytest.mark.parametrize("order", ["shuffle", "sampler", "curriculum"])
 def test_the_caches_of_all_nodes_hold_every_sample_once(order: str, tmp_path: Path) -> None:
     source = Numbers(100, 2)
     orders: dict[str, Any] = {
