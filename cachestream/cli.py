@@ -373,12 +373,13 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what it makes.")] = Path(
         "demo-output"
     ),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the remote data and the cache, to look at.")] = False,
 ) -> None:
     """Show the whole thing on this machine.
 
     Two ranks train on a growing cache, without a network.
     """
-    raise typer.Exit(int(_late("demo").run(output) or DONE))
+    raise typer.Exit(int(_late("demo").run(output, keep=keep) or DONE))
 
 
 def _late(name: str) -> Any:

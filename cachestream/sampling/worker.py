@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from cachestream.config import reject_unknown
 from cachestream.errors import CacheStreamError, ConfigError, WorkerError
 from cachestream.remote.open import open_source
-from cachestream.remote.source import Source
 from cachestream.sampling.child import start_python
 from cachestream.sampling.job import Job, read_frame, write_frame
 from cachestream.sampling.options import WorkerOptions
@@ -214,7 +213,7 @@ def start_worker(
     """
     reject_unknown("start_worker", unknown, ("cache", "source", *_KEYWORDS))
     cache = cache if isinstance(cache, Cache) else Cache(cache)
-    source = source if isinstance(source, Source) else open_source(source)
+    source = open_source(source)
     options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
     )
