@@ -154,6 +154,7 @@ class _Shelf:
         self._publisher = Publisher(cache.directory, cache.catalogue, cache.admission, self._owner.name)
         self._leases: list[Lease] = []
         self._ids: list[int] = []
+        self._passes: dict[str, int] = {}
         self._filled_by_worker = cache.fill_state() != "none"
 
     def __enter__(self) -> Self:
@@ -202,9 +203,11 @@ class _Shelf:
     def put(self, content: Content, made: ShardContent) -> int:
         """Publish `made`, evicting what is not needed; returns its bytes."""
         fill = content.fill
-        with self._cache.catalogue.transaction() as tables:
-            tables.set_meta("source", self._fingerprint)
-            pass_id = tables.earlier_pass(fill["plan"], fill["length"])
+        pass_id = self._passes.get(fill["plan"])
+        if pass_id is None:
+            with self._cache.catalogue.transaction() as tables:
+                tables.set_meta("source", self._fingerprint)
+                pass_id = self._passes[fill["plan"]] = tables.earlier_pass(fill["plan"], fill["length"])
         spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
         shard_id = self._publisher.publish(made, spans, Progress(pass_id))
         if shard_id is None:

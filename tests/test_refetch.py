@@ -45,9 +45,8 @@ def double(sample: dict[str, Any]) -> dict[str, Any]:
 def filled(path: Path, source: Any, transform: Any = None, **options: Any) -> cs.Cache:
     """A cache with all of `source`, in small shards."""
     cache = cs.Cache(path, size_limit="50MB", min_free=0)
-    with cs.start_worker(
-        cache, source, shard_size="20KB", transform=transform, num_workers=2, **options
-    ) as worker:
+    options = {"shard_size": "40KB", "num_workers": 2, **options}
+    with cs.start_worker(cache, source, transform=transform, **options) as worker:
         worker.wait(60)
     return cache
 
@@ -64,7 +63,9 @@ def digests(cache: cs.Cache) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("order", "transform"), [("shuffle", halve), ("sequential", None), ("a sampler", halve)], ids=str
+    ("order", "transform"),
+    [("shuffle", halve), ("sequential", None), ("a sampler", halve)],
+    ids=["shuffle", "sequential", "a sampler"],
 )
 def test_evicted_shards_come_back_byte_for_byte_and_the_epochs_with_them(
     order: str, transform: Any, tmp_path: Path
@@ -149,7 +150,7 @@ def test_what_comes_back_different_stays_out_and_is_told(tmp_path: Path) -> None
 
 def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Path) -> None:
     big = Named(units=60, samples=5, nbytes=10_000)
-    with filled(tmp_path / "cache", big) as cache:
+    with filled(tmp_path / "cache", big, shard_size="100KB") as cache:
         batches = trained(cache, epoch_size=120, record=tmp_path / "run")
     first, second = sorted((tmp_path / "run").iterdir())
     with cs.Cache(tmp_path / "small", size_limit=2_500_000, min_free=0) as small:
