@@ -31,6 +31,9 @@ ONLY: Final[dict[str, tuple[str, ...]]] = {
     "typer": ("cli",),
     "rich": ("report", "terminal", "demo"),
     "matplotlib": ("plots", "demo"),
+    **dict.fromkeys(
+        ("accelerate", "lightning", "pytorch_lightning", "ray", "transformers"), ("integrations",)
+    ),
 }
 # `Cache.snapshot` returns a class of a layer above: see docs/decisions/0002.
 TYPES_FROM_ABOVE: Final = {("storage.cache", "training")}
@@ -106,6 +109,12 @@ def test_every_layer_imports_only_the_layers_below_it() -> None:
         if layer in BELOW and target != layer and target not in BELOW[layer] and not allowed:
             wrong.append(str(found))
     assert not wrong
+
+
+def test_only_the_lazy_package_imports_the_integrations() -> None:
+    """They stand on top, so that nothing needs a framework to be there."""
+    wrong = [found for found in INTERNAL if _names(found.target, "cachestream.integrations")]
+    assert not [str(found) for found in wrong if not _names(found.module, "integrations")]
 
 
 def test_modules_do_not_import_one_another_in_a_circle() -> None:
