@@ -21,6 +21,8 @@ pytestmark = [
     # Lightning's own: how many cores there are, that a progress bar is off, and what torch deprecates.
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
@@ -209,3 +211,37 @@ def test_metrics_go_to_the_loggers_of_the_trainer(new_cache: NewCache, tmp_path:
     column = lines[0].split(",").index("cachestream/samples")
     seen = [int(float(cell)) for line in lines[1:] if (cell := line.split(",")[column])]
     assert seen == [12, 16, 24, 32]
+
+
+def test_the_older_package_of_lightning_has_the_same(new_cache: NewCache, tmp_path: Path) -> None:
+    import pytorch_lightning as older
+
+    from cachestream.integrations import pytorch_lightning as integration
+
+    cache = new_cache(2, 8)
+    lengths: list[float] = []
+
+    class OlderModel(older.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(5))
+            self.automatic_optimization = False
+
+        def training_step(self, batch: dict[str, Any], index: int) -> None:
+            assert len(batch["number"]) == 4
+
+        def on_train_epoch_end(self) -> None:
+            lengths.append(self.trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+            add_shard(cache, numbered(1000 + 8 * self.current_epoch, 8))
+
+        def configure_optimizers(self) -> None: ...
+
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    fitting = older.Trainer(accelerator="cpu", max_epochs=4, default_root_dir=tmp_path, **quiet)
+    data = integration.CacheDataModule(lambda: EpochLoader(cache, 4, prefetch=1))
+    fitting.fit(OlderModel(), datamodule=data)
+    assert any(isinstance(callback, integration.CacheCallback) for callback in fitting.callbacks)  # type: ignore[attr-defined]
+    assert lengths[0] == 4
+    assert lengths[-1] > 4
