@@ -171,7 +171,9 @@ def write_hdf5(folder: Path) -> None:
 
 
 def read_hdf5(files: Any, path: str) -> Iterator[Any]:
-    with files.open(f"{path}/a.h5") as file, h5py.File(file, "r") as opened:
+    # s3fs would keep 50 MB in memory, which is all of this file; arrays worth caching are larger than that.
+    options = {"block_size": 1 << 20, "cache_type": "blockcache", "cache_options": {"maxblocks": 8}}
+    with files.open(f"{path}/a.h5", **options) as file, h5py.File(file, "r") as opened:
         yield from windows_of(opened["picture"])
 
 
