@@ -49,8 +49,15 @@ class Tally:
             self.spans.append(span)
 
     def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
-        """Count samples that were skipped because of `error`."""
+        """Count samples that were skipped because of `error`.
+
+        Messages begin with the place as a rule ("s3://bucket/a.jpg: truncated"): the place becomes the example, so
+        that those of one reason are counted together.
+        """
         text = str(error).strip() or "no message"
+        place, colon, rest = text.partition(": ")
+        if colon and rest and kind == "sample" and ("/" in place or place == example):
+            text, example = rest, place
         name = "" if kind in ("sample", "schema", "quarantined") else f"{type(error).__name__}: "
         reason = f"{name}{text}"[:_REASON_CHARS]
         before, first = self._failures.get((kind, reason), (0, example))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -315,7 +316,7 @@ def test_a_cache_filled_from_one_source_refuses_another(cache: Cache) -> None:
         ({"bandwidth_limit": 0}, "bandwidth_limit"),
         ({"workers": 4}, "num_workers"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
 )
 def test_what_cannot_work_is_refused_at_once_and_by_name(
     cache: Cache, options: dict[str, object], words: str | None
