@@ -22,6 +22,7 @@ USUAL_QUANTILE: Final = 0.95
 EXTRA_SHARE: Final = 0.05  # of all requests
 MOST_SAVED: Final = 3.0  # second requests at once, after a long time without any
 REMEMBERED: Final = 128  # answers of about one size
+CLEARLY_SLOW: Final = 2.0  # times the median
 FEWEST: Final = 20  # before that many came, nobody knows what is slow
 
 
@@ -54,7 +55,9 @@ class Hedge:
         took_s = self._took_s.get(_class_of(nbytes), ())
         if len(took_s) < FEWEST:
             return None
-        return sorted(took_s)[int(self.quantile * len(took_s))]
+        ranked = sorted(took_s)
+        # Where all take about as long, the slowest of them are no reason yet: what is saved is for those that hang.
+        return max(ranked[int(self.quantile * len(ranked))], CLEARLY_SLOW * ranked[len(ranked) // 2])
 
     def take(self) -> bool:
         """Whether a second request may be made now; counts it."""

