@@ -44,7 +44,7 @@ class _Run:
     """What is gathered of one field of a block: samples `start` to `stop`, as `[stop - start, *shape]`."""
 
     pieces: Pieces
-    index: torch.Tensor
+    index: IntArray
     start: int = 0
     stop: int = 0
     values: np.ndarray[Any, Any] | None = None
@@ -134,7 +134,7 @@ class Gatherer:
         loan = self._lend(max(rows, count) * row_bytes)
         copy = Copy(
             window.rows(pieces.num_bytes, pieces.unit),
-            run.index[start * pieces.count : run.stop * pieces.count],
+            torch.from_numpy(run.index[start * pieces.count : run.stop * pieces.count]),
             loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit),
         )
         run.values = shaped(loan.array[: count * row_bytes], field, count)

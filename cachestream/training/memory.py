@@ -54,11 +54,11 @@ class Pieces:
                 return cls(unit, row_bytes // count, count)
         return cls(unit, row_bytes, 1)
 
-    def index(self, offsets: IntArray) -> torch.Tensor:
+    def index(self, offsets: IntArray) -> IntArray:
         """The pieces of the rows at `offsets` as row numbers of the window's `rows`, int64 `[n * count]`."""
         if self.count > 1:
             offsets = (offsets[:, None] + np.arange(self.count) * self.num_bytes).reshape(-1)
-        return torch.from_numpy(offsets // self.unit)
+        return offsets // self.unit
 
 
 class Window:

@@ -75,7 +75,7 @@ class Engine:
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
         self._sharing = Sharing.begin(1)
-        self._copied: list[tuple[int, float]] = []
+        self._copied: list[tuple[int, float, bool]] = []
 
     def start(self) -> None:
         """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
@@ -219,13 +219,13 @@ class Engine:
         if self._sharing.most == 1:
             copy.run()
             return
-        began_s = time.perf_counter()
+        hurried, began_s = self.schedule.hurried, time.perf_counter()
         copy.run()
-        self._copied.append((copy.out.nbytes, time.perf_counter() - began_s))
+        self._copied.append((copy.out.nbytes, time.perf_counter() - began_s, hurried))
         if len(self._copied) == COPIES_A_TURN:
-            copied_bytes, took_s = map(sum, zip(*self._copied, strict=True))
+            copied_bytes, took_s, hurries = map(sum, zip(*self._copied, strict=True))
             self._copied.clear()
-            self._sharing = self._sharing.next(copied_bytes / took_s)
+            self._sharing = self._sharing.next(copied_bytes / took_s, hurries > 1)
             use_threads(self._sharing.threads)
 
     def _deliver(self, finished: tuple[Parcel, BaseException | None]) -> bool:

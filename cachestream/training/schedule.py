@@ -249,6 +249,11 @@ class Schedule:
 
     # --- the thread that gathers
 
+    @property
+    def hurried(self) -> bool:
+        """Whether the trainer takes batches as fast as they come: less than half of those ahead are there."""
+        return not self._waiting or 2 * self._waiting < self._prefetch
+
     def next_segment(self) -> Segment | None:
         """The next prepared segment, waited for; None when all is over."""
         with self._lock:

@@ -2,7 +2,8 @@
 
 Two threads copy 1.7 times as much as one where a core is free. Where others use the cores, each call waits until its
 second thread is given one, which made it 6 to 18 times slower here. Nobody tells which it is, so the faster of the
-two is used, and the other one tried now and then.
+two is used, and the other one tried now and then. A trainer that finds its batches waiting needs no second thread, which
+would take its core: they spin between calls.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Sharing:
         """Up to `most` threads may be used."""
         return cls(most, most)
 
-    def next(self, rate: float) -> Sharing:
-        """What to do after a turn that copied at `rate` (in any unit)."""
+    def next(self, rate: float, hurried: bool = True) -> Sharing:
+        """What to do after a turn that copied at `rate` (in any unit), `hurried` if the trainer waited for it."""
         if self.most == 1:
             return self
+        if not hurried:
+            return Sharing(self.most, 1, rate, rate)
         if not self.chosen and rate < self.rate:  # the trial is lost
             patience = min(_MOST_PATIENCE, 2 * self.patience)
             return replace(self._other(), chosen=self.rate, turns=self.patience, patience=patience)

@@ -42,3 +42,13 @@ def test_a_core_that_is_free_again_is_found_by_the_next_trial() -> None:
 
 def test_one_thread_stays_one() -> None:
     assert set(turns_with(Sharing.begin(1), lambda _: 1.0, 10)[1]) == {1}
+
+
+@given(st.integers(0, 2000), st.floats(0.1, 100))
+def test_no_second_thread_is_used_for_a_trainer_that_does_not_wait(before: int, rate: float) -> None:
+    sharing, _ = turns_with(Sharing.begin(2), lambda threads: 10.0 * threads, before)
+    for _ in range(20):
+        sharing = sharing.next(rate, hurried=False)
+        assert sharing.threads == 1
+    _, used = turns_with(sharing, lambda threads: 10.0 * threads, 100)
+    assert used.count(2) > 80
