@@ -5,12 +5,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
+PEERS_VENV  ?= .venv-peers
+PEERS_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pytest soak bench clean
+.PHONY: help demo test check pytest soak bench bench-peers clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, real images, no network
 	$(BIN)/cachestream demo $(DEMO_ARGS)
@@ -31,13 +33,23 @@ soak: $(VENV)/.ready-dev  ## the tests that take minutes
 bench: $(VENV)/.ready-dev  ## measure this machine (see benchmarks/RESULTS.md)
 	$(BIN)/python -m benchmarks
 
+bench-peers: $(PEERS_VENV)/.ready-peers  ## measure other loaders beside ours (PEERS_ARGS="--rounds 1 --only LitData,Epoch")
+	$(PEERS_VENV)/bin/python -m benchmarks.peers $(PEERS_ARGS)
+
 clean:  ## remove what was made here, the virtual environment too
-	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.
+$(PEERS_VENV)/.ready-peers: pyproject.toml constraints.txt benchmarks/peers/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
 	@touch $@
 
 $(BIN)/python:

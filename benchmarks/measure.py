@@ -57,6 +57,15 @@ def memcpy_gb_per_s(total_bytes: int = 1 << 30) -> float:
     return total_bytes / statistics.median(seconds(copy) for _ in range(5)) / 1e9
 
 
+def _figures(arguments: list[str], timeout_s: float) -> dict[str, float]:
+    """What one run of this Python emits, as its last line."""
+    done = subprocess.run(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, timeout=timeout_s, check=True, text=True
+    )
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
     """An empty folder for one run."""
@@ -66,16 +75,26 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_rounds(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
-    """The median figures of each of `commands` (arguments to this Python), run in turns."""
+def run_rounds(
+    commands: dict[str, list[str]], rounds: int, *, timeout_s: float = TIMEOUT_S, keep_going: bool = False
+) -> dict[str, dict[str, float]]:
+    """The median figures of each of `commands` (arguments to this Python), run in turns.
+
+    A command that fails or takes longer than `timeout_s` raises; with `keep_going` it is left out of the rest.
+    """
     found: dict[str, dict[str, list[float]]] = {name: {} for name in commands}
     for number in range(rounds):
-        for name, arguments in commands.items():
+        for name in list(found):
             print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-            done = subprocess.run(
-                [sys.executable, *arguments], stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True, text=True
-            )
-            for figure, value in json.loads(done.stdout.splitlines()[-1]).items():
+            try:
+                figures = _figures(commands[name], timeout_s)
+            except subprocess.SubprocessError as error:
+                if not keep_going:
+                    raise
+                print(f"failed: {name}: {error}", file=sys.stderr, flush=True)
+                del found[name]
+                continue
+            for figure, value in figures.items():
                 found[name].setdefault(figure, []).append(value)
     return {
         name: {figure: statistics.median(values) for figure, values in figures.items()}

@@ -1,0 +1,40 @@
+"""What is compared: each loader with the settings that it is tried at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ENTRIES", "Entry"]
+
+_WORKERS: Final = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the table: `module` of this folder with `option`, with each number of DataLoader `workers`."""
+
+    title: str
+    module: str
+    option: str = ""
+    workers: tuple[int, ...] = _WORKERS
+    kind: str = "peer"  # or "limit", or "ours"
+
+
+ENTRIES: Final = (
+    Entry("memcpy", "memcpy", workers=(0,), kind="limit"),
+    Entry("gather into a reused buffer, one thread", "limits", "one thread", (0,), "limit"),
+    Entry("gather into a reused buffer, torch's threads", "limits", "", (0,), "limit"),
+    Entry("**cachestream `EpochLoader`**", "ours", "EpochLoader", (0,), "ours"),
+    Entry("**cachestream `DataLoader(EpochDataset)`**", "ours", "DataLoader", kind="ours"),
+    Entry("memmap, batched by hand, malloc kept", "memmap", "batched, malloc kept"),
+    Entry("memmap, batched by hand", "memmap", "batched"),
+    Entry("memmap, per item", "memmap", "per item"),
+    Entry("file a sample", "files"),
+    Entry("wids", "tars", "wids"),
+    Entry("WebDataset", "tars", "webdataset"),
+    Entry("LitData", "lit"),
+    Entry('LitData, `batch_decode="all"`', "lit", "all"),
+    Entry("MosaicML Streaming", "mosaic"),
+    Entry("TFRecord (`tfrecord`)", "records"),
+)
