@@ -46,12 +46,13 @@ def main(seconds: float = 60.0) -> None:
     with scratch() as folder, run_s3_server(folder / "s3", fresh=False) as server:
         bucket = server.bucket("arrays")
         bucket.rmdir()
-        write_arrays(bucket, int(1.1 * seconds * BYTES_PER_S / SAMPLE_BYTES))
+        objects = int(1.1 * seconds * BYTES_PER_S / SAMPLE_BYTES)
+        write_arrays(bucket, objects)
         with run_proxy(server.port, bytes_per_s=BYTES_PER_S) as proxy:
             options = server.options_through(proxy.port)
             begun_s = time.perf_counter()
             loader = cs.stream(
-                "s3://arrays",
+                f"s3://arrays/{{000000..{objects - 1:06d}}}.npy",  # this server lists 1,000 names a second
                 cache=folder / "cache",
                 size_limit="8GB",
                 batch_size=BATCH,
