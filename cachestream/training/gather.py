@@ -19,12 +19,13 @@ from cachestream.training.buffers import BufferPool, as_tensor
 from cachestream.training.maps import EpochMaps, FieldAddresses, element_bytes
 from cachestream.training.memory import Pieces, SpanLayout, Window, gather_rows
 
-__all__ = ["Block", "Columns", "Copy", "Gatherer", "fixed_row_bytes", "numpy_dtype"]
+__all__ = ["LARGE_BYTES", "Block", "Columns", "Copy", "Gatherer", "fixed_row_bytes", "numpy_dtype"]
 
 Columns = dict[str, Any]  # field name → tensor [n, *shape], or a list of tensors, str or bytes
 
-# Fields are gathered for as many batches at a time as fit in this: a call for a few kilobytes is all overhead.
-_RUN_BYTES: Final = 1 << 20
+# Fields are gathered for as many batches at a time as fit in this: a call for a few kilobytes is all overhead. What
+# is as large for one batch is left to be copied when the batch is completed.
+LARGE_BYTES: Final = 1 << 20
 
 
 class Copy(NamedTuple):
@@ -126,7 +127,7 @@ class Gatherer:
         """Gather the next batches of one field, `wanted` being the first of them, or say what is to be copied."""
         start, stop = wanted
         batch = max(stop - start, self._batch_size)
-        rows = max(1, _RUN_BYTES // (batch * row_bytes)) * batch
+        rows = max(1, LARGE_BYTES // (batch * row_bytes)) * batch
         pieces = run.pieces
         run.start, run.stop = start, max(stop, min(start + rows, len(run.index) // pieces.count))
         run.values = None  # before the next buffer is taken: it may be the one that this gives back
@@ -138,7 +139,7 @@ class Gatherer:
             loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit),
         )
         run.values = shaped(loan.array[: count * row_bytes], field, count)
-        if count * row_bytes >= _RUN_BYTES and run.stop == stop:
+        if count * row_bytes >= LARGE_BYTES and run.stop == stop:
             return [copy]
         copy.run()
         return []

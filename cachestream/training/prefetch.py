@@ -22,7 +22,7 @@ from cachestream.errors import CorruptShardError, EpochError
 from cachestream.training.batches import packed
 from cachestream.training.crew import Crew
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.gather import Copy
+from cachestream.training.gather import LARGE_BYTES, Copy, fixed_row_bytes
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
 from cachestream.training.reading import Gathered, read_batches
@@ -179,10 +179,13 @@ class Engine:
     def _gather(self, segment: Segment) -> None:
         """Put all batches of `segment` into the queue, a few small ones or a large one at a time."""
         threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
-        # Copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
+        # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
         hands = 1 if self._transform is None else threads
-        if self._sharing.most != threads // hands:
-            self._sharing = Sharing.begin(threads // hands)
+        row_bytes = max(map(fixed_row_bytes, segment.snapshot.schema.fields))
+        shared = hands == 1 and segment.plan.batch_size * row_bytes >= LARGE_BYTES
+        most = threads if shared else 1
+        if self._sharing.most != most:
+            self._sharing = Sharing.begin(most)
         use_threads(self._sharing.threads)
         crew = Crew(hands, self._finish, self._deliver)
         batches = read_batches(
