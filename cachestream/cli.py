@@ -373,7 +373,9 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what it makes.")] = Path(
         "demo-output"
     ),
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the remote data and the cache, to look at.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the remote data and the cache, to look at.")
+    ] = False,
 ) -> None:
     """Show the whole thing on this machine.
 
