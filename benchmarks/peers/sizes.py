@@ -1,7 +1,7 @@
 """Throughput against the size of a sample, as a picture: `python -m benchmarks.peers.sizes [FILE.png]`.
 
 512 MiB of float32 samples of 4 KiB to 4 MiB, in the page cache, shuffled, in batches of 8 MiB but at most 512
-samples; ours, a memmap batched by hand, and LitData, at any number of workers that is best for it (0 here).
+samples; ours, a memmap batched by hand and LitData, without worker processes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 from benchmarks.measure import scratch
 from benchmarks.peers.__main__ import measure
@@ -57,6 +58,9 @@ def draw(
             axes.plot(*zip(*points, strict=True), line, color=colour, marker="o", markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xticks(sizes, [_label(size) for size in sizes])
     axes.set_xlabel("size of a sample")
     axes.set_ylabel("GB/s, shuffled, in the page cache")
