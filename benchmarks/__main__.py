@@ -12,6 +12,10 @@ MEASUREMENTS: Final = {
     "fill from local .npy files, 2 processes": ["-m", "benchmarks.fill", "files", "2"],
     "fill from a function, 2 processes": ["-m", "benchmarks.fill", "function", "2"],
     "fill from S3 with 50 ms latency, 40 MB/s, 4 processes": ["-m", "benchmarks.remote"],
+    "from nothing over S3 at 40 MiB/s, 60 s": ["-m", "benchmarks.cold"],
+    "60,000 samples of 784 bytes, batch 256": ["-m", "benchmarks.small"],
+    "pure Python beside 1 GB/s": ["-m", "benchmarks.interpreter"],
+    "10,000 shards": ["-m", "benchmarks.scale"],
 }
 
 
