@@ -121,6 +121,8 @@ class Worker:
         if self.cache.has_worker():
             self._wardens.request_stop()
             self._wait_until_gone(timeout_s)
+            if not self.cache.has_worker():
+                self._wardens.clear_requests()  # it may have been ending by itself, and not have seen this one
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
             _release(held)
 
