@@ -90,7 +90,9 @@ def main(shards: int = 10_000) -> None:
     begun_s = time.perf_counter()
     order.at(np.array([123_456_789]))
     position_ms = 1e3 * (time.perf_counter() - begun_s)
-    emit(**opened, gap_ms=statistics.median(same), gap_quarter_new_ms=grown_ms, position_of_1e9_ms=position_ms)
+    emit(
+        **opened, gap_ms=statistics.median(same), gap_quarter_new_ms=grown_ms, position_of_1e9_ms=position_ms
+    )
 
 
 if __name__ == "__main__":
