@@ -293,11 +293,13 @@ def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_dead
             return None
         for _ in batches:
             pass
-        began = time.monotonic()
-        try:
-            next(iter(loader))
-        except RankMismatchError as error:
-            return str(error), time.monotonic() - began
+        for _ in range(2):  # rank 2 may have agreed on the next epoch before it died, but on no later one
+            began = time.monotonic()
+            try:
+                for _ in loader:
+                    pass
+            except RankMismatchError as error:
+                return str(error), time.monotonic() - began
         return "no error", 0.0
 
     for message, waited_s in new_job(3).run(work)[:2]:
