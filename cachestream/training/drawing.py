@@ -12,6 +12,7 @@ from cachestream.model import IntArray
 from cachestream.permutation import mix_key
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch import Request
+from cachestream.training.locality import run_length
 from cachestream.training.options import EpochSettings
 from cachestream.training.ranks import Payload, Ranks
 from cachestream.training.resume import OrderKind, Record
@@ -46,6 +47,9 @@ def draw_order(
     if settings.weights is not None:
         listed = _weighted(settings.weights, request, dataset, ranks, (drawn, key), cancelled)
         return Record(snapshot.shard_ids, snapshot.counts, "listed", len(listed), key, listed)
+    if settings.locality is not None:
+        local = settings.locality, run_length(snapshot.counts)
+        return Record(snapshot.shard_ids, snapshot.counts, "local", drawn, key, local=local)
     if settings.sampler is None:
         kind: OrderKind = "shuffled" if settings.shuffle else "sequential"
         return Record(snapshot.shard_ids, snapshot.counts, kind, drawn, key)

@@ -68,6 +68,8 @@ class EpochLoader:
             of ranks, otherwise the same samples in the same order. EpochError when their shards are not cached.
         weights: samples are drawn as often as the weights of their keys say: True for equal ones to begin with, or a
             mapping; `update_weights` changes them. Keys without a weight have the mean one. Implies `with_keys`.
+        locality: shuffle within a window of so many samples, for caches larger than memory: batches come from as many
+            samples at a time, which are read in long runs, from all over the cache. Let a window fit in memory twice.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
     EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
@@ -93,6 +95,7 @@ class EpochLoader:
         record: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
         weights: bool | Mapping[str, float] | None = None,
+        locality: int | None = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown)
@@ -113,6 +116,7 @@ class EpochLoader:
             timeout_s,
             with_keys=with_keys or bool(weights) or weights == {},
             weights=make_weights(weights),
+            locality=locality,
         )
         self._settings.check()
         if replay is not None:

@@ -30,6 +30,7 @@ _OPTIONS: Final = [
     "record",
     "replay",
     "weights",
+    "locality",
 ]
 _HINTS: Final = {
     "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
@@ -63,10 +64,11 @@ class EpochSettings:
     with_keys: bool = False
     replay: Replay | None = None
     weights: KeyWeights | None = None
+    locality: int | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
+        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
         return {name: getattr(self, name) for name in names} | {
             "sampler": self.sampler is not None,
             "replay": self.replay is not None,
@@ -75,14 +77,14 @@ class EpochSettings:
 
     def to_record(self) -> dict[str, Any]:
         """What a manifest tells its readers of the job."""
-        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last")
+        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
         sampler = None if self.sampler is None else type(self.sampler).__name__
         sampler = "weights" if self.weights is not None else sampler
         return {name: getattr(self, name) for name in names} | {"sampler": sampler}
 
     def of_replay(self, path: str) -> EpochSettings:
         """These settings for a replay of the manifests at `path`, which say what is drawn."""
-        for name in ("epoch_size", "min_samples", "sampler", "weights"):
+        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
         # Orders end where the recorded ones did: what seems to be a rest was a batch.
@@ -91,7 +93,7 @@ class EpochSettings:
     def check(self) -> None:
         """Raise ConfigError for what cannot work."""
         check_count("batch_size", self.batch_size)
-        for name in ("epoch_size", "min_samples"):
+        for name in ("epoch_size", "min_samples", "locality"):
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value)
@@ -101,6 +103,10 @@ class EpochSettings:
             raise ConfigError(f"turnover={self.turnover!r}: give a share from 0 up to, not with, 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
+        if self.locality is not None and (self.sampler, self.weights, self.shuffle) != (None, None, True):
+            raise ConfigError(
+                "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
+            )
         if self.sampler is not None:
             check_sampler(self.sampler)
             if self.weights is not None:

@@ -15,11 +15,12 @@ import numpy as np
 from cachestream.errors import ConfigError
 from cachestream.model import IntArray, Snapshot
 from cachestream.permutation import Permutation
+from cachestream.training.locality import LocalOrder
 from cachestream.training.plan import ListedOrder, Order, SequentialOrder, ShuffledOrder, TailOrder
 
 __all__ = ["Cut", "OrderKind", "Record", "rebuild", "translate"]
 
-OrderKind = Literal["shuffled", "sequential", "listed"]
+OrderKind = Literal["shuffled", "sequential", "listed", "local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Cut:
 class Record:
     """A segment of an epoch: `drawn` samples of the shards, in a recorded order, less the cuts.
 
-    `key` seeds the permutation of a "shuffled" order; `listed` and `bounds` are what a sampler gave.
+    `key` seeds the permutation of a "shuffled" order and of a "local" one, whose `window` and run length are in
+    `local`; `listed` and `bounds` are what a sampler gave.
     """
 
     shard_ids: IntArray
@@ -49,6 +51,7 @@ class Record:
     listed: IntArray | None = None
     bounds: IntArray | None = None
     cuts: tuple[Cut, ...] = ()
+    local: tuple[int, int] | None = None
 
     def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> Record:
         """The record from `position` of its present order on, up to, not with, `stop`."""
@@ -81,6 +84,8 @@ class Record:
             state["listed"] = self.listed.tolist()
         if self.bounds is not None:
             state["bounds"] = self.bounds.tolist()
+        if self.local is not None:
+            state["local"] = list(self.local)
         return state
 
     @classmethod
@@ -96,6 +101,7 @@ class Record:
                 listed=_integers(state.get("listed")),
                 bounds=_integers(state.get("bounds")),
                 cuts=tuple(Cut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
+                local=_window_and_run(state.get("local")),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -105,6 +111,15 @@ class Record:
 
 def _integers(values: list[int] | None) -> IntArray | None:
     return None if values is None else np.array(values, np.int64)
+
+
+def _window_and_run(values: list[int] | None) -> tuple[int, int] | None:
+    if values is None:
+        return None
+    window, run = map(int, values)
+    if window < 1 or run < 1:
+        raise ValueError(f"a window of {window} samples in runs of {run}")
+    return window, run
 
 
 def rebuild(record: Record) -> tuple[Order, IntArray | None]:
@@ -148,4 +163,6 @@ def _base(record: Record, num_samples: int) -> Order:
         return ListedOrder(record.listed)
     if record.kind == "sequential":
         return SequentialOrder(record.drawn)
+    if record.local is not None:
+        return LocalOrder(record.drawn, num_samples, *record.local, record.key)
     return ShuffledOrder(record.drawn, Permutation(num_samples, record.key))
