@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FileMap"]
+__all__ = ["FileMap", "ask_for_all", "count_cached"]
 
 _FAILED: Final = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14
@@ -34,6 +34,8 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_SYS_PROCESS_MADVISE: Final = 440  # on all architectures
+_MOST_RANGES: Final = 1024  # of one call (IOV_MAX)
 
 
 class FileMap:
@@ -92,6 +94,51 @@ class FileMap:
         """Begin to read [start, stop) from the disk, all at once and not in the small steps of page faults."""
         start -= start % mmap.PAGESIZE
         _libc.madvise(self.address + start, stop - start, mmap.MADV_WILLNEED)
+
+
+def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
+    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the disk.
+
+    By one system call for many ranges where the kernel lets us (Linux 5.13; before 6.13 it asks for CAP_SYS_NICE),
+    otherwise by one for each: every call gives the GIL away and has to get it again. Addresses that are not mapped (any
+    more) do no harm.
+    """
+    ranges = np.empty((len(starts), 2), np.uint64)
+    ranges[:, 0] = starts - starts % mmap.PAGESIZE
+    ranges[:, 1] = stops - ranges[:, 0].view(np.int64)
+    for first in range(0, len(ranges), _MOST_RANGES):
+        part = ranges[first : first + _MOST_RANGES]
+        if not _advise_together(part):
+            for address, size in part.tolist():
+                _libc.madvise(address, size, mmap.MADV_WILLNEED)
+
+
+def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
+    """`madvise(MADV_WILLNEED)` of `ranges`, uint64 `[n, 2]` of address and size, by one call; False where it is refused."""
+    try:
+        process = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return False
+    try:
+        done = _libc.syscall(
+            ctypes.c_long(_SYS_PROCESS_MADVISE),
+            ctypes.c_int(process),
+            ctypes.c_void_p(ranges.ctypes.data),
+            ctypes.c_size_t(len(ranges)),
+            ctypes.c_int(mmap.MADV_WILLNEED),
+            ctypes.c_uint(0),
+        )
+    finally:
+        os.close(process)
+    return bool(done == int(ranges[:, 1].sum()))
+
+
+def count_cached(addresses: npt.NDArray[np.int64]) -> int:
+    """How many of the pages at these mapped addresses are in memory; all of them where the kernel does not tell us."""
+    page, cached = ctypes.c_ubyte(), 0
+    for address in (addresses - addresses % mmap.PAGESIZE).tolist():
+        cached += _libc.mincore(address, mmap.PAGESIZE, ctypes.byref(page)) != 0 or page.value & 1
+    return cached
 
 
 def _system_error() -> OSError:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cachestream.errors import CorruptShardError
 from cachestream.model import IntArray
+from cachestream.training.ahead import ReadAhead
 from cachestream.training.buffers import BufferPool
 from cachestream.training.epoch import Segment
 from cachestream.training.gather import Columns, Copy, Gatherer
@@ -45,6 +46,16 @@ def read_batches(
     `on_damage(shard id, error)` is told of each damaged shard found on the way; its samples are left out.
     `settle()` returns when no copies of earlier batches run any more: it is called before maps are dropped.
     """
+    ahead = ReadAhead(segment)
+    try:
+        yield from _read(segment, pool, on_damage, settle, ahead)
+    finally:
+        ahead.close()
+
+
+def _read(
+    segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None], ahead: ReadAhead
+) -> Iterator[Gathered]:
     plan, maps = segment.plan, segment.maps
     gatherer = Gatherer(maps, pool, plan.batch_size, segment.with_keys)
     damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
@@ -67,7 +78,8 @@ def read_batches(
             shards, rows, ends, skipped = _without(shards, rows, ends, sound)
         block = gatherer.block(shards, rows)
         start = 0
-        for end, lacking in zip(ends.tolist(), skipped.tolist(), strict=True):
+        for number, (end, lacking) in enumerate(zip(ends.tolist(), skipped.tolist(), strict=True), first):
+            ahead.reach(number)
             yield Gathered(*gatherer.begin(block, start, end), end - start, lacking)
             start = end
         first += count

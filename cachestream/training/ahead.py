@@ -1,0 +1,214 @@
+"""Reading ahead: what the coming batches need is asked of the disk before they are gathered, in their known order.
+
+A page fault reads one row, or a part of it, and waits for it: half a gigabyte a second from disks that do four.
+Asking costs time too, so that it is done only while pages are missing: when some of the first batches are, or
+whenever the process has waited for the disk, until all that is asked for turns out to be in memory.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from cachestream.mapping import ask_for_all, count_cached
+from cachestream.model import IntArray
+from cachestream.training.epoch import Segment
+from cachestream.training.gather import fixed_row_bytes
+from cachestream.training.locality import LocalOrder
+from cachestream.training.maps import EpochMaps, FieldAddresses
+from cachestream.training.memory import gather_rows
+from cachestream.training.plan import Order, TailOrder
+
+__all__ = ["AHEAD_BYTES", "Coldness", "ReadAhead", "addresses_of", "merged"]
+
+AHEAD_BYTES: Final = 64 << 20  # at the least two batches
+_MOST_BATCHES: Final = 64
+_STEP_BYTES: Final = 1 << 20  # small batches are looked at a few at a time
+_SAMPLES: Final = 4  # pages looked at in each step
+_FIRST_SAMPLES: Final = 16
+_ENOUGH: Final = 256  # pages in memory, one after the other, after which nothing is missing any more
+_PENDING: Final = 2
+_NOTHING: Final[IntArray] = np.empty(0, np.int64)
+
+
+def count_faults() -> int:
+    """How often this process has waited for a page from the disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+class Coldness:
+    """Whether pages are missing. It is to be seen at the first look; then, from when the process has waited for the
+    disk, until `_ENOUGH` pages that were asked for were there, one after the other.
+    """
+
+    def __init__(self, faults: Callable[[], int] = count_faults) -> None:
+        self._faults = faults
+        self._seen = -1
+        self._left = 1
+
+    def look(self) -> bool:
+        """Whether to see what is missing now."""
+        before, self._seen = self._seen, self._faults()
+        if 0 <= before < self._seen:
+            self._left = _ENOUGH
+        return self._left > 0
+
+    def note(self, pages: int, cached: int) -> bool:
+        """`cached` of `pages` are in memory. Returns whether to ask for all of them."""
+        first, missing = self._left == 1, cached < pages
+        self._left = _ENOUGH if missing else max(0, self._left - pages)
+        return missing or not first
+
+    @property
+    def samples(self) -> int:
+        """How many pages to look at."""
+        return _FIRST_SAMPLES if self._left == 1 else _SAMPLES
+
+
+class ReadAhead:
+    """For one rank's batches of `segment`. `reach` and `close` are called by one thread at a time; a thread of its own
+    asks the disk.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        coldness: Coldness | None = None,
+        ask: Callable[[IntArray, IntArray], None] = ask_for_all,
+    ) -> None:
+        self._segment = segment
+        self._ask = ask
+        self._coldness = coldness or Coldness()
+        fields = segment.snapshot.schema.fields
+        self._row_bytes = {f.name: fixed_row_bytes(f) for f in fields}
+        batch_bytes = max(1, sum(self._row_bytes.values()) * segment.plan.batch_size)
+        self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
+        self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
+        self._order, self._offset = _innermost(segment.order)
+        self._asked_to = 0  # batches, or places in the order of runs
+        self._most_places = max(1, AHEAD_BYTES * segment.plan.batch_size // batch_bytes)
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def reach(self, batch: int) -> None:
+        """Batch `batch` is gathered next."""
+        if batch % self._every or not self._coldness.look():
+            return
+        self._pending = [future for future in self._pending if not future.done()]
+        if len(self._pending) >= _PENDING:
+            return
+        starts, stops = self._coming(batch)
+        if not len(starts):
+            return
+        samples = self._coldness.samples
+        looked_at = starts[:: max(1, len(starts) // samples)][:samples]
+        if not self._coldness.note(len(looked_at), count_cached(looked_at)):
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
+        self._pending.append(self._thread.submit(self._ask, starts, stops))
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _coming(self, batch: int) -> tuple[IntArray, IntArray]:
+        """What is to be asked for now, as addresses, in the order of need."""
+        plan, place = self._segment.plan, self._segment.place
+        if isinstance(self._order, LocalOrder):
+            first = max(self._order.needs(self._offset + plan.position(batch))[0], self._asked_to)
+            upcoming = min(batch + 1 + self._every, plan.num_batches)
+            last = self._order.needs(self._offset + plan.position(upcoming))[1]
+            self._asked_to = max(first, min(last, first + self._most_places))
+            return self._addresses(*self._order.stretches(first, self._asked_to))
+        first, last = max(batch, self._asked_to), min(batch + 1 + self._ahead, plan.num_batches)
+        self._asked_to = last
+        step = max(1, self._every // 2)
+        found = []
+        for begin in range(first, last, step):
+            spans = [plan.span(place, i) for i in range(begin, min(begin + step, last))]
+            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+            samples = self._segment.order.at(positions)
+            found.append(self._addresses(samples, samples + 1))
+        if not found:
+            return _NOTHING, _NOTHING
+        return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
+
+    def _addresses(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+        return addresses_of(self._segment.maps, self._row_bytes, starts, stops)
+
+
+def _innermost(order: Order) -> tuple[Order, int]:
+    """The order that an order is a part of, and where that part begins in it."""
+    offset = 0
+    while isinstance(order, TailOrder):
+        offset += order.start
+        order = order.order
+    return order, offset
+
+
+def addresses_of(
+    maps: EpochMaps, row_bytes: dict[str, int], starts: IntArray, stops: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Where samples `starts` up to `stops` lie, as far as their shards are mapped: addresses of the first bytes and of
+    those after the last, of each field, those that touch merged. `row_bytes` are those of the fields of one shape.
+    """
+    shards, rows, counts = _split(maps, starts, stops)
+    mapped = maps.mapped[shards]
+    shards, rows, counts = shards[mapped], rows[mapped], counts[mapped]
+    begins, ends = [_NOTHING], [_NOTHING]
+    for name, num_bytes in row_bytes.items():
+        places = maps.fields[name]
+        if places.field.shape is None:
+            low, high = _varying(maps, places, shards, rows, counts)
+        else:
+            low = places.base[shards] + rows * num_bytes
+            high = low + counts * num_bytes
+        begins.append(low)
+        ends.append(high)
+    return merged(np.concatenate(begins), np.concatenate(ends))
+
+
+def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Stretches of samples as parts that lie in one shard each: shard, first row and number of rows."""
+    parts = [(_NOTHING, _NOTHING, _NOTHING)]
+    while len(starts):
+        shards, rows = maps.locate(starts)
+        ends = np.minimum(stops, maps.starts[shards + 1])
+        parts.append((shards, rows, ends - starts))
+        more = ends < stops
+        starts, stops = ends[more], stops[more]
+    shards, rows, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return shards, rows, counts
+
+
+def _varying(
+    maps: EpochMaps, places: FieldAddresses, shards: IntArray, rows: IntArray, counts: IntArray
+) -> tuple[IntArray, IntArray]:
+    lengths = places.row_bytes[shards]
+    low = places.base[shards] + rows * lengths
+    high = low + counts * lengths
+    ragged = np.flatnonzero(lengths < 0)
+    if len(ragged):
+        shards, rows, counts = shards[ragged], rows[ragged], counts[ragged]
+        table, window = places.offsets[shards], maps.window
+        base, unit = places.base[shards], places.item_bytes
+        low[ragged] = base + unit * gather_rows(window, table + rows * 8, 1)[:, 0]
+        high[ragged] = base + unit * gather_rows(window, table + (rows + counts) * 8, 1)[:, 0]
+    return low, high
+
+
+def merged(begins: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
+    """The ranges from `begins` up to `ends`, sorted, with those that overlap or touch as one; without empty ones."""
+    some = begins < ends
+    order = np.argsort(begins[some], kind="stable")
+    begins, ends = begins[some][order], np.maximum.accumulate(ends[some][order]) if some.any() else ends[some]
+    fresh = np.append(True, begins[1:] > ends[:-1])[: len(begins)]
+    last = np.append(fresh[1:], True)[: len(begins)]
+    return begins[fresh], ends[last]
