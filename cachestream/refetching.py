@@ -29,6 +29,7 @@ from cachestream.errors import (
     SourceUnavailableError,
 )
 from cachestream.model import Span
+from cachestream.remote.growing import begins_with
 from cachestream.remote.retry import backoff_delays
 from cachestream.remote.source import Source
 from cachestream.sampling.coverage import END, Coverage
@@ -173,7 +174,7 @@ class _Shelf:
 
     def check_new(self, content: Content, maker: _Maker) -> None:
         """Raise unless the shard's samples are all missing, where somebody may train on all that is cached."""
-        plan = maker.plan_of(content)
+        maker.plan_of(content)  # raises for what was listed otherwise
         with self._cache.catalogue.reading() as tables:
             known = tables.meta("source")
             if known not in {None, self._fingerprint}:
@@ -185,12 +186,11 @@ class _Shelf:
                 return
             plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
             spans = tables.spans()
-        same = (plan.listing, plan.num_units)
         covered = Coverage(
             {
                 maker.order_of(other): spans.get(pass_id, [])
                 for pass_id, other in plans.items()
-                if other.is_permutation and (other.listing, other.num_units) == same
+                if other.is_permutation and maker.names_same(other)
             }
         )
         for unit, first, stop in maker.parts_of(content):
@@ -254,9 +254,18 @@ class _Maker:
         if fill["source"] != source.fingerprint:
             raise ConfigError(f"the epoch was trained on {fill['source']}, not on {source.fingerprint}")
         plan = PassPlan.from_json(fill["plan"])
-        if (plan.num_units, plan.listing) != (source.num_units, str(getattr(source, "listing_digest", ""))):
+        if not self.names_same(plan):
             raise _NotAgainError("the remote lists other files than when it was sampled")
         return plan
+
+    def names_same(self, plan: PassPlan) -> bool:
+        """Whether the units of a pass are those of the source, or the first of them."""
+        source = self._source
+        same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
+            plan.num_units,
+            plan.listing,
+        )
+        return same or begins_with(source, plan.num_units, plan.listing)
 
     def order_of(self, plan: PassPlan) -> Order:
         order = self._orders.get(plan)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cachestream.config import reject_unknown
+from cachestream.remote.growing import is_source
 from cachestream.remote.open import open_source
-from cachestream.remote.source import Source
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
@@ -20,6 +20,7 @@ _CACHE: Final = ("min_free", "eviction")
 _SOURCE: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
+    "first_names",
 )
 
 
@@ -75,7 +76,7 @@ def stream(
         cache = Cache(cache, size_limit, **_only(options, _CACHE))
     elif size_limit is not None:
         cache.size_limit = size_limit
-    if not isinstance(source, Source):
+    if not is_source(source):
         source = open_source(source, **_only(options, _SOURCE))
     worker = start_worker(
         cache, source, transform=transform, num_workers=num_workers, **_only(options, worker_names)

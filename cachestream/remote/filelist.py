@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -14,11 +16,17 @@ from cachestream.remote.labels import Labels, LabelsBuilder
 from cachestream.remote.listing import list_files
 from cachestream.remote.manifest import Manifest, first_url, path_of
 from cachestream.remote.names import Names, NamesBuilder
+from cachestream.remote.paging import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
 from cachestream.remote.retry import redact
+from cachestream.remote.stored import StoredNames
 
-__all__ = ["FileList", "Url", "check_unit"]
+__all__ = ["AnyNames", "FileList", "Url", "check_unit", "folder_of"]
 
 Url = str | os.PathLike[str]
+
+AnyNames = Names | StoredNames
+
+_completing = threading.Lock()
 
 
 def check_unit(source: object, unit: int, num_units: int | None) -> None:
@@ -34,6 +42,9 @@ class FileList:
     `owner` is who asks, for messages. `extensions` keeps only files that end so; of folders and
     wildcards `preferred` endings do, where there are any. Picklable, small, thread-safe.
 
+    `first_names`: where files are listed page by page, list so many at first. If there are more, the list
+    `is_open`: the rest is listed by `more`, elsewhere, or here, at once, when anything of it is asked for.
+
     Raises ConfigError for URLs or options that cannot work, SourceError for what is missing, empty
     or forbidden, and SourceUnavailableError for a remote that does not answer.
     """
@@ -48,28 +59,94 @@ class FileList:
         preferred: tuple[str, ...] = (),
         recursive: bool = True,
         labelled: bool = False,
+        first_names: int | None = None,
     ) -> None:
-        wanted = _as_extensions(extensions)
+        self._wanted = wanted = _as_extensions(extensions)
+        self._pages: Pages | None = None
+        self._names: AnyNames
         self.labels: Labels | None = None
         if isinstance(urls, Manifest):
             if urls.label is not None and not labelled:
                 raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
             self.shown = urls.shown
             self.remote = Remote(first_url(urls, storage_options), storage_options)
-            self._root, self.names, self.labels = self._read(urls, storage_options, wanted)
+            self._root, self._names, self.labels = self._read(urls, storage_options, wanted)
             self.identity = (*urls.identity, *_narrowed(wanted, True))
         else:
             patterns = _as_list(urls, owner)
             self.remote = Remote(patterns[0], storage_options)
             more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
             self.shown = redact(patterns[0]) + more
-            self._root, paths = self._list(patterns, wanted, preferred, recursive)
-            length = len(self._root)
-            self.names = Names(path[length:] for path in paths)
+            self._root, self._names = self._list(patterns, preferred, recursive, first_names)
             self.identity = _identity(self.remote, patterns, wanted, recursive)
         scheme = "" if self.remote.is_local or "://" in self._root else f"{self.remote.protocol}://"
         self._shown_root = redact(scheme + self._root)
-        self.digest = self.names.digest + ("" if self.labels is None else self.labels.digest)
+
+    @property
+    def digest(self) -> str:
+        """Names the list: all files in their order, and their labels."""
+        return self.names.digest + ("" if self.labels is None else self.labels.digest)
+
+    @property
+    def names(self) -> AnyNames:
+        """All names below the root. A list that is open is completed first."""
+        self._complete()
+        return self._names
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only the first names are known yet."""
+        return self._pages is not None
+
+    @property
+    def first(self) -> AnyNames:
+        """The names that are known."""
+        return self._names
+
+    def more(self, last: str) -> Iterator[Page]:
+        """What of an open list comes after the name `last`, page by page."""
+        assert self._pages is not None
+        for page in self._pages.after(last):
+            yield Page(self._filtered(page.names), page.is_last)
+
+    def over(self, names: AnyNames) -> FileList:
+        """The same files by `names`, which somebody else has listed."""
+        made = copy.copy(self)
+        made._names, made._pages = names, None
+        return made
+
+    def folders(self) -> frozenset[str]:
+        """The names of all folders that files lie in, "" for the root. An open list stays so if these can be known.
+
+        They can if no file lies deeper than the first ones do.
+        """
+        if self._pages is not None:
+            depth = max(name.count("/") for name in self._names)
+            found = self._pages.folders(depth, lambda name: bool(self._filtered([name])))
+            if found is not None:
+                return found
+        return frozenset(map(folder_of, self.names))
+
+    def _complete(self) -> None:
+        if self.is_open:
+            with _completing:
+                self._list_the_rest()
+
+    def _list_the_rest(self) -> None:
+        if not self.is_open:
+            return  # another thread was first
+        names = NamesBuilder()
+        for name in self._names:
+            names.add(name)
+        for page in self.more(self._names[-1]):
+            for name in page.names:
+                names.add(name)
+        self._names, self._pages = names.names(), None
+
+    def _filtered(self, names: list[str]) -> list[str]:
+        return (
+            [name for name in names if redact(name).lower().endswith(self._wanted)] if self._wanted else names
+        )
 
     def _read(
         self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
@@ -89,10 +166,14 @@ class FileList:
         return root, names.names(root), None if manifest.label is None else labels.labels()
 
     def _list(
-        self, patterns: Sequence[str], wanted: tuple[str, ...], preferred: tuple[str, ...], recursive: bool
-    ) -> tuple[str, list[str]]:
+        self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool, first_names: int | None
+    ) -> tuple[str, Names]:
+        if first_names is not None and (pages := open_pages(self.remote, patterns, recursive)) is not None:
+            found = self._first_pages(pages, first_names)
+            if found is not None:
+                return pages.root, found
         listing = list_files(self.remote, patterns, recursive)
-        paths = listing.paths
+        paths, wanted = listing.paths, self._wanted
         if not paths:
             raise SourceError(f"{self.shown}: no files found; check the path or the pattern")
         if wanted:
@@ -103,18 +184,36 @@ class FileList:
                 )
         elif preferred:
             paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
-        return listing.root, paths
+        length = len(listing.root)
+        return listing.root, Names(path[length:] for path in paths)
+
+    def _first_pages(self, pages: Pages, first_names: int) -> Names | None:
+        """The first names, and the list is open; or all there are. None where there are none."""
+        found: list[str] = []
+        try:
+            for page in pages.after("", min(PAGE_NAMES, first_names)):
+                found += self._filtered(page.names)
+                if not page.is_last and len(found) >= first_names:
+                    self._pages = pages
+                    break
+        except UnorderedError:
+            return None
+        return Names(found) if found else None
 
     def __len__(self) -> int:
         return len(self.names)
 
+    def name(self, index: int) -> str:
+        """The path of file `index` below the root as it was listed."""
+        return self._names[index] if index < len(self._names) else self.names[index]
+
     def path(self, index: int) -> str:
         """Where file `index` lies, for the driver; may hold secrets."""
-        return self._root + self.names[index]
+        return self._root + self.name(index)
 
     def key(self, index: int) -> str:
         """The path of file `index` below the common root of all, without a query."""
-        name = self.names[index]
+        name = self.name(index)
         if self.remote.is_web:
             name = name.partition("?")[0]
         if "?" in name or "://" in name:
@@ -124,6 +223,11 @@ class FileList:
     def where(self, index: int) -> str:
         """File `index` as messages show it."""
         return self._shown_root + self.key(index)
+
+
+def folder_of(name: str) -> str:
+    """The name of the folder that holds the file `name`; "" for the root."""
+    return name.rpartition("/")[0].rpartition("/")[2]
 
 
 def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:

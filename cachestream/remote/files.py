@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.decode import decode_fields, extension_of, is_image
 from cachestream.remote.fetch import fetch
-from cachestream.remote.filelist import FileList, Url, check_unit
+from cachestream.remote.filelist import AnyNames, FileList, Url, check_unit, folder_of
 from cachestream.remote.foreign import foreign_errors
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.images import ImageOptions, Size
+from cachestream.remote.paging import Page
 from cachestream.remote.retry import map_errors
 
 __all__ = ["FileSource"]
+
+FIRST_NAMES: Final = 10_000
 
 
 class FileSource:
@@ -37,7 +41,11 @@ class FileSource:
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
-    Files are listed once, here; the source is picklable and small. Raises ConfigError for URLs or
+    first_names: on S3, one folder or wildcard with more files than these is not listed to its end here: a
+    worker with the order "shuffle" or "sequential" begins with the first ones while the rest is listed. Whatever
+    else asks for the number of units lists all at once; so does None.
+
+    Other files are listed once, here; the source is picklable and small. Raises ConfigError for URLs or
     options that cannot work, SourceError for what is missing, empty or forbidden, and
     SourceUnavailableError for a remote that does not answer.
     """
@@ -52,7 +60,10 @@ class FileSource:
         recursive: bool = True,
         resize: Size | None = None,
         crop: Size | None = None,
+        first_names: int | None = FIRST_NAMES,
     ) -> None:
+        if first_names is not None and first_names < 1:
+            raise ConfigError(f"first_names={first_names!r}: must be at least 1, or None to list all before")
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
@@ -63,29 +74,90 @@ class FileSource:
             extensions=extensions,
             recursive=recursive,
             labelled=True,
+            first_names=first_names,
         )
         self._remote = self._files.remote
         self._label = label
-        self.listing_digest = self._files.digest
         labelled = f"label={fingerprint_of(label) if callable(label) else label}"
         where, *options = self._files.identity
         self.fingerprint = "files:" + "|".join((where, labelled, *options, *self._images.identity))
-        self.label_names: tuple[str, ...] = ()
         self._labels = self._files.labels if label == "folder" else None
+        self._foreseen: frozenset[str] | None = None
+        self._label_names = self._find_label_names()
+        self._label_index = {name: index for index, name in enumerate(self._label_names)}
+
+    def _find_label_names(self) -> tuple[str, ...]:
         if self._labels is not None:
-            self.label_names = self._labels.names
-        elif label == "folder":
-            folders = {_folder_of(name) for name in self._files.names}
-            self.label_names = tuple(sorted(folders)) if folders != {""} else ()
-        self._label_index = {name: index for index, name in enumerate(self.label_names)}
+            return self._labels.names
+        if self._label != "folder":
+            return ()
+        folders = self._files.folders()
+        self._foreseen = folders if self._files.is_open else None
+        return tuple(sorted(folders)) if folders != {""} else ()
 
     @property
     def num_units(self) -> int:
-        return len(self._files)
+        self._settle()
+        return len(self._files.names)
+
+    @property
+    def listing_digest(self) -> str:
+        """Names the list of files: the same for the same files in the same order."""
+        self._settle()
+        return self._files.digest
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The folders' names in order, by label; () for no labels, or labels of another kind."""
+        return self._label_names
+
+    def _settle(self) -> None:
+        """List the rest, if any: what was foreseen of the folders is seen then."""
+        if self._files.is_open:
+            assert self._files.names  # asked for: all of them
+            self._label_names = self._find_label_names()
+            self._label_index = {name: index for index, name in enumerate(self._label_names)}
+
+    # --- a listing that goes on (see `GrowingSource`)
+
+    @property
+    def is_listing(self) -> bool:
+        """Whether only the first names are listed yet."""
+        return self._files.is_open
+
+    @property
+    def first_names(self) -> AnyNames:
+        """The names that are listed already."""
+        return self._files.first
+
+    def more_names(self, last: str) -> Iterator[Page]:
+        """The pages of names after `last`.
+
+        Raises SourceError where a folder turns up that would change the labels of the others.
+        """
+        foreseen = self._foreseen
+        has_images = any(is_image(extension_of(name)) for name in self._files.first)
+        for page in self._files.more(last):
+            if foreseen is not None:
+                for name in page.names:
+                    if folder_of(name) not in foreseen and (has_images or is_image(extension_of(name))):
+                        raise SourceError(
+                            f"{self._files.shown}: {folder_of(name)!r} is a folder that the first names did not show "
+                            "(it lies deeper), and it changes the labels of all; clear the cache, and give "
+                            "first_names=None to list all before, or label=None"
+                        )
+            yield page
+
+    def over(self, names: AnyNames) -> FileSource:
+        """The same source over the listing `names`, as far as it goes."""
+        made = copy.copy(self)
+        made._files = self._files.over(names)
+        return made
 
     def key(self, unit: int) -> str:
         """The path of `unit` below the common root, without a query."""
-        check_unit(self, unit, self.num_units)
+        if not 0 <= unit < len(self._files.first):
+            check_unit(self, unit, self.num_units)
         return self._files.key(unit)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -102,13 +174,9 @@ class FileSource:
         elif self._labels is not None:
             sample["label"] = self._labels[unit]
         elif self.label_names and is_image(extension):
-            sample["label"] = self._label_index[_folder_of(self._files.names[unit])]
+            sample["label"] = self._label_index[folder_of(self._files.name(unit))]
         yield key, sample
 
     def __repr__(self) -> str:
-        return f"<FileSource {self._files.shown}, {self.num_units:,} files>"
-
-
-def _folder_of(name: str) -> str:
-    """The name of the folder that holds the file `name`; "" for the root."""
-    return name.rpartition("/")[0].rpartition("/")[2]
+        more = " and more" if self._files.is_open else ""
+        return f"<FileSource {self._files.shown}, {len(self._files.first):,} files{more}>"

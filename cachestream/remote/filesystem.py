@@ -126,6 +126,11 @@ class Remote:
     def is_s3(self) -> bool:
         return self.protocol in ("s3", "s3a") and "::" not in self._url
 
+    @property
+    def has_versions(self) -> bool:
+        """Whether paths name a version of an object."""
+        return bool(self._options.get("version_aware"))
+
     def _check_driver(self) -> None:
         """Raise ConfigError for an unknown scheme, or one whose driver is not installed."""
         where = redact(self._url)

@@ -17,12 +17,12 @@ from cachestream.remote.decode import extension_of
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.retry import map_errors, redact
 
-__all__ = ["Listing", "expand_braces", "list_files"]
+__all__ = ["MAGIC", "Listing", "expand_braces", "list_files", "visible"]
 
 MAX_EXPANDED: Final = 10_000_000
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
-_MAGIC: Final = re.compile(r"[*?\[]")
+MAGIC: Final = re.compile(r"[*?\[]")
 _WEB_MAGIC: Final = re.compile(r"[*\[]")  # there "?" begins a query
 
 
@@ -152,7 +152,7 @@ class _LocalFinder(_Finder):
             return path.rstrip("/") + "/", list(_walk(path, recursive))
         if os.path.exists(path):
             return _parent(path), [path]
-        magic = _MAGIC.search(path)
+        magic = MAGIC.search(path)
         if magic is None:
             raise SourceError(f"{path}: no such file or folder; check the path")
         return _parent(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
@@ -161,7 +161,7 @@ class _LocalFinder(_Finder):
 # --- fsspec ------------------------------------------------------------------------------------
 
 
-def _visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
+def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
     """Those of a folder's files that are not hidden, nor in hidden folders, nor mere placeholders."""
     length = len(root)
     return [
@@ -178,7 +178,7 @@ class _RemoteFinder(_Finder):
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._filesystem, self._first_path = remote.open_for_listing()
-        self._magic = _WEB_MAGIC if remote.is_web else _MAGIC
+        self._magic = _WEB_MAGIC if remote.is_web else MAGIC
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
         path = self._path(url)
@@ -208,7 +208,7 @@ class _RemoteFinder(_Finder):
             found = self._s3_names(root, "" if recursive else "/")
         else:
             found = self._filesystem.find(path, maxdepth=None if recursive else 1)
-        return root, _visible(root, found, recursive)
+        return root, visible(root, found, recursive)
 
     def _matching(self, pattern: str, first_magic: int) -> list[str]:
         if self._remote.is_s3:
@@ -225,7 +225,7 @@ class _RemoteFinder(_Finder):
         s3fs's own `find` keeps a record of 2 kB for each.
         """
         bucket, _, key = prefix.partition("/")
-        if not bucket or _MAGIC.search(bucket):
+        if not bucket or MAGIC.search(bucket):
             raise SourceError("an S3 URL names one bucket: s3://bucket/…")
 
         async def collect() -> list[str]:

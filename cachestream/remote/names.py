@@ -78,8 +78,13 @@ class Names(Sequence[str]):
     @property
     def digest(self) -> str:
         """xxh3 (64 bits, hexadecimal) of all names in their order."""
-        state = xxhash.xxh3_64(self._offsets.tobytes())
-        state.update(self._block)
+        return self.digest_of(len(self))
+
+    def digest_of(self, count: int) -> str:
+        """The digest of the first `count` names alone."""
+        offsets = self._offsets[: count + 1]
+        state = xxhash.xxh3_64(np.ascontiguousarray(offsets).data)
+        state.update(memoryview(self._block)[: int(offsets[-1])])
         return state.hexdigest()
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from cachestream.remote.arrays import ARRAY_ENDINGS, ArraySource
 from cachestream.remote.datasets import DatasetSource, is_map_style
 from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource
+from cachestream.remote.growing import is_source
 from cachestream.remote.iterables import IterableSource, is_iterable
 from cachestream.remote.litdata import LitDataSource
 from cachestream.remote.locate import is_zarr, split_dataset
@@ -60,10 +61,11 @@ def open_source(what: Any, **options: Any) -> Source:
     as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
     itself. `options` are those of the class that is chosen. Raises ConfigError for what none of them can read.
     """
-    if isinstance(what, Source) and not isinstance(what, type):
+    if is_source(what):
         if options:
             raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
-        return what
+        source: Source = what
+        return source
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
@@ -99,7 +101,9 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
     source = _make(kind, (what,), options)
     if isinstance(source, FileSource):
         # Only the listing, which is there, is looked at: to look for an index would be a request for each URL.
-        ends = (source.key(0), source.key(source.num_units - 1))
+        ends = source.key(0), source.key(len(source.first_names) - 1)
+        if _INDEXED["litdata"].fullmatch(ends[0]):
+            ends = source.key(0), source.key(source.num_units - 1)  # its index lies at the end of all
         for name, shard in _INDEXED.items():
             if "index.json" in ends and any(map(shard.fullmatch, ends)):
                 raise ConfigError(

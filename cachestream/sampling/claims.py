@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cachestream.remote.stored import StoredNames
+from cachestream.sampling.order import PassPlan
 from cachestream.storage.admission import owner_is_alive
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory
-from cachestream.storage.tables import Claim, PassRow, Suspect
+from cachestream.storage.tables import Claim, PassRow, Suspect, Tables
 
-__all__ = ["Assignment", "block_size", "next_claim"]
+__all__ = ["Assignment", "NotYetError", "block_size", "next_claim"]
 
 MOST_POSITIONS = 1024
 SHARES = 16
@@ -24,6 +26,10 @@ class Assignment:
     suspects: tuple[Suspect, ...]
 
 
+class NotYetError(Exception):
+    """All that is listed is claimed, and the listing goes on."""
+
+
 def block_size(length: int | None, num_workers: int) -> int:
     """Positions in a claim: few enough that all processes have work until the end, many enough to be rare."""
     if length is None:
@@ -31,8 +37,18 @@ def block_size(length: int | None, num_workers: int) -> int:
     return max(1, min(MOST_POSITIONS, length // (num_workers * SHARES)))
 
 
-def next_claim(catalogue: Catalogue, directory: Directory, owner: str, num_workers: int) -> Assignment | None:
-    """The next run of positions for `owner`: what a dead process left first, then new ones; None at the end."""
+def next_claim(
+    catalogue: Catalogue,
+    directory: Directory,
+    owner: str,
+    num_workers: int,
+    listing: StoredNames | None = None,
+) -> Assignment | None:
+    """The next run of positions for `owner`: what a dead process left first, then new ones; None at the end.
+
+    A pass that grows takes up what `listing` holds by now when all that it knew is claimed; raises NotYetError
+    where that is nothing.
+    """
     with catalogue.transaction() as tables:
         passes = tables.passes()
         if not passes:
@@ -45,11 +61,32 @@ def next_claim(catalogue: Catalogue, directory: Directory, owner: str, num_worke
                 claim = candidate
                 break
         if claim is None:
-            stop = row.next_position + block_size(row.length, num_workers)
-            stop = stop if row.length is None else min(stop, row.length)
-            if stop <= row.next_position:
-                return None
-            claim = tables.insert_claim(row.id, row.next_position, stop, owner)
-            tables.advance_pass(row.id, stop)
-        suspects = [s for s in tables.suspects(row.id) if claim.position <= s.position < claim.stop]
-        return Assignment(claim, row, tuple(suspects))
+            if row.next_position == row.length and listing is not None:
+                row = _grow(tables, row, listing)
+            claim = _new_claim(tables, row, owner, num_workers)
+        if claim is not None:
+            suspects = [s for s in tables.suspects(row.id) if claim.position <= s.position < claim.stop]
+            return Assignment(claim, row, tuple(suspects))
+    if PassPlan.from_json(row.plan).growing:
+        raise NotYetError
+    return None
+
+
+def _new_claim(tables: Tables, row: PassRow, owner: str, num_workers: int) -> Claim | None:
+    stop = row.next_position + block_size(row.length, num_workers)
+    stop = stop if row.length is None else min(stop, row.length)
+    if stop <= row.next_position:
+        return None
+    tables.advance_pass(row.id, stop)
+    return tables.insert_claim(row.id, row.next_position, stop, owner)
+
+
+def _grow(tables: Tables, row: PassRow, listing: StoredNames) -> PassRow:
+    """The pass with what was listed since, if that is enough."""
+    plan = PassPlan.from_json(row.plan)
+    mark = listing.look() if plan.growing else None
+    if mark is None or not plan.takes_up(mark.count, is_complete=mark.is_complete):
+        return row
+    plan = plan.grown(mark.count, listing.digest, is_complete=mark.is_complete)
+    tables.extend_pass(row.id, plan.to_json(), plan.length)
+    return replace(row, plan=plan.to_json(), length=plan.length)

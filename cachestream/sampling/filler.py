@@ -16,7 +16,8 @@ from cachestream.errors import (
     SourceUnavailableError,
     WorkerError,
 )
-from cachestream.sampling.claims import Assignment, next_claim
+from cachestream.remote.growing import stored_names
+from cachestream.sampling.claims import Assignment, NotYetError, next_claim
 from cachestream.sampling.coverage import gaps, is_whole
 from cachestream.sampling.fetch import Delivery, Fetcher, Flight
 from cachestream.sampling.job import Job, Payload
@@ -68,6 +69,8 @@ class Filler:
         self._assignment: Assignment | None = None
         self._todo: deque[Flight] = deque()
         self._exhausted = False
+        self._listing = stored_names(payload.source)
+        self._claim_at_s = 0.0
         self._alone: Flight | None = None
         self._suspects: dict[int, Suspect] = {}
         self._limit_bytes = cache.size_limit
@@ -144,9 +147,20 @@ class Filler:
                 return
 
     def _claim(self) -> bool:
-        assignment = next_claim(
-            self._cache.catalogue, self._cache.directory, self._owner.name, self._job.num_workers
-        )
+        now_s = time.monotonic()
+        if now_s < self._claim_at_s:
+            return False
+        try:
+            assignment = next_claim(
+                self._cache.catalogue,
+                self._cache.directory,
+                self._owner.name,
+                self._job.num_workers,
+                self._listing,
+            )
+        except NotYetError:
+            self._claim_at_s = now_s + _TICK_S
+            return False
         other_pass = (
             self._assignment is not None
             and assignment is not None
@@ -156,9 +170,15 @@ class Filler:
         if assignment is None or other_pass:
             self._exhausted = True
             return False
+        if self._assignment is not None and assignment.row.plan != self._assignment.row.plan:
+            # The pass has grown: a shard tells the order that all of its positions have.
+            self._flush()
+            self._outbox.settle()
         self._assignment = assignment
         self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
         plan = PassPlan.from_json(assignment.row.plan)
+        if self._listing is not None:
+            self._reach(plan)
         self._reader.plan = plan
         self._slot["pass_id"] = assignment.row.id
         claim = assignment.claim
@@ -171,6 +191,14 @@ class Filler:
             flight.finished = flight.covered = is_whole(ranges)
             self._todo.append(flight)
         return True
+
+    def _reach(self, plan: PassPlan) -> None:
+        """Have the names of all units of the pass."""
+        assert self._listing is not None
+        try:
+            self._listing.reach(plan.num_units or 0)
+        except SourceError as error:
+            raise WorkerError(str(error)) from error
 
     def _submit(self) -> bool:
         """Hand the next flights to the threads; False when they have to wait for those in flight."""

@@ -54,7 +54,7 @@ class Job:
     What only the supervisor needs, the `sampler` or the curriculum, is pickled by itself: it may bring torch.
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
-    `listing`: the digest of the source's listing. Sizes in bytes, times in seconds.
+    `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`. Sizes in bytes, times in seconds.
     """
 
     root: str
@@ -75,6 +75,7 @@ class Job:
     sampler: bytes
     partition: Partition | None = None
     rule: str = ""
+    growing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from cachestream.model import IntArray
+from cachestream.remote.growing import begins_with
 from cachestream.sampling.coverage import Coverage, Offsets, is_covered
 from cachestream.sampling.job import Payload
 from cachestream.sampling.order import Order, PassPlan
@@ -57,13 +58,17 @@ class KnownOrders:
             spans = tables.spans()
         if current_row.evicted_before >= 0 and set(spans) <= {current_row.id}:
             return None  # the first pass: nothing of it is cached but what its own progress says
-        same = (current.listing, current.num_units)
         usable = {
             pass_id: plan
             for pass_id, plan in plans.items()
-            if plan.is_permutation and (plan.listing, plan.num_units) == same and self._is_known(plan)
+            if plan.is_permutation and self._is_known(plan) and self._names_same(plan, current)
         }
         return Coverage({self.of(plan): spans.get(pass_id, []) for pass_id, plan in usable.items()})
+
+    def _names_same(self, plan: PassPlan, current: PassPlan) -> bool:
+        """Whether its units are those of the current pass, or the first of them."""
+        same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
+        return same or begins_with(self._payload.source, plan.num_units, plan.listing)
 
     def _is_known(self, plan: PassPlan) -> bool:
         """Whether its order is there still: files of drawn orders do not outlive the catalogue."""

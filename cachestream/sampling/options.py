@@ -11,6 +11,7 @@ from typing import Any, Final
 from cachestream.config import format_size, parse_size
 from cachestream.errors import ConfigError
 from cachestream.remote.functions import fingerprint_of
+from cachestream.remote.growing import as_growing
 from cachestream.remote.source import Source
 from cachestream.sampling.curriculum import check_curriculum
 from cachestream.sampling.job import Job, Payload, pack, pack_sampler
@@ -24,6 +25,7 @@ from cachestream.storage.directory import overhead_bytes
 __all__ = ["WorkerOptions"]
 
 DEFAULT_SHARD: Final = "64MB"
+_GROWING: Final = ("shuffle", "sequential")  # orders that can begin before all units are known
 _WHEN_FULL: Final = ("evict", "wait", "stop")
 
 
@@ -51,8 +53,10 @@ class WorkerOptions:
         if transform is not None and not callable(transform):
             raise ConfigError(f"transform={transform!r}: must be a function of one sample")
         partition = parse_partition(self.partition)
-        _check_share(partition, source.num_units)
-        kind, weights, sampler = _order(self.order, source.num_units, partition)
+        growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
+        num_units = source.num_units if growing is None else len(growing.first_names)
+        _check_share(partition, num_units)
+        kind, weights, sampler = _order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         return Job(
             root=cache.path,
@@ -60,8 +64,10 @@ class WorkerOptions:
             fingerprint=source.fingerprint,
             kind=kind,
             seed=seed,
-            num_units=source.num_units,
-            listing=str(getattr(source, "listing_digest", "")),
+            num_units=num_units,
+            listing=str(
+                getattr(source, "listing_digest", "") if growing is None else growing.first_names.digest
+            ),
             num_workers=workers,
             concurrency=self.concurrency,
             shard_bytes=self._shard_bytes(cache),
@@ -73,6 +79,7 @@ class WorkerOptions:
             sampler=pack_sampler(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
+            growing=growing is not None,
         )
 
     def _shard_bytes(self, cache: Cache) -> int:

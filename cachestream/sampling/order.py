@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,11 +18,11 @@ from cachestream.errors import ConfigError
 from cachestream.model import IntArray
 from cachestream.permutation import Permutation, mix_key
 from cachestream.sampling.partition import Partition
+from cachestream.sampling.segments import PASS_KEY, Segments
 
 __all__ = ["KINDS", "Order", "PassPlan"]
 
 KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
-_PASS_KEY: Final = 1
 _WEIGHT_KEY: Final = 2
 
 
@@ -33,6 +33,10 @@ class PassPlan:
     `listing` is the digest of the units' names: positions of another listing mean other units.
     `length` is the number of positions (as many as the node's share has units, or as a sampler draws).
     `rule` names the function of a curriculum.
+
+    `segments`: of a pass that began before all units were listed, how many were each time that it took up
+    what had been listed since; the last is `num_units`. Units of one segment come before those of the next.
+    `growing` while the listing may bring more.
     """
 
     kind: str
@@ -43,20 +47,28 @@ class PassPlan:
     length: int | None
     partition: Partition | None = None
     rule: str = ""
+    segments: tuple[int, ...] = ()
+    growing: bool = False
 
     def to_json(self) -> str:
         values: list[Any] = [self.kind, self.seed, self.ordinal, self.num_units, self.listing, self.length]
-        if self.partition is not None or self.rule:
+        in_segments = bool(self.segments) or self.growing
+        if self.partition is not None or self.rule or in_segments:
             share = self.partition
             values += [None if share is None else [share.index, share.count], self.rule]
+        if in_segments:
+            values += [self.segments, self.growing]
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> PassPlan:
-        kind, seed, ordinal, num_units, listing, length, *more = json.loads(text)
-        share, rule = more or (None, "")
+        values: list[Any] = json.loads(text)
+        # Passes of the whole source, by one node alone, have none of the last ones.
+        values += [None, "", [], False][len(values) - 6 :]
+        kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
         partition = None if share is None else Partition(*share)
-        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule)
+        ends = tuple(map(int, segments))
+        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, ends, growing)
 
     @property
     def share(self) -> int | None:
@@ -64,6 +76,23 @@ class PassPlan:
         if self.num_units is None or self.partition is None:
             return self.num_units
         return self.partition.length(self.num_units)
+
+    def grown(self, num_units: int, listing: str, *, is_complete: bool) -> PassPlan:
+        """The same pass with all that is listed by now: positions that there were keep their units."""
+        segments = self.segments if num_units == self.num_units else (*self.segments, num_units)
+        plan = replace(self, num_units=num_units, listing=listing, segments=segments, growing=not is_complete)
+        return replace(plan, length=plan.share)
+
+    def takes_up(self, num_units: int, *, is_complete: bool) -> bool:
+        """Whether enough is listed by now to go on with: by segments of an eighth there are few, whatever comes."""
+        known = self.num_units or 0
+        return self.growing and (is_complete or num_units - known > known // 8)
+
+    @property
+    def shares(self) -> list[int]:
+        """The positions at which the segments end."""
+        partition = self.partition
+        return [end if partition is None else partition.length(end) for end in self.segments]
 
     @property
     def is_permutation(self) -> bool:
@@ -87,9 +116,11 @@ class Order:
         self, plan: PassPlan, weights: Sequence[float] | None = None, drawn: npt.ArrayLike | None = None
     ) -> None:
         self.plan = plan
-        self._permutation: Permutation | None = None
-        if plan.kind == "shuffle" and plan.share:
-            self._permutation = Permutation(plan.share, mix_key(_PASS_KEY, plan.seed, plan.ordinal))
+        self._permutation: Permutation | Segments | None = None
+        if plan.kind == "shuffle" and plan.segments:
+            self._permutation = Segments(plan.shares, plan.seed, plan.ordinal)
+        elif plan.kind == "shuffle" and plan.share:
+            self._permutation = Permutation(plan.share, mix_key(PASS_KEY, plan.seed, plan.ordinal))
         self._cumulative = None if weights is None else np.cumsum(share_of(weights, plan.partition))
         self._drawn = None if drawn is None else np.asarray(drawn, np.int64)
         self._sorted: tuple[IntArray, IntArray] | None = None

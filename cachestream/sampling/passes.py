@@ -12,6 +12,7 @@ import numpy as np
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.model import IntArray
 from cachestream.sampling.job import Job
+from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import PassPlan
 from cachestream.storage.admission import Owner, disk_footprint
 from cachestream.storage.cache import Cache
@@ -25,21 +26,34 @@ Draw = Callable[[int], IntArray]
 
 def pass_is_open(tables: Tables, row: PassRow) -> bool:
     """Whether something of the pass is not done yet."""
-    return row.length is None or row.next_position < row.length or bool(tables.claims(row.id))
+    if row.length is None or row.next_position < row.length or PassPlan.from_json(row.plan).growing:
+        return True
+    return bool(tables.claims(row.id))
 
 
-def first_plan(job: Job) -> PassPlan:
-    """The first pass of a job."""
+def first_plan(job: Job, listings: Listings) -> PassPlan:
+    """The first pass of a job: over all units, or over those that will be listed."""
+    if job.growing:
+        if listings.is_complete:
+            names = listings.load()
+            job = replace(job, num_units=len(names), listing=names.digest)
+        else:
+            return PassPlan(job.kind, job.seed, 0, 0, "", 0, job.partition, job.rule, growing=True)
     plan = PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, None, job.partition, job.rule)
     return replace(plan, length=plan.share)
 
 
-def begin(cache: Cache, job: Job, draw: Draw) -> None:
-    """Resume the cache's open pass if it is of this job's order, else begin one.
+def begin(cache: Cache, job: Job, draw: Draw) -> bool:
+    """Resume the cache's open pass if it is of this job's order, else begin one; False if the last one is complete.
 
     `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
     """
-    plan = first_plan(job)
+    listings = Listings(cache.directory)
+    with cache.catalogue.reading() as tables:
+        was_cleared = not tables.passes()
+    if not job.growing or was_cleared or not listings.is_of(job):
+        listings.drop()
+    plan = first_plan(job, listings)
     with cache.catalogue.transaction() as tables:
         _check_source(cache, tables, job)
         rows = tables.passes()
@@ -47,24 +61,28 @@ def begin(cache: Cache, job: Job, draw: Draw) -> None:
             tables.forget_filling()  # all was skipped: what made it so may have been mended meanwhile
             tables.set_meta("source", job.fingerprint)
             rows = []
-        if rows and _can_resume(cache, PassPlan.from_json(rows[-1].plan), plan):
+        if rows and _can_resume(cache, PassPlan.from_json(rows[-1].plan), plan, job):
             if pass_is_open(tables, rows[-1]):
-                return
+                return True
             if not _was_evicted(tables, rows[-1]):
-                return  # complete, and nothing was lost since
+                return False  # complete, and nothing was lost since
     _insert(cache, plan, draw)
+    return True
 
 
-def go_on(cache: Cache, job: Job, draw: Draw) -> bool:
-    """At the end of a pass: whether there is more to do; begins the next pass if something was evicted."""
+def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> bool:
+    """At the end of a pass: whether there is more to do.
+
+    Begins the next pass if something was evicted, or if the listing `has_changed`.
+    """
     # Only a supervisor begins passes, so what is read here holds until the insert.
     with cache.catalogue.reading() as tables:
         rows = tables.passes()
         if not rows or pass_is_open(tables, rows[-1]):
             return bool(rows)
-        if not _was_evicted(tables, rows[-1]):
+        if not has_changed and not _was_evicted(tables, rows[-1]):
             return False
-    _insert(cache, first_plan(job), draw)
+    _insert(cache, first_plan(job, Listings(cache.directory)), draw)
     return True
 
 
@@ -78,10 +96,21 @@ def _was_evicted(tables: Tables, row: PassRow) -> bool:
     return int(tables.meta("evicted_shards", 0)) > row.evicted_before
 
 
-def _can_resume(cache: Cache, one: PassPlan, other: PassPlan) -> bool:
+def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
+    """Whether the pass `one` is what the job would begin as `other`."""
+    if one.growing and not job.growing:
+        return False
     if one.is_drawn and not os.path.exists(order_file(cache.directory, one.ordinal)):
         return False
-    return replace(one, ordinal=0, length=None) == replace(other, ordinal=0, length=None)
+    if one.growing and one.num_units != 0:
+        # It goes on growing by the listing that it began with, whether that is at its end by now or not.
+        if Listings(cache.directory).load().digest_of(one.num_units or 0) != one.listing:
+            return False
+        other = replace(other, num_units=one.num_units, listing=one.listing)
+    elif one.growing:
+        other = replace(other, num_units=0, listing="")
+    plain = [replace(plan, ordinal=0, length=None, segments=(), growing=False) for plan in (one, other)]
+    return plain[0] == plain[1]
 
 
 def _check_source(cache: Cache, tables: Tables, job: Job) -> None:

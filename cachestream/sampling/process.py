@@ -15,17 +15,20 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from cachestream.errors import WorkerError
+from cachestream.remote.growing import as_growing
 from cachestream.sampling.filler import Filler
 from cachestream.sampling.job import Job, load_shared, read_frame, unpack
+from cachestream.sampling.listings import Listings
 from cachestream.sampling.outbox import StartAgainError
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 
-__all__ = ["EXIT_FATAL", "EXIT_RESTART", "main"]
+__all__ = ["EXIT_FATAL", "EXIT_RESTART", "end_now", "live_with_parent", "main"]
 
 EXIT_FATAL: Final = 3
 EXIT_RESTART: Final = 4
@@ -36,6 +39,13 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def main() -> None:
     """The process's main: its job comes through stdin, whose end means stop."""
+    stop = threading.Event()
+    job_fd, index, owner = live_with_parent(stop)
+    end_now(_run(load_shared(job_fd), index, owner, stop))
+
+
+def live_with_parent(stop: threading.Event) -> Any:
+    """Become a child of the supervisor: die with it, stop when asked to. Returns what it said first."""
     faulthandler.enable()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,15 +53,17 @@ def main() -> None:
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first
     stream = sys.stdin.buffer
-    job_fd, index, owner = read_frame(stream)
-    job = load_shared(job_fd)
-    stop = threading.Event()
+    said = read_frame(stream)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=_watch_parent, args=(stream, stop), name="parent", daemon=True).start()
-    code = _run(job, index, owner, stop)
+    return said
+
+
+def end_now(code: int) -> None:
+    """End the process: its threads may hang in a dead connection, and nobody waits for them."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # fetching threads may hang in a dead connection: nobody waits for them
+    os._exit(code)
 
 
 def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
@@ -62,6 +74,8 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
     try:
         payload = unpack(job.payload)
         cache = Cache(job.root, eviction=payload.eviction)
+        if (source := as_growing(payload.source)) is not None:
+            payload = replace(payload, source=source.over(Listings(cache.directory).load()))
         gc.collect()
         gc.freeze()  # what is there now stays: it is not to be looked through again and again
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()

@@ -25,6 +25,8 @@ from cachestream.sampling.child import Child
 from cachestream.sampling.curriculum import draw_curriculum
 from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop, longest_pause_s
 from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
+from cachestream.sampling.lister import Lister, ListingError
+from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import all_units, check_drawn
 from cachestream.sampling.passes import begin, go_on
 from cachestream.sampling.process import EXIT_FATAL, EXIT_RESTART
@@ -65,6 +67,8 @@ class Supervisor:
         self._board.reset(os.getpid(), job.num_workers, time.monotonic())
         job_fd = share(job)
         self._children = [Child(job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)]
+        self._lister = Lister(job, job_fd, Listings(cache.directory))
+        self._look_for_changes = False
         self._wardens = Wardens(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
@@ -107,9 +111,12 @@ class Supervisor:
         except (CacheStreamError, OSError):
             logger.exception("the end could not be recorded")  # the children die with us
 
-    def start(self) -> None:
-        """Start the sampling processes."""
+    def start(self, *, is_complete: bool) -> None:
+        """Start the sampling processes. Of a pass that `is_complete`, see whether the remote has more by now."""
+        self._look_for_changes = is_complete and self._job.growing
         self._say("filling")
+        if self._job.growing:
+            self._lister.begin(time.monotonic())
         for child in self._children:
             child.start(time.monotonic())
 
@@ -148,6 +155,7 @@ class Supervisor:
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._keep_house()
+        self._watch_lister(now_s)
         if not any(child.running or child.start_at_s is not None for child in self._children):
             self._next_pass(now_s)
         for child in self._children:
@@ -181,14 +189,28 @@ class Supervisor:
             for suspicion in suspects:
                 tables.add_suspect(pass_id, suspicion.position, suspicion.weight, str(death))
 
+    def _watch_lister(self, now_s: float) -> None:
+        try:
+            self._lister.tick(now_s)
+        except ListingError as error:
+            raise _GiveUpError(_last_error(error.words), error.words) from error
+
     def _next_pass(self, now_s: float) -> None:
         """All processes have ended for want of claims: begin another pass, or rest."""
-        if not go_on(self._cache, self._job, self.draw):
+        if self._look_for_changes:
+            self._look_for_changes = False
+            self._lister.look_for_changes(now_s)
+        if self._lister.running and not self._resting:
+            return  # whether this was all will be known at its end
+        has_changed = self._lister.promote()
+        if not go_on(self._cache, self._job, self.draw, has_changed=has_changed):
             if not self._resting:
                 self._resting = True
                 self._say("complete", self._skipped())
             return
         self._resting = False
+        if self._job.growing and not has_changed:
+            self._lister.look_for_changes(now_s)
         for child in self._children:
             child.start(now_s)
 
@@ -243,6 +265,7 @@ class Supervisor:
             tables.set_meta("fill_traceback", words)
 
     def _end(self) -> None:
+        self._lister.stop()
         for child in self._children:
             child.ask_to_stop()
         deadline = time.monotonic() + _STOP_S
@@ -267,8 +290,8 @@ def main() -> None:
         _open_log(cache)
         removed = cache.recover()
         supervisor = Supervisor(job, cache, lock)
-        begin(cache, job, supervisor.draw)
-        supervisor.start()
+        has_more = begin(cache, job, supervisor.draw)
+        supervisor.start(is_complete=not has_more)
         write_frame(answer, "ready")
     except CacheStreamError as error:
         write_frame(answer, error)

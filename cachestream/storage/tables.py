@@ -263,6 +263,14 @@ class Tables:
     def advance_pass(self, pass_id: int, next_position: int) -> None:
         self.execute("UPDATE passes SET next_position = ? WHERE id = ?", (next_position, pass_id))
 
+    def extend_pass(self, pass_id: int, plan: str, length: int | None) -> None:
+        """The pass has grown. One of the same plan that was rebuilt from shards is the same pass."""
+        same = self.execute("SELECT id FROM passes WHERE plan = ? AND id != ?", (plan, pass_id)).fetchone()
+        if same is not None:
+            self.execute("UPDATE shards SET pass_id = ? WHERE pass_id = ?", (pass_id, same[0]))
+            self.execute("DELETE FROM passes WHERE id = ?", same)
+        self.execute("UPDATE passes SET plan = ?, length = ? WHERE id = ?", (plan, length, pass_id))
+
     def claims(self, pass_id: int) -> list[tuple[Claim, str]]:
         rows = self.execute(
             "SELECT id, pass_id, position, offset, stop, owner FROM claims WHERE pass_id = ? ORDER BY position",

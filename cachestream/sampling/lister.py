@@ -1,0 +1,143 @@
+"""The process that lists, as the supervisor sees it: started while there is something to list, watched, restarted."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import threading
+from collections import deque
+from typing import IO, Final
+
+from cachestream.sampling.child import start_python
+from cachestream.sampling.job import Job, write_frame
+from cachestream.sampling.listings import Listings
+from cachestream.sampling.process import EXIT_FATAL
+
+__all__ = ["Lister", "ListingError"]
+
+_MOST_DEATHS: Final = 5
+_LONGEST_PAUSE_S: Final = 5.0
+_LAST_WORDS_BYTES: Final = 8192
+logger = logging.getLogger("cachestream.worker")
+
+
+class ListingError(Exception):
+    """The listing cannot go on; `words` is what the process said at its end."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.words = words
+
+
+class Lister:
+    """Lists for one job: what the current listing lacks, and on demand another one, to see what has changed."""
+
+    def __init__(self, job: Job, job_fd: int, listings: Listings) -> None:
+        self._job, self._job_fd, self._listings = job, job_fd, listings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words: deque[bytes] = deque(maxlen=64)
+        self._listener: threading.Thread | None = None
+        self._is_next = False
+        self._deaths = 0
+        self._start_at_s: float | None = None
+        self.has_changed = False
+
+    @property
+    def running(self) -> bool:
+        """Whether it lists, or is about to."""
+        return self._process is not None or self._start_at_s is not None
+
+    def begin(self, now_s: float) -> None:
+        """List what is missing of the current listing."""
+        self._listings.drop_next()
+        if not self._listings.is_complete:
+            self._start(now_s, is_next=False)
+
+    def look_for_changes(self, now_s: float) -> None:
+        """List all anew beside the current listing; `has_changed` tells at the end."""
+        if not self.running:
+            self.has_changed = False
+            self._listings.drop_next()
+            self._start(now_s, is_next=True)
+
+    def promote(self) -> bool:
+        """Go on by the new listing, if it is another one. To be called while no samples are read."""
+        if not self.has_changed:
+            return False
+        self._listings.promote()
+        self.has_changed = False
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """See how it is doing; raises ListingError where the current listing cannot go on."""
+        if self._process is not None and self._process.poll() is not None:
+            self._ended(now_s)
+        if self._start_at_s is not None and now_s >= self._start_at_s:
+            self._start(now_s, is_next=self._is_next)
+
+    def stop(self) -> None:
+        """End it: what it has stored is good."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=5.0)
+            self._reap()
+        self._start_at_s = None
+
+    def _start(self, now_s: float, *, is_next: bool) -> None:
+        self._is_next, self._start_at_s = is_next, None
+        self._process = start_python(
+            "cachestream.sampling.listing",
+            self._job.sys_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(self._job_fd,),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._words.clear()
+        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
+        self._listener.start()
+        try:
+            write_frame(self._process.stdin, (self._job_fd, is_next))
+        except BrokenPipeError:
+            pass  # it died already; the next tick tells
+
+    def _listen(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                self._words.append(line[-_LAST_WORDS_BYTES:])
+                logger.info("lister: %s", line[:1000].decode("utf-8", "replace").rstrip())
+
+    def _reap(self) -> int:
+        assert self._process is not None
+        process, self._process = self._process, None
+        if process.stdin is not None:
+            try:
+                process.stdin.close()
+            except BrokenPipeError:
+                pass
+        if self._listener is not None:
+            self._listener.join(timeout=1.0)
+        return int(process.returncode)
+
+    def _ended(self, now_s: float) -> None:
+        code = self._reap()
+        if code == 0:
+            self._deaths = 0
+            if self._is_next:
+                self.has_changed = self._listings.differs()
+                if not self.has_changed:
+                    self._listings.drop_next()
+            return
+        words = b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
+        self._deaths += 1
+        if code != EXIT_FATAL and self._deaths < _MOST_DEATHS:
+            logger.warning("the lister ended with code %d", code)
+            self._start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
+        elif self._is_next:
+            logger.warning("whether the remote has changed cannot be found out; going on by what is known")
+            self._listings.drop_next()
+        else:
+            raise ListingError(words)
