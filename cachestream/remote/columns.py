@@ -28,7 +28,7 @@ from cachestream.remote.decode import decode_with
 from cachestream.remote.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.remote.magic import looks_like_image
 
-__all__ = ["Columns", "Unusable"]
+__all__ = ["Columns", "Unusable", "Values", "is_uniform", "rows_of"]
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 
@@ -70,8 +70,8 @@ class Columns:
         for name, kind in self.types.items():
             self._check(name, kind)
 
-    def rows(self, batch: Any) -> Iterator[dict[str, Any] | Unusable]:
-        """The rows of a record batch; in place of those that cannot be used, why."""
+    def fields(self, batch: Any) -> tuple[dict[str, Values], dict[int, Unusable]]:
+        """The fields of a record batch, and the rows of it that cannot be used."""
         fields: dict[str, Values] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             fields.update(self._fields(name, column))
@@ -82,12 +82,11 @@ class Columns:
             for row, value in enumerate(values)
             if type(value) is Unusable
         }
-        names = tuple(fields)
-        if not bad and len({len(values) for values in fields.values()}) == 1:  # the usual case, in less time
-            yield from [dict(zip(names, values)) for values in zip(*fields.values())]  # noqa: B905
-            return
-        for row, values in enumerate(zip(*fields.values(), strict=True)):
-            yield bad[row] if row in bad else dict(zip(names, values, strict=True))
+        return fields, bad
+
+    def rows(self, batch: Any) -> Iterator[dict[str, Any] | Unusable]:
+        """The rows of a record batch; in place of those that cannot be used, why."""
+        return rows_of(*self.fields(batch))
 
     # --- types
 
@@ -126,7 +125,7 @@ class Columns:
             shape, order = getattr(array.type, "shape", None), getattr(array.type, "permutation", None)
             found = self._fields(name, array.storage)
             if shape is not None:  # a tensor: Arrow stores it flat
-                found[name] = [_tensor(one, shape, order) for one in found[name]]
+                found[name] = _tensors(found[name], tuple(shape), order)
             return found
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
@@ -204,6 +203,24 @@ class Columns:
             return decode_with(self._decode, data, "image", f"column '{name}'")
         except SampleError as error:
             return Unusable(str(error))
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def rows_of(fields: Mapping[str, Values], bad: Mapping[int, Unusable]) -> Iterator[dict[str, Any] | Unusable]:
+    """The rows that `fields` are the columns of, with the `bad` ones in their places."""
+    names = tuple(fields)
+    for row, values in enumerate(zip(*fields.values(), strict=True)):
+        yield bad[row] if row in bad else dict(zip(names, values, strict=True))
+
+
+def is_uniform(fields: Mapping[str, Values]) -> bool:
+    """Whether every field is an array, or has a str in each row, or bytes: what `Rows` can hold."""
+    return all(
+        isinstance(values, np.ndarray) or {*map(type, values)} in ({str}, {bytes})
+        for values in fields.values()
+    )
 
 
 # --- types -------------------------------------------------------------------------------------
@@ -302,6 +319,10 @@ def nested(arrow: Any, array: Any, name: str) -> Values:
     holes.append(_null_places(array))
     values = _numbers(array)
     bad = _rows_of(holes, ends)
+    if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
+        return values.reshape(
+            [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
+        )
     return [
         Unusable(f"column '{name}' holds a null") if row in bad else _one(values, lengths, ends, row, name)
         for row in range(len(lengths[0]))
@@ -328,10 +349,14 @@ def _one(
     return values[first:last].reshape(shape)
 
 
-def _tensor(flat: Any, shape: Sequence[int], order: Sequence[int] | None) -> Any:
-    if isinstance(flat, Unusable):
-        return flat
-    tensor = np.asarray(flat).reshape(tuple(shape))
+def _tensors(flat: Values, shape: tuple[int, ...], order: Sequence[int] | None) -> Values:
+    if isinstance(flat, np.ndarray) and order is None:
+        return flat.reshape(len(flat), *shape)
+    return [one if isinstance(one, Unusable) else _tensor(one, shape, order) for one in flat]
+
+
+def _tensor(flat: Any, shape: tuple[int, ...], order: Sequence[int] | None) -> npt.NDArray[Any]:
+    tensor = np.asarray(flat).reshape(shape)
     return tensor if order is None else tensor.transpose(tuple(order))
 
 

@@ -11,13 +11,14 @@ import numpy as np
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.remote.blocks import SpanFile
-from cachestream.remote.columns import Columns, Unusable
+from cachestream.remote.columns import Columns, Unusable, Values, is_uniform, rows_of
 from cachestream.remote.extras import require
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.footers import Footer, Footers
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.retry import ChangedError, classify, map_errors
+from cachestream.remote.source import Rows
 
 __all__ = ["PARQUET_ENDINGS", "ParquetSource"]
 
@@ -28,6 +29,9 @@ PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # of all columns together, in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
+_Batch = tuple[
+    int, dict[str, Values], dict[int, Unusable]
+]  # of rows: how many, their fields, the unusable ones
 _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
@@ -95,21 +99,34 @@ class ParquetSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the rows of a row group, in their order. Raises as `Source.read` says."""
+        for found in self.read_rows(unit, rng):
+            if isinstance(found, Rows):
+                yield from found.samples
+            else:
+                yield found
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+        """The same, in columns where every row can be used and has the same shapes."""
         check_unit(self, unit, self.num_units)
         index = int(np.searchsorted(self._ends, unit, side="right"))
         first = int(self._ends[index - 1]) if index else 0
         row, key = int(self._rows[first:unit].sum()), self._files.key(index)
         problems = Problems(self._files.where(index))
-        for sample in self._rows_of(index, unit - first, int(self._rows[unit])):
-            if isinstance(sample, Unusable):
-                problems.add(f"row {row}: {sample.reason}")
+        for num_rows, fields, bad in self._tables_of(index, unit - first, int(self._rows[unit])):
+            keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
+            if not bad and is_uniform(fields):
+                yield Rows(keys, fields)
             else:
-                yield f"{key}#{row}", sample
-            row += 1
+                for number, sample in enumerate(rows_of(fields, bad)):
+                    if isinstance(sample, Unusable):
+                        problems.add(f"row {row + number}: {sample.reason}")
+                    else:
+                        yield keys[number], sample
+            row += num_rows
         problems.raise_any()
 
-    def _rows_of(self, index: int, group: int, num_rows: int) -> Iterator[dict[str, Any] | Unusable]:
-        """The rows of row group `group` of file `index`."""
+    def _tables_of(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
+        """Row group `group` of file `index`."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
             try:
@@ -122,15 +139,15 @@ class ParquetSource:
         while True:
             try:
                 with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
-                    rows = next(batches, None)
+                    batch = next(batches, None)
             except CacheStreamError:
                 self._footers.forget(index)  # it may have been replaced
                 raise
-            if rows is None:
+            if batch is None:
                 return
-            yield from rows
+            yield batch
 
-    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[list[dict[str, Any] | Unusable]]:
+    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[_Batch]:
         """Some rows at a time; those of one batch are in memory together."""
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)
@@ -154,7 +171,7 @@ class ParquetSource:
                 columns=list(footer.names),
                 use_threads=False,
             ):
-                yield list(footer.columns.rows(batch))
+                yield (batch.num_rows, *footer.columns.fields(batch))
         except Exception as error:
             if file.error is not None:
                 raise file.error from None

@@ -12,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
+
+from cachestream.sampling.lots import Lot
 
 __all__ = ["Delivery", "Fetcher", "Flight", "ReadUnit"]
 
@@ -35,7 +37,7 @@ class Flight:
     cached: Sequence[tuple[int, int]] = ()
     done: int = 0
     covered: bool = False
-    items: deque[tuple[int, str, Any, int]] = field(default_factory=deque)
+    lots: deque[Lot] = field(default_factory=deque)
     waiting_bytes: int = 0
     finished: bool = False
     error: BaseException | None = None
@@ -43,21 +45,21 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What came of the unit that is next: samples (offset, key, sample), and whether that was all."""
+    """What came of the unit that is next, and whether that was all."""
 
     flight: Flight
-    items: list[tuple[int, str, Any, int]]
+    lots: list[Lot]
     finished: bool
 
 
-# Yields (offset, key, sample, nbytes); the second argument is the thread's number.
-ReadUnit = Callable[[Flight, int], Iterator[tuple[int, str, Any, int]]]
+# The second argument is the thread's number.
+ReadUnit = Callable[[Flight, int], Iterator[Lot]]
 
 
 class Fetcher:
     """`threads` daemon threads that read submitted flights; used from one thread.
 
-    Who waits for what has a condition of its own: a sample wakes up one thread, not all of them.
+    Who waits for what has a condition of its own: what comes wakes up one thread, not all of them.
     """
 
     def __init__(self, read: ReadUnit, threads: int, max_bytes: int, on_wait: Callable[[int], None]) -> None:
@@ -109,7 +111,7 @@ class Fetcher:
             while True:
                 if self._order:
                     flight = self._order[0]
-                    if flight.items or flight.finished:
+                    if flight.lots or flight.finished:
                         return self._deliver(flight)
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -117,15 +119,15 @@ class Fetcher:
                 self._arrived.wait(left)
 
     def _deliver(self, flight: Flight) -> Delivery:
-        items = list(flight.items)
-        flight.items.clear()
+        lots = list(flight.lots)
+        flight.lots.clear()
         self._bytes -= flight.waiting_bytes
         flight.waiting_bytes = 0
         if flight.finished:
             self._order.popleft()
         # Room was made, and another unit may be next now: either lets waiting threads go on.
         self._room.notify_all()
-        return Delivery(flight, items, flight.finished)
+        return Delivery(flight, lots, flight.finished)
 
     def stop(self) -> None:
         """Let the threads end; samples not delivered are dropped."""
@@ -139,8 +141,8 @@ class Fetcher:
         while (flight := self._take(number)) is not None:
             error: BaseException | None = None
             try:
-                for item in self._read(flight, number):
-                    if not self._put(flight, item, number):
+                for lot in self._read(flight, number):
+                    if not self._put(flight, lot, number):
                         return
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
@@ -171,15 +173,15 @@ class Fetcher:
             return flight.waiting_bytes < self._max_bytes
         return self._bytes < self._max_bytes
 
-    def _put(self, flight: Flight, item: tuple[int, str, Any, int], number: int) -> bool:
+    def _put(self, flight: Flight, lot: Lot, number: int) -> bool:
         with self._lock:
             while not self._stopped and not self._has_room(flight):
                 self._on_wait(number)
                 self._room.wait(_TICK_S)
             if self._stopped:
                 return False
-            flight.items.append(item)
-            flight.waiting_bytes += item[3]
-            self._bytes += item[3]
+            flight.lots.append(lot)
+            flight.waiting_bytes += lot.nbytes
+            self._bytes += lot.nbytes
             self._tell(flight)
             return True

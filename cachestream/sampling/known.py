@@ -19,7 +19,7 @@ from cachestream.sampling.passes import order_file
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
 
-__all__ = ["KnownOrders", "skipper"]
+__all__ = ["KnownOrders", "keep_all", "skipper"]
 
 _COVERAGE_AGE_S: Final = 10.0
 
@@ -75,8 +75,13 @@ class KnownOrders:
         return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
 
 
+def keep_all(_: int) -> bool:
+    """Skip none."""
+    return False
+
+
 def skipper(first: int, ranges: Offsets) -> Callable[[int], bool]:
     """Which offsets of a unit are not wanted: those before `first`, and those cached."""
     if not ranges:
-        return lambda offset: offset < first
+        return (lambda offset: offset < first) if first else keep_all
     return lambda offset: offset < first or is_covered(ranges, offset)

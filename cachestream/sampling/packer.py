@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,12 +11,15 @@ import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
 from cachestream.model import KEY_FIELD, Field, Schema
-from cachestream.sampling.records import Record, item_bytes, stored_shape
+from cachestream.sampling.records import SMALL_BYTES, Buffer, Record, item_bytes, stored_shape
+from cachestream.sampling.table import Table
 from cachestream.storage.shard import ColumnData, ShardContent, storage_of
 
 __all__ = ["Packer"]
 
 _FIRST_BYTES: Final = 64 * 1024
+_PENDING_BYTES: Final = 128 * 1024
+_OFFSET_BYTES: Final = 8
 
 
 class _Bytes:
@@ -23,59 +27,110 @@ class _Bytes:
 
     def __init__(self) -> None:
         self._data = np.empty(_FIRST_BYTES, np.uint8)
-        self.size = 0
+        self._stop = 0
+        self._pending: list[
+            bytes
+        ] = []  # small values are joined first: copying each costs more than its bytes
+        self._pending_bytes = 0
 
-    def append(self, data: npt.NDArray[np.uint8]) -> None:
-        stop = self.size + len(data)
+    @property
+    def size(self) -> int:
+        return self._stop + self._pending_bytes
+
+    def append(self, data: Buffer) -> None:
+        if not isinstance(data, bytes):
+            self._settle()
+            self._copy(data)
+        elif len(data) > SMALL_BYTES:
+            self._settle()
+            self._copy(np.frombuffer(data, np.uint8))
+        else:
+            self._pending.append(data)
+            self._pending_bytes += len(data)
+            if self._pending_bytes > _PENDING_BYTES:
+                self._settle()
+
+    def _settle(self) -> None:
+        if self._pending:
+            joined = np.frombuffer(b"".join(self._pending), np.uint8)
+            self._pending.clear()
+            self._pending_bytes = 0
+            self._copy(joined)
+
+    def _copy(self, data: npt.NDArray[np.uint8]) -> None:
+        stop = self._stop + len(data)
         if stop > len(self._data):
             grown = np.empty(max(stop, 2 * len(self._data)), np.uint8)
-            grown[: self.size] = self._data[: self.size]
+            grown[: self._stop] = self._data[: self._stop]
             self._data = grown
-        self._data[self.size : stop] = data
-        self.size = stop
+        self._data[self._stop : stop] = data
+        self._stop = stop
 
     def clear(self) -> None:
-        self.size = 0
+        self._stop = self._pending_bytes = 0
+        self._pending.clear()
 
     @property
     def view(self) -> npt.NDArray[np.uint8]:
-        return self._data[: self.size]
+        self._settle()
+        return self._data[: self._stop]
 
 
 class _ColumnBuilder:
-    """One field of the open shard: all values in a row, and where each of them ends."""
+    """One field of the open shard: all values in a row, and how many there are of which size and shape."""
 
     def __init__(self) -> None:
         self._data = _Bytes()
-        self._ends: list[int] = []
-        self._shapes: list[tuple[int, ...]] = []
+        self._runs: list[
+            tuple[int, tuple[int, ...]]
+        ] = []  # bytes and shape of values that follow one another
+        self._counts: list[int] = []
 
-    def append(self, value: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> None:
+    def append(self, value: Buffer, shape: tuple[int, ...]) -> None:
         self._data.append(value)
-        self._ends.append(self._data.size)
-        self._shapes.append(shape)
+        self._count((len(value), shape), 1)
+
+    def extend(self, values: npt.NDArray[np.uint8] | Sequence[bytes], shape: tuple[int, ...]) -> None:
+        """Append many: values of one shape, contiguous uint8 `[count, nbytes]`, or strings of bytes."""
+        if isinstance(values, np.ndarray):
+            self._data.append(values.reshape(-1))
+            self._count((values.shape[1], shape), len(values))
+            return
+        for value in values:
+            self._data.append(value)
+        for nbytes, alike in itertools.groupby(map(len, values)):
+            self._count((nbytes, shape), sum(1 for _ in alike))
+
+    def _count(self, run: tuple[int, tuple[int, ...]], count: int) -> None:
+        if self._runs and self._runs[-1] == run:
+            self._counts[-1] += count
+        else:
+            self._runs.append(run)
+            self._counts.append(count)
 
     def clear(self) -> None:
         self._data.clear()
-        self._ends.clear()
-        self._shapes.clear()
+        self._runs.clear()
+        self._counts.clear()
 
     def columns(self, field: Field) -> list[ColumnData]:
         """The field's columns; one `[N, ...]` where all its values have one shape."""
         dtype, _ = storage_of(field.dtype)
-        count = len(self._ends)
+        data = self._data.view
         if field.shape is not None:
             shape = stored_shape(field.dtype, field.shape)
-            return [ColumnData(field.name, dtype, (count, *shape), self._data.view)]
+            return [ColumnData(field.name, dtype, (sum(self._counts), *shape), data)]
         width = item_bytes(field.dtype)
-        offsets = np.array([0, *self._ends], np.int64) // width
+        sizes = np.repeat(np.array([nbytes for nbytes, _ in self._runs], np.int64), self._counts)
+        offsets = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes // width, out=offsets[1:])
         columns = [
-            ColumnData(field.name, dtype, (self._data.size // width,), self._data.view),
+            ColumnData(field.name, dtype, (len(data) // width,), data),
             _integers(f"{field.name}#offsets", offsets),
         ]
         if field.kind == "tensor":
-            shapes = np.array(self._shapes, np.int64).reshape(count, field.ndim)
-            columns.append(_integers(f"{field.name}#shapes", shapes))
+            shapes = np.array([shape for _, shape in self._runs], np.int64).reshape(-1, field.ndim)
+            columns.append(_integers(f"{field.name}#shapes", np.repeat(shapes, self._counts, axis=0)))
         return columns
 
 
@@ -86,25 +141,46 @@ class Packer:
         self._builders: dict[str, _ColumnBuilder] = {}
         self._keys = _ColumnBuilder()
         self._schema: Schema | None = None
+        self._fitting: tuple[Schema, Schema | None] | None = (
+            None  # the last sample's and the cache's: they fit
+        )
+        self._in_order: list[_ColumnBuilder] = []
         self.num_samples = 0
         self.size_bytes = 0
 
     def add(self, key: str, record: Record, known: Schema | None) -> None:
         """Add a sample; raises SchemaMismatchError if it fits neither the shard nor `known`, the cache's."""
-        if known is not None:
-            known.merge(record.schema)
-        # Within a shard the schema is that of its own samples, so that a shard stays fixed-shape
-        # where its samples allow, whatever others in the cache look like.
-        self._schema = record.schema if self._schema is None else self._schema.merge(record.schema)
-        for field, value, shape in zip(record.schema.fields, record.values, record.shapes, strict=True):
-            builder = self._builders.get(field.name)
-            if builder is None:
-                builder = self._builders[field.name] = _ColumnBuilder()
+        self._fit(record.schema, known)
+        for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
             builder.append(value, shape)
-        name = np.frombuffer(key.encode("utf-8", "surrogatepass"), np.uint8)
+        name = key.encode("utf-8", "surrogatepass")
         self._keys.append(name, ())
         self.num_samples += 1
-        self.size_bytes += record.nbytes + len(name) + 8
+        self.size_bytes += record.nbytes + len(name) + _OFFSET_BYTES
+
+    def add_table(self, table: Table, known: Schema | None) -> None:
+        """Add samples that lie in columns; raises as `add`."""
+        self._fit(table.schema, known)
+        for builder, column, field in zip(self._in_order, table.columns, table.schema.fields, strict=True):
+            builder.extend(column, field.shape or ())
+        self._keys.extend(table.keys, ())
+        self.num_samples += len(table)
+        self.size_bytes += table.nbytes + len(table) * _OFFSET_BYTES
+
+    def _fit(self, schema: Schema, known: Schema | None) -> None:
+        """Make the shard one of samples like this, or raise SchemaMismatchError."""
+        if self._fitting is not None and self._fitting[0] is schema and self._fitting[1] is known:
+            return
+        if known is not None:
+            known.merge(schema)
+        # Within a shard the schema is that of its own samples, so that a shard stays fixed-shape
+        # where its samples allow, whatever others in the cache look like.
+        self._schema = schema if self._schema is None else self._schema.merge(schema)
+        self._fitting = schema, known
+        for name in schema.names:
+            if name not in self._builders:
+                self._builders[name] = _ColumnBuilder()
+        self._in_order = [self._builders[name] for name in schema.names]
 
     @property
     def schema(self) -> Schema:
@@ -127,7 +203,7 @@ class Packer:
         """Start the next shard."""
         for builder in (*self._builders.values(), self._keys):
             builder.clear()
-        self._schema = None
+        self._schema = self._fitting = None
         self.num_samples = 0
         self.size_bytes = 0
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -16,29 +15,45 @@ from cachestream.errors import SourceUnavailableError
 from cachestream.permutation import mix_key
 from cachestream.remote import pulse
 from cachestream.remote.retry import backoff_delays
-from cachestream.remote.source import Source
+from cachestream.remote.source import Rows, RowsSource, Source
 from cachestream.remote.throttle import Throttle
 from cachestream.sampling.fetch import Flight
 from cachestream.sampling.job import Job
+from cachestream.sampling.known import keep_all
+from cachestream.sampling.lots import Item, Lot, approximate_bytes, gather
 from cachestream.sampling.order import PassPlan
+from cachestream.sampling.table import to_table
 from cachestream.storage.board import NO_REMOTE, Slot
 from cachestream.storage.directory import Directory
 
-__all__ = ["UnitReader", "approximate_bytes", "unit_generator"]
+__all__ = ["UnitReader", "unit_generator"]
 
 _UNIT_KEY = 3
+BEAT_S: Final = 0.001
 REQUEST_S: Final = 0.05  # of the bandwidth, in one request
 LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 class UnitReader:
-    """Reads units in any thread; keeps the process's slot on the board alive while it does."""
+    """Reads units in any thread; keeps the process's slot on the board alive while it does.
+
+    `in_rows`: samples may come in columns, because nobody looks at each of them.
+    """
 
     def __init__(
-        self, job: Job, source: Source, directory: Directory, slot: Slot, stop: threading.Event
+        self,
+        job: Job,
+        source: Source,
+        directory: Directory,
+        slot: Slot,
+        stop: threading.Event,
+        *,
+        in_rows: bool = False,
     ) -> None:
         self.plan: PassPlan | None = None
-        self._source = source
+        self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
+            source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
+        )
         self._slot = slot
         self._stop = stop
         self._local = threading.local()
@@ -50,8 +65,8 @@ class UnitReader:
         most = pulse.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
         pulse.install(self._on_fetched, self._on_asking, self._on_slow_down, most)
 
-    def read(self, flight: Flight, number: int) -> Iterator[tuple[int, str, Any, int]]:
-        """Yield (offset, key, sample, nbytes) of the unit's samples that are wanted.
+    def read(self, flight: Flight, number: int) -> Iterator[Lot]:
+        """Yield the unit's samples that are wanted.
 
         A remote that does not answer is tried again for ever, with full-jitter back-off, and goes on
         after the samples that came through: a unit gives the same samples again.
@@ -66,12 +81,11 @@ class UnitReader:
             while True:
                 self.beat(number)
                 try:
-                    with closing(self._samples(flight, number)) as samples:
-                        for item in samples:
-                            if item[0] >= came:
-                                came = item[0] + 1
-                                delays = None
-                                yield item
+                    with closing(self._wanted(flight, number, came)) as items:
+                        for lot in gather(items):
+                            came = lot.offsets[-1] + 1
+                            delays = None
+                            yield lot
                     return
                 except SourceUnavailableError:
                     if self._stop.is_set():
@@ -84,20 +98,45 @@ class UnitReader:
             self._refund()
             slot["flights"][number] = 0
 
-    def _samples(self, flight: Flight, number: int) -> Generator[tuple[int, str, Any, int], None, None]:
+    def _wanted(self, flight: Flight, number: int, first: int) -> Generator[Item | Lot, None, None]:
+        """The samples that are wanted, from the offset `first` on."""
         assert self.plan is not None
         rng = unit_generator(self.plan, flight.unit)
         self._local.fetched = 0
         self._refund()
-        for offset, (name, sample) in enumerate(self._source.read(flight.unit, rng)):
-            self.beat(number)
+        offset, beat_s = 0, 0.0
+        for item in self._read(flight.unit, rng):
+            if (now_s := time.monotonic()) - beat_s >= BEAT_S:
+                self.beat(number)
+                beat_s = now_s
+            if isinstance(item, Rows):
+                if (lot := self._table(item, offset, first, flight)) is not None:
+                    yield lot
+                offset += len(item.keys)
+                continue
+            key, sample = item
             nbytes = approximate_bytes(sample)
-            if not self._local.fetched:
-                # The source reports no bytes itself: what it gives is what it fetched.
-                self._on_fetched(nbytes)
-                self._local.fetched = 0
-            if not flight.skip(offset):
-                yield offset, name, sample, nbytes
+            self._count(nbytes)
+            if offset >= first and not flight.skip(offset):
+                yield offset, key, sample, nbytes
+            offset += 1
+
+    def _table(self, rows: Rows, offset: int, first: int, flight: Flight) -> Lot | None:
+        """The wanted ones of `rows`, the first of which is at `offset` in its unit."""
+        table = to_table(rows)
+        self._count(table.nbytes)
+        offsets: Sequence[int] = range(offset, offset + len(table))
+        if first > offset or flight.skip is not keep_all:
+            wanted = [i for i, at in enumerate(offsets) if at >= first and not flight.skip(at)]
+            if len(wanted) < len(table):
+                table, offsets = table.take(wanted), [offset + i for i in wanted]
+        return Lot(offsets, (), table, table.nbytes) if offsets else None
+
+    def _count(self, nbytes: int) -> None:
+        """A sample of `nbytes` came: what a source gives that reports no bytes itself is what it fetched."""
+        if not self._local.fetched:
+            self._on_fetched(nbytes)
+            self._local.fetched = 0
 
     def beat(self, number: int) -> None:
         """Show that thread `number` is alive."""
@@ -145,15 +184,3 @@ def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
     """What `unit` is read with in a pass: always the same, so that it gives the same samples again."""
     key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
     return np.random.Generator(np.random.Philox(key=key))
-
-
-def approximate_bytes(value: Any) -> int:
-    """About how much memory a sample takes."""
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int):
-        return nbytes
-    if isinstance(value, Mapping):
-        return sum(map(approximate_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(approximate_bytes, value))
-    return len(value) if isinstance(value, bytes | str) else sys.getsizeof(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,24 @@ from cachestream.errors import SampleError
 from cachestream.model import Container, Field, FieldKind, Schema
 from cachestream.storage.shard import storage_of
 
-__all__ = ["Record", "to_record"]
+__all__ = [
+    "SMALL_BYTES",
+    "Buffer",
+    "Record",
+    "item_bytes",
+    "sorted_names",
+    "stored_shape",
+    "to_record",
+    "torch_name",
+]
 
+Buffer = bytes | npt.NDArray[np.uint8]
+
+SMALL_BYTES: Final = 4096  # copied at once: strings of bytes cost less to make and to collect than arrays
+_SCHEMAS: Final = 1024  # kept, of those that vary from sample to sample
+# By the dtype in the byte order of shards.
 _TORCH_NAMES: Final = {
-    np.dtype(name): name
+    np.dtype(name).newbyteorder("<"): name
     for name in [
         "bool",
         "uint8",
@@ -39,22 +54,23 @@ _TORCH_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One sample, ready to be stored: `values[i]` is the bytes of field i of `schema`, uint8 `[nbytes]`.
+    """One sample, ready to be stored: `values[i]` is the bytes of field i of `schema`, or an array of them
+    (uint8 `[nbytes]`), which may share the sample's memory.
 
     `shapes[i]` is the shape of a tensor field's value, and () for str and bytes.
     """
 
     schema: Schema
-    values: tuple[npt.NDArray[np.uint8], ...]
+    values: tuple[Buffer, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(len(value) for value in self.values)
+        return sum(map(len, self.values))
 
 
-# A kind, a torch dtype, a shape and the bytes.
-_Value = tuple[FieldKind, str, tuple[int, ...], npt.NDArray[np.uint8]]
+# A kind, a torch dtype, the shape of a tensor, and the bytes.
+_Value = tuple[FieldKind, str, tuple[int, ...], Buffer]
 
 
 def to_record(sample: Any) -> Record:
@@ -63,44 +79,62 @@ def to_record(sample: Any) -> Record:
     Raises SampleError that names the field for a value that is no array, tensor, number, bool, str or
     bytes.
     """
-    container, items = _items(sample)
-    names = sorted(items) if container == "dict" else list(items)
-    fields: list[Field] = []
-    values: list[npt.NDArray[np.uint8]] = []
-    shapes: list[tuple[int, ...]] = []
-    for name in names:
-        kind, dtype, shape, data = _value(name, items[name])
-        is_tensor = kind == "tensor"
-        fields.append(Field(name, kind, dtype, len(shape), shape if is_tensor else None))
-        values.append(data)
-        shapes.append(shape if is_tensor else ())
-    return Record(Schema(tuple(fields), container), tuple(values), tuple(shapes))
+    container, names, items = _items(sample)
+    found = [_value(name, items[name]) for name in names]
+    kinds, dtypes, shapes, values = zip(*found, strict=True)
+    return Record(_schema(container, names, kinds, dtypes, shapes), values, shapes)
 
 
-def _items(sample: Any) -> tuple[Container, dict[str, Any]]:
+@functools.lru_cache(maxsize=_SCHEMAS)
+def _schema(
+    container: Container,
+    names: tuple[str, ...],
+    kinds: tuple[FieldKind, ...],
+    dtypes: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+) -> Schema:
+    """Samples that are alike share one schema: it need not be made, nor compared, for each of them."""
+    fields = [
+        Field(name, kind, dtype, len(shape), shape) if kind == "tensor" else Field(name, kind, dtype, 1, None)
+        for name, kind, dtype, shape in zip(names, kinds, dtypes, shapes, strict=True)
+    ]
+    return Schema(tuple(fields), container)
+
+
+def _items(sample: Any) -> tuple[Container, tuple[str, ...], Mapping[str, Any]]:
+    """What held the fields, their names in the order of a schema, and the fields."""
     if isinstance(sample, Mapping):
-        if not sample:
-            raise SampleError("the sample has no fields")
-        for name in sample:
-            if not isinstance(name, str) or not name or "#" in name or name.startswith("__"):
-                raise SampleError(
-                    f"field {name!r}: names are non-empty str, without '#' and not beginning with '__'"
-                )
-        return "dict", dict(sample)
+        return "dict", sorted_names(tuple(sample)), sample
     if isinstance(sample, tuple | list):
         if not sample:
             raise SampleError("the sample is an empty tuple")
-        return "tuple", {str(i): value for i, value in enumerate(sample)}
-    return "bare", {"0": sample}
+        items = {str(i): value for i, value in enumerate(sample)}
+        return "tuple", tuple(items), items
+    return "bare", ("0",), {"0": sample}
+
+
+@functools.lru_cache(maxsize=_SCHEMAS, typed=True)
+def sorted_names(names: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of a dict's fields, sorted; raises SampleError for what is no name."""
+    if not names:
+        raise SampleError("the sample has no fields")
+    for name in names:
+        if not isinstance(name, str) or not name or "#" in name or name.startswith("__"):
+            raise SampleError(
+                f"field {name!r}: names are non-empty str, without '#' and not beginning with '__'"
+            )
+    return tuple(sorted(names))
 
 
 def _value(name: str, value: Any) -> _Value:
+    if isinstance(value, np.ndarray | np.generic):
+        return _array(name, value)
     if isinstance(value, str):
-        data = np.frombuffer(value.encode("utf-8", "surrogatepass"), np.uint8)
-        return "str", "uint8", (len(data),), data
-    if isinstance(value, bytes | bytearray | memoryview):
-        data = np.frombuffer(bytes(value), np.uint8)
-        return "bytes", "uint8", (len(data),), data
+        return "str", "uint8", (), value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return "bytes", "uint8", (), value
+    if isinstance(value, bytearray | memoryview):
+        return "bytes", "uint8", (), bytes(value)
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         return _tensor(name, value)
     if value is None or isinstance(value, Mapping | set | frozenset) or callable(value):
@@ -129,14 +163,22 @@ def _array(name: str, value: Any) -> _Value:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise SampleError(f"field '{name}' is {_describe(value)} that makes no array ({error})") from error
-    dtype = _TORCH_NAMES.get(array.dtype.newbyteorder("="))
+    dtype = _TORCH_NAMES.get(array.dtype)
     if dtype is None:
-        raise SampleError(
-            f"field '{name}' is {_describe(value)} of dtype {array.dtype}: store numbers, bools, str or bytes"
-        )
-    shape = array.shape
-    stored = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return "tensor", dtype, shape, _bytes_of(stored)
+        dtype = torch_name(array.dtype)
+        if dtype is None:
+            raise SampleError(
+                f"field '{name}' is {_describe(value)} of dtype {array.dtype}: store numbers, bools, str or bytes"
+            )
+        array = array.astype(array.dtype.newbyteorder("<"))
+    if array.nbytes <= SMALL_BYTES:
+        return "tensor", dtype, array.shape, array.tobytes()
+    return "tensor", dtype, array.shape, _bytes_of(np.ascontiguousarray(array))
+
+
+def torch_name(dtype: np.dtype[Any]) -> str | None:
+    """The torch dtype that numbers of `dtype`, in any byte order, are stored as; None: there is none."""
+    return _TORCH_NAMES.get(dtype.newbyteorder("<"))
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

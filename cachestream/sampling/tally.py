@@ -21,16 +21,21 @@ class Tally:
         self._claims: dict[int, tuple[int, int]] = {}
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
         self.settled: list[int] = []
-        self.spans: list[Span] = []
+        self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
 
     @property
     def has_news(self) -> bool:
         return bool(self._claims or self._failures)
 
-    def passed(self, claim_id: int, position: int, offset: int) -> None:
-        """The sample at (position, offset) is packed, dropped or skipped."""
-        self._claims[claim_id] = (position, offset + 1)
-        self._extend(Span((position, offset), (position, offset + 1)))
+    @property
+    def spans(self) -> list[Span]:
+        """What the open shard holds, or would if it had not been dropped or skipped."""
+        return [Span(start, stop) for start, stop in self._spans]
+
+    def passed(self, claim_id: int, position: int, start: int, stop: int) -> None:
+        """The samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
+        self._claims[claim_id] = (position, stop)
+        self._extend((position, start), (position, stop))
 
     def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
         """The unit at `position` is done; `rest`: ranges of offsets in which it turned out to have no more.
@@ -40,13 +45,13 @@ class Tally:
         """
         self._claims[claim_id] = (position + 1, 0)
         for start, stop in rest:
-            self._extend(Span((position, start), (position + 1, 0) if stop == END else (position, stop)))
+            self._extend((position, start), (position + 1, 0) if stop == END else (position, stop))
 
-    def _extend(self, span: Span) -> None:
-        if self.spans and self.spans[-1].stop == span.start:
-            self.spans[-1] = Span(self.spans[-1].start, span.stop)
+    def _extend(self, start: tuple[int, int], stop: tuple[int, int]) -> None:
+        if self._spans and self._spans[-1][1] == start:
+            self._spans[-1][1] = stop
         else:
-            self.spans.append(span)
+            self._spans.append([start, stop])
 
     def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
         """Count samples that were skipped because of `error`.
@@ -75,4 +80,4 @@ class Tally:
         self._claims.clear()
         self._failures.clear()
         self.settled.clear()
-        self.spans.clear()
+        self._spans.clear()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachestream.sampling.fetch import Fetcher, Flight
+from cachestream.sampling.lots import Lot
 
 DEADLINE_S = 20.0
-Item = tuple[int, str, Any, int]
 
 
 def flight(position: int) -> Flight:
@@ -26,8 +25,8 @@ class Remote:
 
     def __init__(self) -> None:
         self.begun: dict[int, threading.Event] = {}
-        self.given: dict[int, list[Item | BaseException | None]] = {}
-        self.put: list[tuple[int, int]] = []  # (unit, items put so far): after each item the fetcher took
+        self.given: dict[int, list[Lot | BaseException | None]] = {}
+        self.put: list[tuple[int, int]] = []  # (unit, lots put so far): after each lot the fetcher took
         self._changed = threading.Condition()
 
     def of(self, *units: int) -> list[Flight]:
@@ -35,18 +34,18 @@ class Remote:
             self.begun[unit], self.given[unit] = threading.Event(), []
         return [flight(unit) for unit in units]
 
-    def give(self, unit: int, *items: Item | BaseException | None) -> None:
-        """Let `unit` yield items, raise an error, or end (None)."""
+    def give(self, unit: int, *lots: Lot | BaseException | None) -> None:
+        """Let `unit` yield lots, raise an error, or end (None)."""
         with self._changed:
-            self.given[unit] += items
+            self.given[unit] += lots
             self._changed.notify_all()
 
     def wait_until_taken(self, unit: int, count: int) -> None:
-        """Wait until the fetcher has room for `count` items of `unit` and has come back for more."""
+        """Wait until the fetcher has room for `count` lots of `unit` and has come back for more."""
         with self._changed:
             assert self._changed.wait_for(lambda: (unit, count) in self.put, DEADLINE_S)
 
-    def read(self, flight: Flight, number: int) -> Iterator[Item]:
+    def read(self, flight: Flight, number: int) -> Iterator[Lot]:
         unit, taken = flight.unit, 0
         self.begun[unit].set()
         while True:
@@ -55,22 +54,22 @@ class Remote:
                 self._changed.notify_all()
                 while len(self.given[unit]) <= taken:
                     assert self._changed.wait(DEADLINE_S)
-                item = self.given[unit][taken]
-            if item is None:
+                given = self.given[unit][taken]
+            if given is None:
                 return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+            if isinstance(given, BaseException):
+                raise given
+            yield given
             taken += 1
 
 
-def item(offset: int, nbytes: int = 1) -> Item:
-    return offset, f"key {offset}", offset, nbytes
+def lot(offset: int, nbytes: int = 1) -> Lot:
+    return Lot([offset], [f"key {offset}"], [offset], nbytes)
 
 
 @contextmanager
 def fetching(
-    read: Callable[[Flight, int], Iterator[Item]], threads: int = 2, max_bytes: int = 100
+    read: Callable[[Flight, int], Iterator[Lot]], threads: int = 2, max_bytes: int = 100
 ) -> Iterator[Fetcher]:
     before = set(threading.enumerate())
     fetcher = Fetcher(read, threads, max_bytes, lambda _: None)
@@ -90,7 +89,7 @@ def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]
     while len(fetcher):
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
-        offsets += [offset for offset, *_ in delivery.items]
+        offsets += [offset for lot in delivery.lots for offset in lot.offsets]
         if delivery.finished:
             found.append((delivery.flight.position, offsets, delivery.flight.error))
             offsets = []
@@ -101,11 +100,11 @@ def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_fi
     remote = Remote()
     with fetching(remote.read) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, item(0), None)
+        remote.give(1, lot(0), None)
         assert remote.begun[0].wait(DEADLINE_S)
         remote.wait_until_taken(1, 1)
         assert fetcher.next(0.0) is None, "unit 1 is done, but unit 0 comes first"
-        remote.give(0, item(0), item(1), None)
+        remote.give(0, lot(0), lot(1), None)
         assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
 
 
@@ -113,23 +112,23 @@ def test_samples_of_the_next_unit_come_before_it_is_done() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
         fetcher.submit(remote.of(0))
-        remote.give(0, item(0))
+        remote.give(0, lot(0))
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
-        assert [offset for offset, *_ in delivery.items] == [0]
+        assert [offset for lot in delivery.lots for offset in lot.offsets] == [0]
         assert not delivery.finished
         remote.give(0, None)
         last = fetcher.next(DEADLINE_S)
         assert last is not None
-        assert (last.items, last.finished) == ([], True)
+        assert (last.lots, last.finished) == ([], True)
 
 
 def test_an_error_comes_with_its_own_unit_after_the_samples_before_it() -> None:
     remote, error = Remote(), ValueError("torn")
     with fetching(remote.read) as fetcher:
         fetcher.submit(remote.of(0, 1, 2))
-        remote.give(1, item(0), error)
-        remote.give(0, item(0), None)
+        remote.give(1, lot(0), error)
+        remote.give(0, lot(0), None)
         remote.give(2, None)
         assert drain(fetcher) == [(0, [0], None), (1, [0], error), (2, [], None)]
 
@@ -140,7 +139,7 @@ def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseExcepti
     with fetching(remote.read, threads=1) as fetcher:
         fetcher.submit(remote.of(0, 1))
         remote.give(0, error)
-        remote.give(1, item(0), None)
+        remote.give(1, lot(0), None)
         assert drain(fetcher) == [(0, [], error), (1, [0], None)]
 
 
@@ -160,10 +159,10 @@ def test_later_units_wait_at_the_bound_and_go_on_when_they_are_next() -> None:
     remote = Remote()
     with fetching(remote.read, max_bytes=10) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, item(0, 6), item(1, 6), item(2, 6), None)
+        remote.give(1, lot(0, 6), lot(1, 6), lot(2, 6), None)
         remote.wait_until_taken(1, 2)
         assert (1, 3) not in remote.put, "12 bytes of 10 wait: no more"
-        remote.give(0, item(0, 1), None)
+        remote.give(0, lot(0, 1), None)
         assert drain(fetcher) == [(0, [0], None), (1, [0, 1, 2], None)]
 
 
@@ -171,9 +170,9 @@ def test_the_next_unit_goes_on_although_later_ones_have_filled_the_memory() -> N
     remote = Remote()
     with fetching(remote.read, max_bytes=10) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, item(0, 50))
+        remote.give(1, lot(0, 50))
         remote.wait_until_taken(1, 1)
-        remote.give(0, item(0, 5), item(1, 5), None)
+        remote.give(0, lot(0, 5), lot(1, 5), None)
         remote.wait_until_taken(0, 2)
         remote.give(1, None)
         assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
@@ -184,7 +183,7 @@ def test_the_next_unit_has_a_bound_too_while_nobody_takes_its_samples() -> None:
     remote = Remote()
     with fetching(remote.read, max_bytes=10) as fetcher:
         fetcher.submit(remote.of(0))
-        remote.give(0, *[item(offset, 4) for offset in range(9)], None)
+        remote.give(0, *[lot(offset, 4) for offset in range(9)], None)
         remote.wait_until_taken(0, 3)
         assert (0, 4) not in remote.put
         assert drain(fetcher) == [(0, list(range(9)), None)]
@@ -214,9 +213,9 @@ def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
     remote = Remote()
     with fetching(remote.read, max_bytes=1) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, item(0, 5), item(1, 5))
+        remote.give(1, lot(0, 5), lot(1, 5))
         remote.wait_until_taken(1, 1)
-        remote.give(0, item(0, 5), item(1, 5))
+        remote.give(0, lot(0, 5), lot(1, 5))
         remote.wait_until_taken(0, 1)
     # `fetching` has seen all threads end.
 
@@ -231,9 +230,9 @@ def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
 def test_everything_comes_once_and_in_order_whatever_the_sizes(
     units: list[list[int]], threads: int, max_bytes: int, group: int
 ) -> None:
-    def read(flight: Flight, number: int) -> Iterator[Item]:
+    def read(flight: Flight, number: int) -> Iterator[Lot]:
         for offset, nbytes in enumerate(units[flight.unit]):
-            yield item(offset, nbytes)
+            yield lot(offset, nbytes)
 
     with fetching(read, threads, max_bytes) as fetcher:
         for start in range(0, len(units), group):

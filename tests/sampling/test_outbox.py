@@ -49,7 +49,7 @@ class Process:
     def add(self, position: int, sample: Any) -> None:
         self.open.row, self.open.since_s = self.assignment.row, 0.0
         self.open.packer.add(f"{position}/0", to_record(sample), self.outbox.schema)
-        self.open.tally.passed(self.assignment.claim.id, position, 0)
+        self.open.tally.passed(self.assignment.claim.id, position, 0, 1)
         self.open.tally.finished(self.assignment.claim.id, position, [(1, END)])
 
     def send(self) -> None:

@@ -15,7 +15,7 @@ from cachestream.storage.publish import Progress
 def test_samples_in_a_row_make_one_span_and_the_last_of_them_is_the_progress() -> None:
     tally = Tally()
     for offset in range(3):
-        tally.passed(7, 10, offset)
+        tally.passed(7, 10, offset, offset + 1)
     assert tally.spans == [Span((10, 0), (10, 3))]
     assert tally.progress(1).claims == ((7, 10, 3),)
 
@@ -23,7 +23,7 @@ def test_samples_in_a_row_make_one_span_and_the_last_of_them_is_the_progress() -
 def test_units_in_a_row_make_one_span() -> None:
     tally = Tally()
     for position in (10, 11, 12):
-        tally.passed(7, position, 0)
+        tally.passed(7, position, 0, 1)
         tally.finished(7, position, [(1, END)])
     assert tally.spans == [Span((10, 0), (13, 0))]
     assert tally.progress(1).claims == ((7, 13, 0),)
@@ -32,7 +32,7 @@ def test_units_in_a_row_make_one_span() -> None:
 def test_two_claims_keep_their_progress_apart() -> None:
     tally = Tally()
     tally.finished(1, 4, [(0, END)])
-    tally.passed(2, 90, 0)
+    tally.passed(2, 90, 0, 1)
     assert set(tally.progress(0).claims) == {(1, 5, 0), (2, 90, 1)}
     assert tally.spans == [Span((4, 0), (5, 0)), Span((90, 0), (90, 1))]
 
@@ -48,10 +48,10 @@ def test_a_unit_that_is_cached_elsewhere_moves_the_claim_and_adds_no_span() -> N
 def test_a_shard_does_not_answer_for_what_an_earlier_shard_of_the_same_unit_holds() -> None:
     """The earlier shard may be evicted first: then its samples must be missed."""
     tally = Tally()
-    tally.passed(1, 4, 0)
-    tally.passed(1, 4, 1)
+    tally.passed(1, 4, 0, 1)
+    tally.passed(1, 4, 1, 2)
     tally.clear()  # published in the middle of the unit
-    tally.passed(1, 4, 2)
+    tally.passed(1, 4, 2, 3)
     tally.finished(1, 4, [(3, END)])
     assert tally.spans == [Span((4, 2), (5, 0))]
 
@@ -66,7 +66,7 @@ def test_the_spans_of_a_unit_are_exactly_the_samples_that_lie_in_no_other_shard(
     for offset in range(count):
         if offset < first or offset in cached:
             continue
-        tally.passed(1, 4, offset)
+        tally.passed(1, 4, offset, offset + 1)
         done = offset + 1
         if offset in published_after:
             shards.append(list(tally.spans))
@@ -105,7 +105,7 @@ def test_a_reason_is_cut_before_it_fills_the_catalogue() -> None:
 
 def test_clearing_forgets_everything() -> None:
     tally = Tally()
-    tally.passed(1, 2, 3)
+    tally.passed(1, 2, 3, 4)
     tally.skipped("sample", SampleError("torn"), "c")
     tally.settled.append(9)
     progress = tally.progress(5)

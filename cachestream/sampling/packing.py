@@ -1,0 +1,194 @@
+"""Samples into the open shard, shards into the outbox, and with each of them what is done of the pass."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
+from cachestream.sampling.coverage import gaps
+from cachestream.sampling.fetch import Flight
+from cachestream.sampling.job import Job
+from cachestream.sampling.lots import Lot, runs
+from cachestream.sampling.outbox import OpenShard, Outbox
+from cachestream.sampling.pace import is_due, target_bytes
+from cachestream.sampling.records import to_record
+from cachestream.sampling.table import Table
+from cachestream.storage.board import Slot
+from cachestream.storage.cache import Cache
+from cachestream.storage.tables import PassRow
+
+__all__ = ["Packing", "QuarantinedError"]
+
+_FATAL_FAILURES: Final = 1000
+
+
+class QuarantinedError(SampleError):
+    """A unit whose reading killed the process too often."""
+
+
+class Packing:
+    """Packs the samples of one process, in the order they are given. `row` is the pass that they belong to."""
+
+    def __init__(
+        self,
+        job: Job,
+        cache: Cache,
+        slot: Slot,
+        transform: Callable[[Any], Any] | None,
+        *,
+        owner: str,
+        stop: threading.Event,
+    ) -> None:
+        self.row: PassRow | None = None
+        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
+        self._transform = transform
+        self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
+        self._open = OpenShard()
+        self._limit_bytes = cache.size_limit
+        self._limit_until_s = 0.0
+        self._started_s = time.monotonic()
+
+    # --- samples
+
+    def add(self, flight: Flight, lot: Lot) -> bool:
+        """Add samples of `flight`; False when told to stop before the last of them."""
+        if isinstance(lot.samples, Table):
+            return self._add_table(flight, lot, lot.samples)
+        room_bytes = 0
+        for offset, key, sample in zip(lot.offsets, lot.keys, lot.samples, strict=True):
+            if self._stop.is_set():
+                return False
+            if room_bytes <= 0:
+                room_bytes = self._make_room()
+            before_bytes = self._open.packer.size_bytes
+            self._add(flight, key, sample)
+            room_bytes -= self._open.packer.size_bytes - before_bytes
+            self._passed(flight, offset, offset + 1)
+        return True
+
+    def _add(self, flight: Flight, key: str, sample: Any) -> None:
+        try:
+            if self._transform is not None:
+                sample = self._transformed(flight, sample)
+            if sample is None:
+                self._slot["dropped"] += 1
+                return
+            begun_s = time.monotonic()
+            self._open.packer.add(key, to_record(sample), self._outbox.schema)
+            self._slot["pack_s"] += time.monotonic() - begun_s
+            self._slot["samples"] += 1
+        except SchemaMismatchError as error:
+            self._skip("schema", error, key)
+        except SampleError as error:
+            self._skip("sample", error, key)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's transform may raise anything
+            self._skip("transform", error, key)
+
+    def _transformed(self, flight: Flight, sample: Any) -> Any:
+        assert self._transform is not None
+        slot, begun_s = self._slot, time.monotonic()
+        slot["alone"], slot["beat_s"] = flight.position + 1, begun_s
+        try:
+            return self._transform(sample)
+        finally:
+            slot["alone"] = 0
+            slot["transform_s"] += time.monotonic() - begun_s
+
+    def _add_table(self, flight: Flight, lot: Lot, table: Table) -> bool:
+        """Samples that came in columns, as many at a time as the open shard takes."""
+        each_bytes = max(1, lot.nbytes // len(table))
+        start = 0
+        while start < len(table):
+            if self._stop.is_set():
+                return False
+            stop = min(len(table), start - (-self._make_room() // each_bytes))
+            begun_s = time.monotonic()
+            try:
+                self._open.packer.add_table(table.cut(start, stop), self._outbox.schema)
+                self._slot["samples"] += stop - start
+            except SchemaMismatchError as error:
+                for key in table.keys[start:stop]:
+                    self._skip("schema", error, key.decode("utf-8", "surrogatepass"))
+            self._slot["pack_s"] += time.monotonic() - begun_s
+            for first, last in runs(lot.offsets[start:stop]):
+                self._passed(flight, first, last)
+            start = stop
+        return True
+
+    def _passed(self, flight: Flight, start: int, stop: int) -> None:
+        flight.done = stop
+        self._open.tally.passed(flight.claim_id, flight.position, start, stop)
+
+    def _make_room(self) -> int:
+        """Begin a shard if the open one is full; returns how many more bytes it takes, above 0."""
+        # Before a sample and not after: so the end of a unit lies in the shard of its last sample.
+        target_bytes = self._target_bytes()
+        if self._open.packer.size_bytes >= target_bytes:
+            self.flush()
+            target_bytes = self._target_bytes()
+        self._open_up()
+        return target_bytes - self._open.packer.size_bytes
+
+    def _target_bytes(self) -> int:
+        now = time.monotonic()
+        if now > self._limit_until_s:  # the limit may be changed while we run
+            self._limit_until_s = now + 1.0
+            self._limit_bytes = self._cache.size_limit
+        share_bytes = self._limit_bytes // self._job.num_workers
+        return target_bytes(self._outbox.published, self._job.shard_bytes, share_bytes)
+
+    # --- units
+
+    def finish(self, flight: Flight, *, was_suspect: bool) -> None:
+        """Count the unit as done, with its error if it has one."""
+        self._open_up()
+        if was_suspect:
+            self._open.tally.settled.append(flight.position)
+        if flight.error is not None:
+            kind = "source" if not isinstance(flight.error, SampleError) else "sample"
+            kind = "quarantined" if isinstance(flight.error, QuarantinedError) else kind
+            self._skip(kind, flight.error, f"unit {flight.unit}")
+        rest = [] if flight.covered else gaps(flight.cached, flight.done)
+        self._open.tally.finished(flight.claim_id, flight.position, rest)
+        self._slot["units"] += not flight.covered
+
+    def _skip(self, kind: str, error: BaseException, example: str) -> None:
+        self._open.tally.skipped(kind, error, example)
+        self._slot["failures"] += kind != "quarantined"
+        useless = (
+            self._slot["failures"] >= _FATAL_FAILURES and not self._slot["samples"] + self._slot["dropped"]
+        )
+        if useless and not self._cache.num_samples:
+            raise WorkerError(
+                f"none of the first {_FATAL_FAILURES} samples can be used, the last one: {error}"
+            )
+
+    # --- shards
+
+    def _open_up(self) -> None:
+        if self._open.since_s is None:
+            assert self.row is not None
+            self._open.since_s, self._open.row = time.monotonic(), self.row
+
+    def flush_if_due(self) -> None:
+        """Hand the open shard over if it has waited, or grown, for long enough."""
+        since_s = self._open.since_s
+        if since_s is None:
+            return
+        now_s = time.monotonic()
+        size_bytes = self._open.packer.size_bytes
+        if is_due(size_bytes, now_s - since_s, self._target_bytes(), now_s - self._started_s):
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over the open shard, or just the progress, to be published."""
+        if self._open.has_news:
+            self._open = self._outbox.send(self._open)
+
+    def settle(self) -> None:
+        """Publish all there is, and wait until that is done."""
+        self.flush()
+        self._outbox.settle()
