@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from cachestream.training.batches import collate
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.loader import EpochLoader
+    from cachestream.training.ragged import Padded
 
 __all__ = [
     "ArraySource",
@@ -72,6 +73,7 @@ __all__ = [
     "MDSSource",
     "Manifest",
     "NotEnoughSamplesError",
+    "Padded",
     "ParquetSource",
     "RankMismatchError",
     "SampleError",
@@ -106,6 +108,7 @@ _HOMES: Final[dict[str, str]] = {
     "MDSSource": "remote.mds",
     "IterableSource": "remote.iterables",
     "Manifest": "remote.manifest",
+    "Padded": "training.ragged",
     "ParquetSource": "remote.tables",
     "Source": "remote.source",
     "TFRecordSource": "remote.tfrecords",

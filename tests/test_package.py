@@ -22,7 +22,16 @@ ERROR_CLASSES: Final = [getattr(errors, name) for name in errors.__all__]
 CONTRACT: Final = {
     *errors.__all__,
     *("Cache", "Source", "open_source", "FileSource", "CallableSource", "DatasetSource", "TarSource"),
-    *("ArraySource", "ParquetSource", "TFRecordSource", "IterableSource", "ImageOptions", "Manifest", "mix"),
+    *(
+        "ArraySource",
+        "ParquetSource",
+        "TFRecordSource",
+        "IterableSource",
+        "ImageOptions",
+        "Manifest",
+        "Padded",
+        "mix",
+    ),
     *("MDSSource", "LitDataSource"),
     *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics"),
 }

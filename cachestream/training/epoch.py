@@ -13,6 +13,7 @@ from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.maps import EpochMaps
 from cachestream.training.plan import Order, Plan
+from cachestream.training.ragged import Ragged
 from cachestream.training.resume import Record
 
 __all__ = ["Request", "Segment"]
@@ -48,7 +49,7 @@ class Segment:
     `place` is this rank's place among the `plan.ranks` that share the order. `missing` counts the samples that a
     checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
     the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
-    `with_keys`: batches hold their samples' keys.
+    `with_keys`: batches hold their samples' keys. `ragged`: how fields come whose shape varies.
     """
 
     request: Request
@@ -63,6 +64,7 @@ class Segment:
     others: dict[str, tuple[Record, int]] = field(default_factory=dict)
     opened_ahead: bool = False
     with_keys: bool = False
+    ragged: Ragged = "list"
 
     @property
     def last(self) -> bool:

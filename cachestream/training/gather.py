@@ -18,10 +18,12 @@ from cachestream.model import KEY_FIELD, Field, IntArray
 from cachestream.training.buffers import BufferPool, as_tensor
 from cachestream.training.maps import EpochMaps, FieldAddresses, element_bytes
 from cachestream.training.memory import Pieces, SpanLayout, Window, gather_rows
+from cachestream.training.ragged import Ragged, Spans, gather_ragged, layouts_of, wrap_fixed
 
 __all__ = ["LARGE_BYTES", "Block", "Columns", "Copy", "Gatherer", "fixed_row_bytes", "numpy_dtype"]
 
-Columns = dict[str, Any]  # field name → tensor [n, *shape], or a list of tensors, str or bytes
+# Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested tensor.
+Columns = dict[str, Any]
 
 # Fields are gathered for as many batches at a time as fit in this: a call for a few kilobytes is all overhead. What
 # is as large for one batch is left to be copied when the batch is completed.
@@ -65,17 +67,23 @@ class Gatherer:
     """Gathers samples of one snapshot. Not thread-safe; all shards of a block must be mapped before.
 
     `batch_size` is what most gathers are for: memory is taken for as much. 0 where they vary. `with_keys` adds the
-    samples' keys as one more field, a list of str.
+    samples' keys as one more field, a list of str. `ragged` says how fields come whose shape varies.
     """
 
     def __init__(
-        self, maps: EpochMaps, pool: BufferPool, batch_size: int = 0, with_keys: bool = False
+        self,
+        maps: EpochMaps,
+        pool: BufferPool,
+        batch_size: int = 0,
+        with_keys: bool = False,
+        ragged: Ragged = "list",
     ) -> None:
         self.maps = maps
         self._with_keys = with_keys
         self._pool = pool
         self._batch_size = batch_size
         self._lend = pool.lend if batch_size else pool.lend_rounded
+        self._layouts = layouts_of(ragged, maps.snapshot.schema)
         self._fields = [(field, fixed_row_bytes(field)) for field in maps.snapshot.schema.fields]
 
     def block(self, shards: IntArray, rows: IntArray) -> Block:
@@ -117,6 +125,8 @@ class Gatherer:
                 columns[field.name] = as_tensor(part, field.dtype)
                 if stop == run.stop:
                     run.values = None  # the memory belongs to those who have the batch
+            if self._layouts and field.shape is not None and field.name in self._layouts:
+                columns[field.name] = wrap_fixed(columns[field.name], field, self._layouts[field.name])
         if self._with_keys:
             columns[KEY_FIELD] = self.keys(block.shards[start:stop], block.rows[start:stop])
         return columns, copies
@@ -148,9 +158,15 @@ class Gatherer:
         """The keys of samples `rows` of `shards`."""
         return _texts(self._spans(self.maps.fields[KEY_FIELD], shards, rows)[0])
 
-    def _varying(self, field: Field, block: Block, start: int, stop: int) -> list[Any]:
+    def _varying(self, field: Field, block: Block, start: int, stop: int) -> Any:
         places = self.maps.fields[field.name]
-        values, shapes = self._spans(places, block.shards[start:stop], block.rows[start:stop])
+        shards, rows = block.shards[start:stop], block.rows[start:stop]
+        if field.name in self._layouts:
+            spans = self._find_spans(places, shards, rows)
+            return gather_ragged(
+                field, self._layouts[field.name], Spans(*spans), self.maps.window, self._pool
+            )
+        values, shapes = self._spans(places, shards, rows)
         if field.kind == "bytes":
             return [value.tobytes() for value in values]
         if field.kind == "str":

@@ -21,6 +21,7 @@ from cachestream.training.epoch import Request, Segment
 from cachestream.training.options import EpochSettings, check_count, make_weights, refuse_unknown
 from cachestream.training.prefetch import Engine, close_all
 from cachestream.training.prepare import Preparer
+from cachestream.training.ragged import Ragged
 from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.record import Recorder
 from cachestream.training.samplers import SamplerLike
@@ -70,6 +71,8 @@ class EpochLoader:
             mapping; `update_weights` changes them. Keys without a weight have the mean one. Implies `with_keys`.
         locality: shuffle within a window of so many samples, for caches larger than memory: batches come from as many
             samples at a time, which are read in long runs, from all over the cache. Let a window fit in memory twice.
+        ragged: how fields come whose shape varies, and bytes: "list", "padded" (a `Padded`: values and lengths), "nested" (a
+            jagged tensor), as one tensor without an object a sample; or a mapping of fields to these, str included.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
     EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
@@ -96,6 +99,7 @@ class EpochLoader:
         replay: str | os.PathLike[str] | None = None,
         weights: bool | Mapping[str, float] | None = None,
         locality: int | None = None,
+        ragged: Ragged = "list",
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown)
@@ -117,6 +121,7 @@ class EpochLoader:
             with_keys=with_keys or bool(weights) or weights == {},
             weights=make_weights(weights),
             locality=locality,
+            ragged=ragged,
         )
         self._settings.check()
         if replay is not None:

@@ -64,13 +64,14 @@ class Pieces:
 class Window:
     """The addresses [low, high) as bytes. Immutable; it keeps nothing alive: its users keep the maps."""
 
-    __slots__ = ("_bytes", "_rows", "high", "low")
+    __slots__ = ("_bytes", "_rows", "array", "high", "low")
 
     def __init__(self, low: int, high: int) -> None:
         self.low = low
         self.high = high
         span = (ctypes.c_uint8 * (high - low)).from_address(low)
-        self._bytes = torch.from_numpy(np.frombuffer(memoryview(span), np.uint8))
+        self.array = np.frombuffer(memoryview(span), np.uint8)
+        self._bytes = torch.from_numpy(self.array)
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def covers(self, low: int, high: int) -> bool:

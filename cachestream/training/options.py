@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError
+from cachestream.training.ragged import Ragged, check_ragged
 from cachestream.training.replay import Replay
 from cachestream.training.samplers import SamplerLike, check_sampler
 from cachestream.training.weights import KeyWeights
@@ -31,6 +32,7 @@ _OPTIONS: Final = [
     "replay",
     "weights",
     "locality",
+    "ragged",
 ]
 _HINTS: Final = {
     "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
@@ -65,6 +67,7 @@ class EpochSettings:
     replay: Replay | None = None
     weights: KeyWeights | None = None
     locality: int | None = None
+    ragged: Ragged = "list"
 
     def to_compare(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -97,6 +100,7 @@ class EpochSettings:
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value)
+        check_ragged(self.ragged)
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r}: give a whole number")
         if not 0 <= self.turnover < 1:

@@ -174,6 +174,7 @@ class Preparer:
             record,
             missing,
             with_keys=self._settings.with_keys,
+            ragged=self._settings.ragged,
         )
 
     def _plan(self, request: Request, size: int, bounds: IntArray | None, share: int) -> tuple[Plan, int]:

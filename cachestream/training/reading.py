@@ -57,7 +57,7 @@ def _read(
     segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None], ahead: ReadAhead
 ) -> Iterator[Gathered]:
     plan, maps = segment.plan, segment.maps
-    gatherer = Gatherer(maps, pool, plan.batch_size, segment.with_keys)
+    gatherer = Gatherer(maps, pool, plan.batch_size, segment.with_keys, segment.ragged)
     damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
     at_once = max(1, _BLOCK // plan.batch_size)
     first = 0

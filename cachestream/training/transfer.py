@@ -99,9 +99,14 @@ def _record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     return tensor
 
 
+_nested: Final = torch.nested.nested_tensor_from_jagged
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with `change` applied to all tensors in its dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
+        if value.is_nested:  # part by part: not all that is done to tensors is known for these
+            return _nested(change(value.values()), change(value.offsets()))  # type: ignore[attr-defined]
         return change(value)
     if isinstance(value, dict):
         return {name: map_tensors(part, change) for name, part in value.items()}
@@ -109,6 +114,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return [map_tensors(part, change) for part in value]
     if type(value) is tuple:
         return tuple(map_tensors(part, change) for part in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, change) for part in value))
     return value
 
 
