@@ -26,7 +26,7 @@ BELOW: Final[dict[str, frozenset[str]]] = {
 # Who may do what others may not, as prefixes of module names.
 ONLY: Final[dict[str, tuple[str, ...]]] = {
     "torch": ("training", "integrations", "demo"),
-    "torch.distributed": ("training.ranks", "integrations", "demo"),
+    "torch.distributed": ("training.ranks", "training.meeting", "integrations", "demo"),
     "sqlite3": ("storage",),
     "typer": ("cli",),
     "rich": ("report", "terminal", "demo"),

@@ -35,6 +35,7 @@ __all__ = ["Engine"]
 
 _LISTEN_S: Final = 0.25  # how often a rank looks whether another one asks for the next segment
 _JOIN_S: Final = 5.0
+_EXIT_JOIN_S: Final = 30.0  # longer than a call to the store of the ranks takes that is not answered
 _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
 _OPEN_AT_ONCE: Final = 16
@@ -95,18 +96,20 @@ class Engine:
             self._threads.append(thread)
             thread.start()
 
-    def stop(self, join: bool = True) -> None:
-        """End the threads and the leases. Without `join` it does not wait for them (garbage collection)."""
+    def stop(self, join: bool = True, join_s: float = _JOIN_S) -> None:
+        """End the threads and the leases; waits for them, up to `join_s`, unless without `join` (garbage collection)."""
         if self._pid != os.getpid():
             return
         self._closed.set()
         close_all(self.schedule.stop())
+        if not join:
+            return
         for thread in self._threads:
-            if join and thread is not threading.current_thread():
-                thread.join(_JOIN_S)
-        if join:
-            self._threads.clear()
-            self.preparer.forget()
+            if thread is not threading.current_thread():
+                thread.join(join_s)
+        # Those that are still there are waited for again at the exit.
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self.preparer.forget()
 
     # --- preparing
 
@@ -275,4 +278,4 @@ def _stop_all_at_exit() -> None:
 
 def _stop_all() -> None:
     for engine in list(_engines):
-        engine.stop()
+        engine.stop(join_s=_EXIT_JOIN_S)

@@ -8,29 +8,36 @@ others join its lease.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
+from cachestream.training.meeting import PAUSES_S, Cancelled, Line, meet_at
 
-if TYPE_CHECKING or dist.is_available():
-    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+__all__ = [
+    "Alone",
+    "Cancelled",
+    "Deadlines",
+    "Group",
+    "Payload",
+    "Ranks",
+    "StoreRanks",
+    "find_ranks",
+    "find_share",
+    "is_elastic",
+]
 
-__all__ = ["Alone", "Cancelled", "Deadlines", "Group", "Payload", "Ranks", "StoreRanks", "find_ranks"]
-
-_CONNECT_S: Final = 30.0
-_PAUSES_S: Final = (0.002, 0.1)  # between two looks at the store: the first, and the most
+_meetings = itertools.count()
 
 Payload = dict[str, Any]
 Group = tuple[int, ...]  # the ranks that share a cache, ascending; the first leads
@@ -42,10 +49,6 @@ class Deadlines:
 
     first: float
     later: float = 60.0
-
-
-class Cancelled(Exception):  # noqa: N818 - not an error: nobody waits for the result any more
-    """A preparation was given up because the trainer went elsewhere, or the loader was closed."""
 
 
 class Ranks(Protocol):
@@ -111,12 +114,12 @@ class StoreRanks:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, deadlines_s: Deadlines, closed: threading.Event
+        self, line: Line, rank: int, size: int, deadlines_s: Deadlines, closed: threading.Event
     ) -> None:
         self.rank = rank
         self.size = size
         self.group: Group = (rank,)
-        self._store = store
+        self._line = line
         self._deadlines_s = deadlines_s
         self._agreed_once = False
         self._names = [f"rank {r}" for r in range(size)]
@@ -128,11 +131,16 @@ class StoreRanks:
     def leads(self) -> bool:
         return self.group[0] == self.rank
 
-    def meet(self, settings: Mapping[str, Any], cache_id: str) -> None:
-        """Learn who the others are; raises RankMismatchError for other `settings` than rank 0's."""
+    def meet(
+        self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
+    ) -> list[str]:
+        """Learn who the others are; returns the identities of their caches, by rank.
+
+        Raises RankMismatchError for other `settings` than rank 0's.
+        """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
-        self._guarded(lambda: self._store.set(f"hello/{self.rank}", json.dumps(me)))
-        hellos = self._collect("hello", range(self.size), "come to its EpochLoader", self._deadlines_s.first)
+        self._line.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
+        hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first, self._serve)
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         for r, hello in enumerate(hellos):
             for name, value in hellos[0]["settings"].items():
@@ -141,13 +149,20 @@ class StoreRanks:
                         f"{self._names[r]} has {name}={hello['settings'].get(name)!r}, rank 0 has {name}={value!r}: "
                         "give all ranks the same arguments, and make the loaders in the same order"
                     )
-        self.group = tuple(r for r, hello in enumerate(hellos) if hello["cache"] == cache_id)
+        caches = [str(hello["cache"]) for hello in hellos]
+        self.group = tuple(r for r, cache in enumerate(caches) if cache == cache_id)
+        return caches
+
+    def _serve(self) -> bool:
+        """Called while others are on their way; cancels nothing."""
+        self._line.serve()
+        return False
 
     def request(self, name: str) -> None:
-        self._guarded(lambda: self._store.set(f"{name}/request", "1"))
+        self._line.call(lambda store: store.set(f"{name}/request", "1"))
 
     def requested(self, name: str) -> bool:
-        return bool(self._guarded(lambda: self._store.check([f"{name}/request"])))
+        return bool(self._line.call(lambda store: store.check([f"{name}/request"])))
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         if self.leads:
@@ -183,14 +198,14 @@ class StoreRanks:
 
     def _post(self, key: str, payload: Payload) -> None:
         self._keys.append(key)
-        self._guarded(lambda: self._store.set(key, json.dumps(payload)))
+        self._line.call(lambda store: store.set(key, json.dumps(payload)))
 
     def _forget_last_round(self, name: str) -> None:
         """Whoever is ready for this round has read all of the one before."""
         if self.rank == 0:
             self._keys.append(f"{name}/request")
         for key in self._old_keys:
-            self._guarded(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+            self._line.call(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
         self._old_keys, self._keys = self._keys, []
 
     def _collect(
@@ -204,15 +219,15 @@ class StoreRanks:
         """The payloads under `prefix` of `ranks`; waits for them, and raises the first error among them."""
         keys = [f"{prefix}/{rank}" for rank in ranks]
         give_up = time.monotonic() + deadline_s
-        pause_s, most_s = _PAUSES_S
+        pause_s, most_s = PAUSES_S
         # Store.wait would do the waiting, but cannot be cancelled, and prints a warning at every timeout.
-        while not self._guarded(lambda: self._store.check(keys)):
+        while not self._line.call(lambda store: store.check(keys)):
             if time.monotonic() > give_up:
                 raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
             if cancelled() or self._closed.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
-        payloads = [json.loads(data) for data in self._guarded(lambda: self._store.multi_get(keys))]
+        payloads = [json.loads(data) for data in self._line.call(lambda store: store.multi_get(keys))]
         for rank, payload in zip(ranks, payloads, strict=True):
             if "error" in payload:
                 raise _error_of(payload, self._names[rank], rank == self.rank)
@@ -220,7 +235,7 @@ class StoreRanks:
 
     def _late(self, ranks: Sequence[int], keys: list[str], done: str, deadline_s: float) -> str:
         """Names the ranks that have not posted their keys."""
-        there = self._guarded(lambda: [self._store.check([key]) for key in keys])
+        there = self._line.call(lambda store: [store.check([key]) for key in keys])
         late = [rank for rank, is_there in zip(ranks, there, strict=True) if not is_there] or list(ranks)
         names = ", ".join(self._names[rank] for rank in late[:8]) + (", …" if len(late) > 8 else "")
         have = "has" if len(late) == 1 else "have"
@@ -228,15 +243,6 @@ class StoreRanks:
             f"{names} {have} not {done} within {deadline_s:.3g} s: dead, or stuck? See the log of that process; "
             "every rank must iterate its EpochLoader"
         )
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:  # torch's DistError among them
-            raise RankMismatchError(
-                f"the store that the ranks agree through does not answer ({str(error).splitlines()[0]}): the "
-                "process that hosts it (torchrun's agent, or rank 0) has ended"
-            ) from error
 
 
 def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
@@ -263,54 +269,28 @@ def find_ranks(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Alone()
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = _connect(f"cachestream/{instance}", rank, deadlines_s.first, closed)
-    ranks = StoreRanks(store, rank, size, deadlines_s, closed)
+    line = meet_at(f"cachestream/{instance}", "its EpochLoader", deadlines_s.first, deadlines_s.later, closed)
+    ranks = StoreRanks(line, rank, size, deadlines_s, closed)
     ranks.meet(settings, cache_id)
     return ranks
 
 
-def _connect(prefix: str, rank: int, deadline_s: float, closed: threading.Event) -> Store:
-    """A connection of our own to a store that all ranks reach, under a name that no earlier run has used."""
-    default = dist.distributed_c10d._get_default_store()
-    exchange = PrefixStore(prefix, default)
-    server: TCPStore | None = None
-    address: dict[str, Any]
-    if rank == 0:
-        server, own_host, port = _server(default)
-        address = {"host": own_host, "port": port, "own": server is not None, "token": secrets.token_hex(8)}
-        exchange.set("address", json.dumps(address))
-    else:
-        give_up = time.monotonic() + deadline_s
-        while not exchange.check(["address"]):
-            if time.monotonic() > give_up:
-                raise RankMismatchError(
-                    f"rank 0 has not come to its EpochLoader within {deadline_s:.3g} s: dead, or stuck? "
-                    "Every rank must make and iterate the same EpochLoaders"
-                )
-            if closed.wait(_PAUSES_S[1]):
-                raise Cancelled
-        address = json.loads(exchange.get("address"))
-    host = str(address["host"])
-    if address["own"] and host == socket.gethostname():
-        host = "127.0.0.1"
-    client = server or TCPStore(
-        host, address["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
-    )
-    return PrefixStore(address["token"], client)
+def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
+    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses each.
+
+    None when the ranks have one cache together, or there are no others. Waits for all ranks to call it; raises
+    RankMismatchError when one has not come within `deadline_s`.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    never = threading.Event()
+    line = meet_at(f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never)
+    ranks = StoreRanks(line, rank, size, Deadlines(deadline_s), never)
+    caches = list(dict.fromkeys(ranks.meet({}, cache_id, "come to cs.stream")))
+    return (caches.index(cache_id), len(caches)) if len(caches) > 1 else None
 
 
-def _server(default: Store) -> tuple[TCPStore | None, str, int]:
-    """Where the ranks can meet: the job's own TCPStore server, or a new one where the job has none."""
-    store = default
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        return None, store.host, store.port
-    server = TCPStore(
-        "0.0.0.0",  # noqa: S104 - the ranks may be on other hosts
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_S),
-    )
-    return server, socket.gethostname(), server.port
+def is_elastic() -> bool:
+    """Whether torchrun started this process, and may start it again after a failure."""
+    return dist.is_available() and dist.is_torchelastic_launched()

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from cachestream import Cache, EpochLoader
 from cachestream.training import loader as loader_module
+from cachestream.training.meeting import Line
 from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
 
 __all__ = ["DEADLINE_S", "Job"]
@@ -39,7 +40,8 @@ class Job:
         rank = next(r for r, made in self.events.items() if made is closed)
         client = TCPStore("127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=20))
         deadlines = Deadlines(min(deadlines_s.first, 10), DEADLINE_S)
-        ranks = StoreRanks(PrefixStore(self._name, client), rank, self.size, deadlines, closed)
+        line = Line(PrefixStore(self._name, client))
+        ranks = StoreRanks(line, rank, self.size, deadlines, closed)
         ranks.meet(settings, cache_id)
         return ranks
 
