@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -13,6 +14,7 @@ from cachestream.remote.open import open_source
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
+from cachestream.training.ranks import find_share, is_elastic
 
 __all__ = ["StreamLoader", "stream"]
 
@@ -22,6 +24,9 @@ _SOURCE: Final = (
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
     "first_names",
 )
+_TIMEOUT_S: Final = 120.0  # the loader's
+_LINGER_S: Final = 60.0  # in which torchrun has started the ranks again, and they have loaded torch
+logger = logging.getLogger("cachestream")
 
 
 class StreamLoader(EpochLoader):
@@ -39,6 +44,12 @@ class StreamLoader(EpochLoader):
         super().close()
         self.worker.close()
 
+    def __exit__(self, *error: object) -> None:
+        if any(error) and self.worker.linger_s:
+            super().close()  # the process dies of the error, and the worker waits for the one that follows
+        else:
+            self.close()
+
 
 def stream(
     source: Any,
@@ -54,7 +65,9 @@ def stream(
 
     Every iteration over the loader is a new epoch over what is cached by then; the first begins with the
     first batch that has arrived. Call it the same on every rank of a distributed job: one rank's worker
-    runs, the others attach, and all ranks agree on the epochs.
+    runs, the others attach, and all ranks agree on the epochs. Where the ranks have several caches (one a
+    node), the worker of each reads a share of its own, unless `partition` is given. Under torchrun a worker
+    goes on for a minute (`linger_s`) after its ranks have failed, so that restarted ones find it at work.
 
     Args:
         source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.
@@ -68,7 +81,8 @@ def stream(
             epoch_size, min_samples, turnover, device, …). `seed` goes to both.
 
     Batches are dicts of tensors `[B, ...]` (tuples for samples that were tuples), lists for str, bytes
-    and fields whose shape varies. Raises ConfigError for what cannot work.
+    and fields whose shape varies. Raises ConfigError for what cannot work, and RankMismatchError when a rank
+    of the job does not call it, too.
     """
     worker_names, loader_names = _keywords(start_worker), _keywords(EpochLoader.__init__)
     reject_unknown("stream", _without(options, {*_CACHE, *_SOURCE, *worker_names, *loader_names}), _KNOWN)
@@ -78,14 +92,23 @@ def stream(
         cache.size_limit = size_limit
     if not is_source(source):
         source = open_source(source, **_only(options, _SOURCE))
-    worker = start_worker(
-        cache, source, transform=transform, num_workers=num_workers, **_only(options, worker_names)
-    )
+    filling = _of_this_job(cache, options) | _only(options, worker_names)
+    worker = start_worker(cache, source, transform=transform, num_workers=num_workers, **filling)
     try:
         return StreamLoader(cache, worker, batch_size, **_only(options, loader_names))
     except BaseException:
         worker.close()
         raise
+
+
+def _of_this_job(cache: Cache, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the worker is told where the caller says nothing else: the share of its cache, and how long to linger."""
+    found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
+    if "partition" not in options:
+        found["partition"] = find_share(cache.cache_id, 0.9 * float(options.get("timeout_s", _TIMEOUT_S)))
+        if found["partition"] is not None:
+            logger.info("%s is cache %d (from 0) of %d in this job", cache.path, *found["partition"])
+    return found
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:

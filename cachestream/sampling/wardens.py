@@ -2,12 +2,16 @@
 
 Each holds a locked file for as long as it lives. The attach lock makes "is a worker there?" and "I need
 it" one step, so that nobody attaches to a worker that is just leaving because nobody needs it.
+
+A process that lets the worker go removes its file. One that dies leaves it, and in its name how long the worker
+shall then go on: a job that is started again finds it at work. All files are empty, and take no space.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import time
 from contextlib import suppress
 from typing import Final
 
@@ -15,10 +19,12 @@ from cachestream.errors import CacheLockedError
 from cachestream.storage.directory import Directory
 from cachestream.storage.locks import HeldFile, is_held, lock_file
 
-__all__ = ["Wardens"]
+__all__ = ["LINGER_AT_MOST_S", "Wardens"]
 
 _SUFFIX: Final = ".attached"
+_LINGER: Final = "linger-"
 ATTACH_TIMEOUT_S: Final = 60.0
+LINGER_AT_MOST_S: Final = 86_400.0
 
 
 class Wardens:
@@ -35,17 +41,24 @@ class Wardens:
             raise CacheLockedError(f"{path} was held for {timeout_s:.0f} s; look for a stopped process")
         return lock
 
-    def attach(self) -> HeldFile:
-        """Need the worker until the file is released or this process ends."""
-        name = f"{os.getpid()}-{secrets.token_hex(6)}{_SUFFIX}"
+    def attach(self, linger_s: float = 0.0) -> HeldFile:
+        """Need the worker until the file is released, or `linger_s` longer than this process lives."""
+        name = f"{os.getpid()}-{secrets.token_hex(6)}-{1000 * linger_s:.0f}{_SUFFIX}"
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
         return held
 
     def is_needed(self) -> bool:
+        """Whether the worker is detached, or somebody who needs it lives, or died a moment ago.
+
+        Clears away the files of the dead.
+        """
+        return self.is_used() or self._lingers()
+
+    def is_used(self) -> bool:
         """Whether the worker is detached, or somebody who needs it lives; clears away the files of the dead."""
-        return self._is_detached() or not self._nobody_left()
+        return not self._nobody_left() or self._is_detached()
 
     def _nobody_left(self) -> bool:
         anybody = False
@@ -56,9 +69,22 @@ class Wardens:
             if is_held(path):
                 anybody = True
             else:
+                self._linger(_milliseconds(name) / 1000)
                 with suppress(FileNotFoundError):
                     os.unlink(path)
         return not anybody
+
+    def _linger(self, linger_s: float) -> None:
+        """Have the worker go on until `linger_s` from now."""
+        if linger_s > 0:
+            with suppress(OSError):  # a full disk: then it does not
+                self._ask(f"{_LINGER}{1000 * (time.monotonic() + min(linger_s, LINGER_AT_MOST_S)):.0f}")
+
+    def _lingers(self) -> bool:
+        names = [name for name in os.listdir(self._directory.worker) if name.startswith(_LINGER)]
+        left_s = [_milliseconds(name) / 1000 - time.monotonic() for name in names]
+        # One that lies further ahead is from before the machine was started again.
+        return any(0 < left <= LINGER_AT_MOST_S for left in left_s)
 
     def request_stop(self) -> None:
         """Ask the worker to stop."""
@@ -76,10 +102,17 @@ class Wardens:
 
     def clear_requests(self) -> None:
         """Forget what was asked of the worker before."""
-        for name in ("stop", "detached"):
+        lingering = [name for name in os.listdir(self._directory.worker) if name.startswith(_LINGER)]
+        for name in ("stop", "detached", *lingering):
             with suppress(FileNotFoundError):
                 os.unlink(self._directory.worker_file(name))
 
     def _ask(self, name: str) -> None:
         path = self._directory.worker_file(name)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def _milliseconds(name: str) -> int:
+    """The number at the end of a file's name; 0 where there is none."""
+    digits = name.removesuffix(_SUFFIX).rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0

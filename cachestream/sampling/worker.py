@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
 import select
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,8 @@ from cachestream.sampling.child import start_python
 from cachestream.sampling.job import Job, read_frame, write_frame
 from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.order import PassPlan
-from cachestream.sampling.wardens import Wardens
+from cachestream.sampling.partition import Partition
+from cachestream.sampling.wardens import LINGER_AT_MOST_S, Wardens
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.status import CacheStatus
@@ -42,6 +45,7 @@ _KEYWORDS: Final = [
     "concurrency",
     "hang_timeout_s",
     "partition",
+    "linger_s",
 ]
 _START_TIMEOUT_S: Final = 60.0
 _TICK_S: Final = 0.05
@@ -55,9 +59,14 @@ class Worker:
     """
 
     def __init__(
-        self, cache: Cache, warden: HeldFile | None, process: subprocess.Popen[bytes] | None
+        self,
+        cache: Cache,
+        warden: HeldFile | None,
+        process: subprocess.Popen[bytes] | None,
+        linger_s: float = 0.0,
     ) -> None:
         self.cache = cache
+        self.linger_s = linger_s
         self._warden = warden
         self._wardens = Wardens(cache.directory)
         self._process = process
@@ -164,6 +173,16 @@ class Worker:
 _held: set[HeldFile] = set()
 
 
+def _let_go_at_exit() -> None:
+    """A process that ends in order needs no worker any more; one that ends by an error may come again."""
+    if not hasattr(sys, "last_value"):
+        for warden in list(_held):
+            _release(warden)
+
+
+atexit.register(_let_go_at_exit)
+
+
 def _release(warden: HeldFile) -> None:
     warden.release(unlink=True)
     _held.discard(warden)
@@ -184,6 +203,7 @@ def start_worker(
     concurrency: int = 16,
     hang_timeout_s: float = 30.0,
     partition: tuple[int, int] | str | None = None,
+    linger_s: float = 0.0,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -208,6 +228,8 @@ def start_worker(
         hang_timeout_s: a process in which one sample takes longer is killed and restarted.
         partition: `(i, n)`: read only the share of node i of n, counted from 0. The shares of all n are
             disjoint and complete in every pass, also if nodes differ in order, seed or pass.
+        linger_s: how long the worker goes on after this process has died of an error or a signal, seconds: a job
+            that is started again finds it at work. A process that ends in order lets it go at once.
         unknown: refused, with the name that is meant.
 
     Raises ConfigError for what cannot work: a limit below one shard, a cache filled from another source,
@@ -216,70 +238,82 @@ def start_worker(
     reject_unknown("start_worker", unknown, ("cache", "source", *_KEYWORDS))
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     source = open_source(source)
+    if not 0 <= linger_s <= LINGER_AT_MOST_S:
+        raise ConfigError(f"linger_s={linger_s!r}: give seconds, from 0 to {LINGER_AT_MOST_S:.0f}")
     options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
     )
-    return _start_or_attach(cache, options.job(cache, source, transform, int(seed)), detach)
+    return _start_or_attach(cache, options.job(cache, source, transform, int(seed)), detach, linger_s)
 
 
-def _start_or_attach(cache: Cache, job: Job, detach: bool) -> Worker:
+def _start_or_attach(cache: Cache, job: Job, detach: bool, linger_s: float) -> Worker:
     wardens = Wardens(cache.directory)
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
         with _released(wardens.attach_lock()):
             running = cache.has_worker()
+            if not running:
+                return _start(cache, job, wardens, detach, linger_s)
             # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
-            if not running or not wardens.stop_requested():
-                return (
-                    _start(cache, job, wardens, detach)
-                    if not running
-                    else _attach(cache, job, wardens, detach)
-                )
+            if not wardens.stop_requested():
+                if _fills_as_asked(cache, job) or wardens.is_used():
+                    return _attach(cache, job, wardens, detach, linger_s)
+                wardens.request_stop()  # it lingers after a job that has ended, with the share that this one had
         if time.monotonic() >= deadline:
             raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
         time.sleep(_TICK_S)
 
 
-def _attach(cache: Cache, job: Job, wardens: Wardens, detach: bool) -> Worker:
+def _attach(cache: Cache, job: Job, wardens: Wardens, detach: bool, linger_s: float) -> Worker:
     _check_same_source(cache, job)
     logger.info("attached to the worker that already fills %s", cache.path)
-    return Worker(cache, _need(wardens, detach), None)
+    return Worker(cache, _need(wardens, detach, linger_s), None, linger_s)
 
 
-def _start(cache: Cache, job: Job, wardens: Wardens, detach: bool) -> Worker:
+def _start(cache: Cache, job: Job, wardens: Wardens, detach: bool, linger_s: float) -> Worker:
     wardens.clear_requests()
-    warden = _need(wardens, detach)
+    warden = _need(wardens, detach, linger_s)
     try:
-        return Worker(cache, warden, _spawn(job))
+        return Worker(cache, warden, _spawn(job), linger_s)
     except BaseException:
         if warden is not None:
             _release(warden)
         raise
 
 
-def _need(wardens: Wardens, detach: bool) -> HeldFile | None:
+def _need(wardens: Wardens, detach: bool, linger_s: float) -> HeldFile | None:
     """Keep the worker running: for as long as this process lives, or until somebody stops it."""
     if detach:
         wardens.detach()
         return None
-    warden = wardens.attach()
+    warden = wardens.attach(linger_s)
     _held.add(warden)
     return warden
 
 
-def _check_same_source(cache: Cache, job: Job) -> None:
+def _what_is_filled(cache: Cache) -> tuple[str | None, Partition | None]:
+    """The source and the share that the running worker fills the cache with."""
     with cache.catalogue.reading() as tables:
         known, passes = tables.meta("source"), tables.passes()
+    return known, None if not passes else PassPlan.from_json(passes[-1].plan).partition
+
+
+def _fills_as_asked(cache: Cache, job: Job) -> bool:
+    return _what_is_filled(cache) in ((job.fingerprint, job.partition), (None, job.partition))
+
+
+def _check_same_source(cache: Cache, job: Job) -> None:
+    known, share = _what_is_filled(cache)
     if known is not None and known != job.fingerprint:
         raise ConfigError(
             f"a worker is filling {cache.path} from another source ({known}, not {job.fingerprint}); "
             "use another cache directory, or stop it and clear the cache"
         )
-    share = None if not passes else PassPlan.from_json(passes[-1].plan).partition
     if share != job.partition:
         raise ConfigError(
             f"a worker is filling {cache.path} with the share {share or 'of one node alone'}, not "
-            f"{job.partition or 'all units'}; give all processes that use one cache the same partition"
+            f"{job.partition or 'all units'}; give all processes that use one cache the same partition (cs.stream "
+            "finds one by itself under torch.distributed, unless it is given partition=)"
         )
 
 
