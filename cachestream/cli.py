@@ -359,12 +359,16 @@ def plot(
 def bench(
     cache: CacheArgument,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each line.")] = 5.0,
+    batch_transform: Annotated[
+        str | None, typer.Option(help="module:function, run on whole batches, as in training.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the loader over CACHE, beside memcpy."""
+    """Measure the loader over CACHE: alone, with your batch transform, onto the GPU; beside memcpy and the disk."""
+    function = None if batch_transform is None else _load(batch_transform, "--batch-transform")
     with _open(cache) as filled:
-        report = _late("bench").bench(filled, batch_size, seconds)
+        report = _late("bench").bench(filled, batch_size, seconds, function)
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from cachestream import Cache
@@ -377,7 +378,32 @@ def test_the_loader_is_measured_beside_memcpy(cache: Path) -> None:
     assert told["bytes_per_s"] == pytest.approx(28 * told["samples_per_s"])
     assert told["num_batches"] >= 8
     assert told["share_of_memcpy"] == pytest.approx(told["bytes_per_s"] / told["memcpy_bytes_per_s"])
+    assert told["batch_transform"] is None
+    assert (told["device"] is None) is not torch.cuda.is_available()
     assert "less than a batch of 1000" in refused(cli("bench", cache, "--batch-size", 1000), 1)
+
+
+def test_the_loader_is_measured_with_the_users_work_on_batches_and_shown_in_eighty_columns(
+    cache: Path, tmp_path: Path
+) -> None:
+    fill(cache, 4, 64).close()
+    (tmp_path / "mine.py").write_text("def only(batch):\n    return batch['number'].double()\n")
+    options = ("--seconds", 0.2, "--batch-size", 32, "--batch-transform")
+    told = json.loads(done(cli("bench", cache, *options, "mine:only", "--json", cwd=tmp_path)))
+    rate = told["batch_transform"]
+    assert rate["bytes_per_s"] == pytest.approx(8 * rate["samples_per_s"])
+    shown = done(cli("bench", cache, *options, "mine:only", cwd=tmp_path))
+    lines = shown.splitlines()
+    assert [line.split("  ")[0] for line in lines[3:7]] == [
+        "memcpy, one thread",
+        "loader alone",
+        "with the batch transform",
+        "onto the device",
+    ]
+    assert torch.cuda.is_available() or "no CUDA device" in lines[6]
+    assert lines[7].startswith("disk, random 4.1 kB")
+    assert max(map(len, lines[1:])) <= 80
+    assert "give module:name" in refused(cli("bench", cache, *options, "mine:missing", cwd=tmp_path), 2)
 
 
 def test_every_command_explains_itself_and_the_version_is_shown() -> None:

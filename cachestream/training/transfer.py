@@ -12,7 +12,7 @@ import torch
 from cachestream.errors import ConfigError
 from cachestream.training.buffers import BufferPool
 
-__all__ = ["CudaTransfer", "HostTransfer", "Staged", "Transfer", "make_transfer"]
+__all__ = ["CudaTransfer", "HostTransfer", "Staged", "Transfer", "has_cuda", "make_transfer"]
 
 BatchTransform = Callable[[Any], Any]
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
@@ -117,6 +117,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(part, change) for part in value))
     return value
+
+
+def has_cuda() -> bool:
+    """Whether batches can be delivered to "cuda" here."""
+    return torch.cuda.is_available()
 
 
 def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfer:
