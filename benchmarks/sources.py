@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import pickle
 import struct
 import sys
 import tarfile
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import fsspec
 import h5py
@@ -40,6 +41,7 @@ from tests.support.s3 import run_s3_server
 
 DIRECT_S: Final = 3.0
 FILL_TIMEOUT_S: Final = 60.0
+FILE_BYTES: Final = 64 << 20
 LATENCY_S: Final = 0.05
 BLOB_BYTES: Final = 50_000
 SIDE, WINDOW, CHUNK = 4096, 256, 128
@@ -63,7 +65,7 @@ class Case:
 
 def write_npy(folder: Path) -> None:
     data = RNG.random((64, 32 * 1024), dtype=np.float32)
-    for number in range(2000):
+    for number in range(8000):
         np.save(folder / f"{number:05d}.npy", data[number % 64])
 
 
@@ -76,7 +78,7 @@ def read_npy(files: Any, path: str) -> Iterator[Any]:
 def write_tars(folder: Path) -> None:
     for number in range(16):
         with tarfile.open(folder / f"{number:03d}.tar", "w") as archive:
-            for sample in range(250):
+            for sample in range(1000):
                 for extension, data in (("bin", RNG.bytes(BLOB_BYTES)), ("cls", b"7")):
                     member = tarfile.TarInfo(f"{sample:06d}.{extension}")
                     member.size = len(data)
@@ -91,14 +93,14 @@ def read_tars(files: Any, path: str) -> Iterator[Any]:
 
 def write_parquet(folder: Path) -> None:
     for number in range(4):
-        images = [{"bytes": RNG.bytes(BLOB_BYTES), "path": None} for _ in range(1000)]
-        table = pa.table({"image": images, "label": range(1000)})
+        images = [{"bytes": RNG.bytes(BLOB_BYTES), "path": None} for _ in range(4000)]
+        table = pa.table({"image": images, "label": range(4000)})
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=100, compression="none")
 
 
 def write_numbers(folder: Path) -> None:
     for number in range(4):
-        table = pa.table({f"x{i}": RNG.normal(size=50_000) for i in range(8)})
+        table = pa.table({f"x{i}": RNG.normal(size=500_000) for i in range(8)})
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=5000, compression="none")
 
 
@@ -112,7 +114,7 @@ def read_parquet(files: Any, path: str) -> Iterator[Any]:
 def write_tfrecords(folder: Path) -> None:
     for number in range(16):
         writer = tfrecord.TFRecordWriter(str(folder / f"{number:03d}.tfrecord"))
-        for _ in range(250):
+        for _ in range(1000):
             writer.write({"image": (RNG.bytes(BLOB_BYTES), "byte"), "label": (7, "int")})
         writer.close()
 
@@ -120,7 +122,7 @@ def write_tfrecords(folder: Path) -> None:
 def write_ints(folder: Path) -> None:
     for number in range(16):
         writer = tfrecord.TFRecordWriter(str(folder / f"{number:03d}.tfrecord"))
-        for _ in range(2000):
+        for _ in range(8000):
             writer.write({"x": (RNG.integers(0, 50_000, 512), "int")})
         writer.close()
 
@@ -199,38 +201,38 @@ def source_of(kind: Any, name: str = "", **options: Any) -> Callable[[str, dict[
 
 
 def array_case(
-    write: Callable[[Path], object], name: str, direct: Callable[[Any, str], Iterator[Any]]
+    write: Callable[[Path], object], name: str, direct: Callable[[Any, str], Iterator[Any]], samples: int
 ) -> Case:
-    ours = source_of(cs.ArraySource, name, window=(WINDOW, WINDOW), num_units=1000)
-    return Case(write, ours, direct, 1000, WINDOW * WINDOW * 4)
+    ours = source_of(cs.ArraySource, name, window=(WINDOW, WINDOW), num_units=samples)
+    return Case(write, ours, direct, samples, WINDOW * WINDOW * 4)
 
 
-BLOBS: Final = (4000, BLOB_BYTES)
+BLOBS: Final = (16_000, BLOB_BYTES)
 CASES: Final = {
-    "npy files, 128 KiB": Case(write_npy, source_of(cs.FileSource), read_npy, 2000, 131_072),
-    "npy, 256 × 256 windows": array_case(write_large_npy, "/a.npy", read_large_npy),
+    "npy files, 128 KiB": Case(write_npy, source_of(cs.FileSource), read_npy, 8000, 131_072),
+    "npy, 256 × 256 windows": array_case(write_large_npy, "/a.npy", read_large_npy, 4000),
     "tar, 50 kB": Case(write_tars, source_of(cs.TarSource), read_tars, *BLOBS),
-    "zarr, zstd, 256 × 256 windows": array_case(write_zarr, "/a.zarr", read_zarr),
-    "hdf5, gzip, 256 × 256 windows": array_case(write_hdf5, "/a.h5::/picture", read_hdf5),
+    "zarr, zstd, 256 × 256 windows": array_case(write_zarr, "/a.zarr", read_zarr, 1000),
+    "hdf5, gzip, 256 × 256 windows": array_case(write_hdf5, "/a.h5::/picture", read_hdf5, 1000),
     "parquet, 50 kB": Case(
         write_parquet, source_of(cs.ParquetSource, decode_images=False), read_parquet, *BLOBS
     ),
-    "parquet, 8 numbers": Case(write_numbers, source_of(cs.ParquetSource), read_parquet, 200_000, 64),
+    "parquet, 8 numbers": Case(write_numbers, source_of(cs.ParquetSource), read_parquet, 2_000_000, 64),
     "tfrecord, 50 kB": Case(
         write_tfrecords, source_of(cs.TFRecordSource, decode_images=False), read_tfrecords, *BLOBS
     ),
-    "tfrecord, 512 ints": Case(write_ints, source_of(cs.TFRecordSource), read_tfrecords, 32_000, 4096),
+    "tfrecord, 512 ints": Case(write_ints, source_of(cs.TFRecordSource), read_tfrecords, 128_000, 4096),
 }
 
 
 # --- how it is measured ------------------------------------------------------------------------
 
 
-def warm(folder: Path, nbytes: int = 512 << 20) -> None:
+def warm(folder: Path, nbytes: int) -> None:
     """Have the host give this machine its memory: the first write to pages not used for a while is slow."""
     data = bytes(64 << 20)
     for _ in range(2):
-        for number in range(nbytes // len(data)):
+        for number in range(1 + nbytes // len(data)):
             (folder / f"warm{number}").write_bytes(data)
         for path in folder.glob("warm*"):
             path.unlink()
@@ -238,7 +240,7 @@ def warm(folder: Path, nbytes: int = 512 << 20) -> None:
 
 def fill_per_s(case: Case, source: Any, folder: Path, processes: int) -> float:
     """Samples a second that `processes` cache."""
-    warm(folder)
+    warm(folder, case.samples * case.nbytes * 5 // 4)
     with cs.Cache(folder / f"cache-{processes}", size_limit="4GB") as cache:
         with cs.start_worker(cache, source, num_workers=processes):
             first = cache.wait(case.samples // 20, timeout_s=FILL_TIMEOUT_S)
@@ -249,16 +251,42 @@ def fill_per_s(case: Case, source: Any, folder: Path, processes: int) -> float:
     return (last - first) / (last_s - first_s)
 
 
-def direct_per_s(case: Case, files: Any, path: str) -> float:
-    """Samples a second that one process reads directly, after the first one."""
+def direct_per_s(case: Case, files: Any, path: str, keep: Callable[[Any], None]) -> float:
+    """Samples a second that one process reads directly, after the first one; `keep` gets each."""
     samples = case.direct(files, path)
     next(samples)
     begun_s = time.perf_counter()
     for count in itertools.count(1):
-        if count >= case.samples or time.perf_counter() - begun_s > DIRECT_S or next(samples, None) is None:
+        if count >= case.samples or time.perf_counter() - begun_s > DIRECT_S:
             break
+        if (sample := next(samples, None)) is None:
+            break
+        keep(sample)
     getattr(samples, "close", list)()
     return count / (time.perf_counter() - begun_s)
+
+
+class Files:
+    """Samples pickled into files of 64 MB, each synced when it is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._file = self._open()
+
+    def _open(self) -> BinaryIO:
+        return (self._folder / f"kept{next(self._numbers)}").open("xb")
+
+    def keep(self, sample: Any) -> None:
+        pickle.dump(sample, self._file, protocol=5)
+        if self._file.tell() >= FILE_BYTES:
+            self.close()
+            self._file = self._open()
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
 
 def measure(
@@ -267,10 +295,20 @@ def measure(
     files = fsspec.filesystem("s3" if options else "file", **options)
     source = case.ours(url, options)
     fills = [fill_per_s(case, source, folder, count) for count in processes]
-    direct = direct_per_s(case, files, path)
+    direct = direct_per_s(case, files, path, lambda _: None)
+    warm(folder, case.samples * case.nbytes * 5 // 4)
+    kept = Files(folder)
+    keeping = direct_per_s(case, files, path, kept.keep)
+    kept.close()
+    for written in folder.glob("kept*"):
+        written.unlink()
     mb = case.nbytes / 1e6
-    cells = [f"{direct * mb:,.0f}", f"{direct:,.0f}", f"{fills[0] * mb:,.0f}", f"{fills[0]:,.0f}"]
-    cells += [f"{fills[0] / direct:.2f}", *(f"{rate * mb:,.0f}" for rate in fills[1:])]
+    cells = [f"{rate * mb:,.0f} | {rate:,.0f}" for rate in (direct, keeping, fills[0])]
+    cells += [
+        f"{fills[0] / direct:.2f}",
+        f"{fills[0] / keeping:.2f}",
+        *(f"{rate * mb:,.0f}" for rate in fills[1:]),
+    ]
     return " | ".join(cells)
 
 
@@ -278,8 +316,9 @@ def main(words: list[str]) -> None:
     processes = [int(word) for word in words if word.isdigit()] or [1]
     words = [word for word in words if not word.isdigit()]
     more = "".join(f" {count} processes, MB/s |" for count in processes[1:])
-    print(f"| source | place | directly, MB/s | samples/s | fill, MB/s | samples/s | ratio |{more}")
-    print("|-" * (7 + len(processes[1:])) + "|")
+    rates = " | ".join(f"{what}, MB/s | samples/s" for what in ("directly", "kept", "fill"))
+    print(f"| source | place | {rates} | to directly | to kept |{more}")
+    print("|-" * (10 + len(processes[1:])) + "|")
     for name, case in CASES.items():
         rows = [(name, place) for place in PLACES if all(word in f"{name} {place}" for word in words)]
         if not rows:

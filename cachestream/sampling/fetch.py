@@ -76,6 +76,7 @@ class Fetcher:
         self._bytes = 0
         self._stopped = False
         self.active = threads
+        self.reading = 0  # threads that read a unit now
         for number in range(threads):
             threading.Thread(target=self._work, args=(number,), name=f"fetch-{number}", daemon=True).start()
 
@@ -147,6 +148,7 @@ class Fetcher:
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
             with self._lock:
+                self.reading -= 1
                 flight.error = error
                 flight.finished = True
                 self._tell(flight)
@@ -157,6 +159,7 @@ class Fetcher:
                 if number >= self.active:
                     self._turn.wait()
                 elif self._todo:
+                    self.reading += 1
                     return self._todo.popleft()
                 else:
                     self._units.wait()

@@ -17,12 +17,12 @@ from cachestream.errors import (
 )
 from cachestream.remote.growing import stored_names
 from cachestream.sampling.claims import Assignment, NotYetError, next_claim
+from cachestream.sampling.concurrency import FIRST_READS, TURN_S, Concurrency
 from cachestream.sampling.coverage import is_whole
 from cachestream.sampling.fetch import Delivery, Fetcher, Flight
 from cachestream.sampling.job import Job, Payload
 from cachestream.sampling.known import KnownOrders, skipper
 from cachestream.sampling.order import PassPlan
-from cachestream.sampling.pace import FIRST_READS, TURN_S, Concurrency
 from cachestream.sampling.packing import Packing, QuarantinedError
 from cachestream.sampling.reader import UnitReader
 from cachestream.storage.admission import Owner
@@ -57,8 +57,7 @@ class Filler:
         first_reads = min(FIRST_READS if job.bandwidth_bytes_per_s is None else 1, job.concurrency)
         self._concurrency = Concurrency(first_reads, first_reads)
         self._fetcher.use(first_reads)
-        self._turn_items, self._turn_since_s = 0, time.monotonic()
-        self._turn_waited_s = float(slot["fetch_wait_s"])
+        self._begin_turn()
         self._assignment: Assignment | None = None
         self._todo: deque[Flight] = deque()
         self._exhausted = False
@@ -96,16 +95,27 @@ class Filler:
         """Count what came, and decide every turn how many units to read at once."""
         if delivery is not None:
             self._turn_items += sum(len(lot.offsets) for lot in delivery.lots) + delivery.finished
+        if self._concurrency.active < min(self._concurrency.settled, self._fetcher.reading):
+            self._begin_turn()  # what fewer reads bring is to be seen once the others have come to their ends
+            return
         elapsed_s = time.monotonic() - self._turn_since_s
         if elapsed_s >= TURN_S:
-            waited_s = float(self._slot["fetch_wait_s"])
-            rate, waiting = self._turn_items / elapsed_s, (waited_s - self._turn_waited_s) / elapsed_s
+            waited_s = float(self._slot["fetch_wait_s"]) - self._turn_waited_s
+            worked_s = time.process_time() - self._turn_worked_s
             throttled, self._reader.throttled = self._reader.throttled, False
             self._concurrency = self._concurrency.next(
-                rate, waiting, self._job.concurrency, throttled=throttled
+                self._turn_items / elapsed_s,
+                waited_s / elapsed_s,
+                self._job.concurrency,
+                busy=worked_s / elapsed_s,
+                throttled=throttled,
             )
             self._fetcher.use(self._concurrency.active)
-            self._turn_items, self._turn_since_s, self._turn_waited_s = 0, time.monotonic(), waited_s
+            self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._turn_items, self._turn_since_s = 0, time.monotonic()
+        self._turn_waited_s, self._turn_worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state

@@ -20,6 +20,7 @@ __all__ = ["Packer"]
 _FIRST_BYTES: Final = 64 * 1024
 _PENDING_BYTES: Final = 128 * 1024
 _OFFSET_BYTES: Final = 8
+_AT_ONCE_BYTES: Final = 256 * 1024  # without giving up the interpreter, which may take longer to get back
 
 
 class _Bytes:
@@ -38,12 +39,9 @@ class _Bytes:
         return self._stop + self._pending_bytes
 
     def append(self, data: Buffer) -> None:
-        if not isinstance(data, bytes):
+        if not isinstance(data, bytes) or len(data) > SMALL_BYTES:
             self._settle()
             self._copy(data)
-        elif len(data) > SMALL_BYTES:
-            self._settle()
-            self._copy(np.frombuffer(data, np.uint8))
         else:
             self._pending.append(data)
             self._pending_bytes += len(data)
@@ -52,18 +50,21 @@ class _Bytes:
 
     def _settle(self) -> None:
         if self._pending:
-            joined = np.frombuffer(b"".join(self._pending), np.uint8)
+            joined = b"".join(self._pending)
             self._pending.clear()
             self._pending_bytes = 0
             self._copy(joined)
 
-    def _copy(self, data: npt.NDArray[np.uint8]) -> None:
+    def _copy(self, data: Buffer) -> None:
         stop = self._stop + len(data)
         if stop > len(self._data):
             grown = np.empty(max(stop, 2 * len(self._data)), np.uint8)
             grown[: self._stop] = self._data[: self._stop]
             self._data = grown
-        self._data[self._stop : stop] = data
+        if len(data) <= _AT_ONCE_BYTES:
+            self._data.data[self._stop : stop] = data if isinstance(data, bytes) else data.data
+        else:
+            self._data[self._stop : stop] = np.frombuffer(data, np.uint8)
         self._stop = stop
 
     def clear(self) -> None:
