@@ -21,10 +21,10 @@ import typer
 
 import cachestream
 from cachestream import refetching, terminal
+from cachestream.arguments import load, source_of
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheStreamError, ConfigError
 from cachestream.plots import plot_growth
-from cachestream.remote.open import open_source
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
@@ -48,6 +48,13 @@ app = typer.Typer(
 
 CacheArgument = Annotated[
     str, typer.Argument(metavar="CACHE", envvar="CACHESTREAM_CACHE", help="The cache's directory.")
+]
+FormatOption = Annotated[str | None, typer.Option(help="Of what no ending tells: mds, litdata, files, ….")]
+ResizeOption = Annotated[
+    str | None, typer.Option(metavar="PIXELS", help="Images: the shorter side, or HEIGHTxWIDTH.")
+]
+CropOption = Annotated[
+    str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
 
@@ -100,44 +107,6 @@ def _open(path: str) -> Cache:
     return Cache(path)
 
 
-def _load(name: str, what: str) -> Any:
-    """The object that "module:name" names, looked for in the current folder too."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what}={name!r} cannot be loaded: {error}; give module:name") from error
-
-
-def _source_of(text: str, options: dict[str, Any]) -> Any:
-    """A URL or path as a source, or the object that "module:name" names."""
-    module, colon, name = text.partition(":")
-    is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
-    what = _load(text, "SOURCE") if is_name and not os.path.exists(text) else text
-    return open_source(what, **options)
-
-
-def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
-    """KEY=VALUE pairs as a dict; values are read as JSON where they are, dots in a key nest."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"{what}: give KEY=VALUE")  # not what was given: it may be a secret
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        *path, last = key.split(".")
-        inner = found
-        for name in path:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return found
-
-
 @app.command()
 def worker(
     source: Annotated[
@@ -167,6 +136,9 @@ def worker(
     source_option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
     ] = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running and return.")] = False,
 ) -> None:
     """Fill CACHE from SOURCE.
@@ -174,11 +146,8 @@ def worker(
     Runs until all of SOURCE is cached, or Ctrl-C; with --detach in the background, until it is stopped.
     Started again, it goes on where it stopped.
     """
-    options = _pairs(source_option or (), "--source-option")
-    if storage_option:
-        options["storage_options"] = _pairs(storage_option, "--storage-option")
-    function = None if transform is None else _load(transform, "--transform")
-    opened = _source_of(source, options)
+    function = None if transform is None else load(transform, "--transform")
+    opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:
         started = start_worker(
             filled,
@@ -186,7 +155,7 @@ def worker(
             num_workers=workers,
             transform=function,
             shard_size=shard_size,
-            order=_load(order, "--order") if ":" in order else order,
+            order=load(order, "--order") if ":" in order else order,
             partition=partition,
             seed=seed,
             bandwidth_limit=bandwidth_limit,
@@ -322,16 +291,16 @@ def refetch(
     source_option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for the source; repeatable.")
     ] = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
 ) -> None:
     """Bring the shards of recorded epochs back into CACHE, identical, to replay them.
 
     Needed shards that are cached stay, others may be evicted for those that come. CACHE may be a new directory.
     """
-    options = _pairs(source_option or (), "--source-option")
-    if storage_option:
-        options["storage_options"] = _pairs(storage_option, "--storage-option")
-    function = None if transform is None else _load(transform, "--transform")
-    opened = _source_of(source, options)
+    function = None if transform is None else load(transform, "--transform")
+    opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
     with Cache(cache, size_limit) as filled, terminal.progress("refetching") as advance:
         report = refetching.refetch(manifest, filled, opened, transform=function, on_progress=advance)
     for reason in report.failed:
@@ -366,7 +335,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the loader over CACHE: alone, with your batch transform, onto the GPU; beside memcpy and the disk."""
-    function = None if batch_transform is None else _load(batch_transform, "--batch-transform")
+    function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     with _open(cache) as filled:
         report = _late("bench").bench(filled, batch_size, seconds, function)
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))

@@ -21,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
+import cachestream as cs
 from cachestream import Cache
 from cachestream.cli import main
 from cachestream.storage.history import ROW
@@ -209,6 +210,32 @@ def test_a_source_and_a_transform_may_be_named_as_module_and_object(tmp_path: Pa
     command = fill_command(Path("mine:items"), cache, "--transform", "mine:even")
     done(cli(*command, cwd=tmp_path))
     assert look(cache).num_samples == 10
+
+
+def test_images_are_resized_and_cropped_and_the_format_is_named_by_flags_called_as_in_python(
+    images: Path, cache: Path
+) -> None:
+    done(cli(*fill_command(images, cache, "--resize", "12x24", "--crop", 8, "--format", "files")))
+    with Cache(cache) as filled, filled.snapshot() as dataset:
+        assert len(dataset) == COUNT
+        assert tuple(dataset[0]["image"].shape) == (3, 8, 8)
+        source = cs.open_source(str(images), resize=(12, 24), crop=8, format="files")
+        with cs.start_worker(filled, source) as worker:  # the same source: else it would be refused
+            assert worker.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--resize", "large"), "--resize 'large': give pixels"),
+        (("--crop", "0"), "crop=0: give a number of pixels above 0"),
+        (("--format", "zip"), "format='zip': give one of"),
+    ],
+)
+def test_flags_of_the_source_that_cannot_be_are_refused_in_one_line(
+    images: Path, cache: Path, flags: tuple[str, str], message: str
+) -> None:
+    assert message in refused(cli(*fill_command(images, cache, *flags)), 2)
 
 
 def test_a_failing_transform_ends_with_what_was_skipped_and_why(tmp_path: Path, cache: Path) -> None:

@@ -1,0 +1,79 @@
+"""What the words of a command line stand for: objects by name, options by pairs, sizes, sources."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from cachestream.errors import ConfigError
+from cachestream.remote.open import open_source
+
+__all__ = ["load", "source_of"]
+
+_SIZE: Final = re.compile(r"(\d+)(?:x(\d+))?")
+
+
+def load(name: str, what: str) -> Any:
+    """The object that "module:name" names, looked for in the current folder too."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what}={name!r} cannot be loaded: {error}; give module:name") from error
+
+
+def source_of(
+    text: str,
+    source_options: Sequence[str] | None,
+    storage_options: Sequence[str] | None,
+    **named: str | None,
+) -> Any:
+    """A URL or path as a source, or the object that "module:name" names.
+
+    `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own, those
+    of sizes as texts. Raises ConfigError for what cannot be read.
+    """
+    options = _pairs(source_options or (), "--source-option")
+    if storage_options:
+        options["storage_options"] = _pairs(storage_options, "--storage-option")
+    for name, value in named.items():
+        if value is not None:
+            options[name] = _size(name, value) if name in ("resize", "crop") else value
+    module, colon, name = text.partition(":")
+    is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+    what = load(text, "SOURCE") if is_name and not os.path.exists(text) else text
+    return open_source(what, **options)
+
+
+def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
+    """KEY=VALUE pairs as a dict; values are read as JSON where they are, dots in a key nest."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{what}: give KEY=VALUE")  # not what was given: it may be a secret
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return found
+
+
+def _size(name: str, text: str) -> int | tuple[int, int]:
+    """A number of pixels, or "240x320" as height and width."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--{name} {text!r}: give pixels, such as 224, or HEIGHTxWIDTH, such as 240x320")
+    return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
