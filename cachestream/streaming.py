@@ -25,7 +25,7 @@ _SOURCE: Final = (
     "first_names",
 )
 _TIMEOUT_S: Final = 120.0  # the loader's
-_LINGER_S: Final = 60.0  # in which torchrun has started the ranks again, and they have loaded torch
+_LINGER_S: Final = 120.0  # in which torchrun has started the ranks again, and they have loaded torch
 logger = logging.getLogger("cachestream")
 
 
@@ -67,7 +67,7 @@ def stream(
     first batch that has arrived. Call it the same on every rank of a distributed job: one rank's worker
     runs, the others attach, and all ranks agree on the epochs. Where the ranks have several caches (one a
     node), the worker of each reads a share of its own, unless `partition` is given. Under torchrun a worker
-    goes on for a minute (`linger_s`) after its ranks have failed, so that restarted ones find it at work.
+    goes on for two minutes (`linger_s`) after its ranks have failed, so that restarted ones find it at work.
 
     Args:
         source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.

@@ -47,6 +47,7 @@ class Wardens:
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
+        self._linger_no_more()  # whom the worker waited for has come
         return held
 
     def is_needed(self) -> bool:
@@ -102,10 +103,16 @@ class Wardens:
 
     def clear_requests(self) -> None:
         """Forget what was asked of the worker before."""
-        lingering = [name for name in os.listdir(self._directory.worker) if name.startswith(_LINGER)]
-        for name in ("stop", "detached", *lingering):
+        self._linger_no_more()
+        for name in ("stop", "detached"):
             with suppress(FileNotFoundError):
                 os.unlink(self._directory.worker_file(name))
+
+    def _linger_no_more(self) -> None:
+        for name in os.listdir(self._directory.worker):
+            if name.startswith(_LINGER):
+                with suppress(FileNotFoundError):
+                    os.unlink(self._directory.worker_file(name))
 
     def _ask(self, name: str) -> None:
         path = self._directory.worker_file(name)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["EpochLoader"]
 
 _instances = itertools.count()
+# Or half of what the trainer waits: the late rank is named before that is over.
 _RANKS_DEADLINE_S: Final = 60.0
 
 
@@ -146,7 +147,7 @@ class EpochLoader:
             next(_instances),
             settings.to_compare(),
             cache.cache_id,
-            Deadlines(0.9 * settings.timeout_s, min(_RANKS_DEADLINE_S, 0.9 * settings.timeout_s)),
+            Deadlines(0.9 * settings.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * settings.timeout_s)),
             closed,
         )
         preparer = Preparer(cache, settings, find, closed)

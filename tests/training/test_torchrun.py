@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_de
         ranks.processes[1 - victim].wait(40)
         (told,) = results(tmp_path, [1 - victim])
         assert told["error"] == "RankMismatchError"
-        # The default deadline is 60 s; here it is cut to the loader's timeout of 4 s.
+        # The default deadline is 60 s; here it is cut to half of the loader's timeout of 8 s.
         assert told["waited_s"] < 8
         if victim == 1:
             assert f"rank 1 (pid {ranks.processes[1].pid} on" in told["message"]
