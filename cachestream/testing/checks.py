@@ -19,8 +19,9 @@ import cloudpickle
 import numpy as np
 
 from cachestream.errors import CacheStreamError, SampleError, WorkerError
-from cachestream.remote.source import Source
+from cachestream.remote.source import Rows, RowsSource, Source
 from cachestream.sampling.records import Record, to_record
+from cachestream.sampling.table import to_table
 from cachestream.sampling.worker import start_worker
 from cachestream.storage.cache import Cache
 from cachestream.testing.observing import (
@@ -246,6 +247,30 @@ class SourceChecks:
                     f"read({unit}) of {source.num_units} units gave {len(samples)} samples: raise IndexError"
                 )
 
+    def check_rows(self) -> None:
+        """What comes in columns, from a source that can, is what `read` gives."""
+        source = self.subject
+        if not isinstance(source, RowsSource):
+            return
+        for unit in self.units(source):
+            found: Samples = []
+            with suppress(SampleError):
+                for item in source.read_rows(unit, _rng(unit)):
+                    if isinstance(item, Rows):
+                        stored = to_table(item).schema
+                        samples = list(item.samples)
+                    else:
+                        stored, samples = None, [item]
+                    records = [(self._key(unit, key), to_record(sample)) for key, sample in samples]
+                    _expect(
+                        stored is None or all(record.schema == stored for _, record in records),
+                        f"rows of unit {unit} are stored as {stored}, their samples otherwise",
+                    )
+                    found += records
+            self._expect_same(
+                self._read(source, unit, untransformed=True), found, f"unit {unit}, read in rows"
+            )
+
     # --- the whole way
 
     def check_round_trip(self) -> None:
@@ -279,13 +304,17 @@ class SourceChecks:
 
     # --- reading
 
-    def _read(self, source: Source, unit: int) -> Samples:
-        """The samples of `unit` as they would be stored; those before a SampleError, if there is one."""
+    def _read(self, source: Source, unit: int, *, untransformed: bool = False) -> Samples:
+        """The samples of `unit` as they would be stored; those before a SampleError, if there is one.
+
+        `untransformed`: as the source gives them.
+        """
         samples: Samples = []
         try:
             for item in source.read(unit, _rng(unit)):
                 _expect(_is_pair(item), f"read({unit}) yielded {item!r}, not (key, sample)")
-                samples.append((self._key(unit, item[0]), self._record(unit, item[1])))
+                record = to_record(item[1]) if untransformed else self._record(unit, item[1])
+                samples.append((self._key(unit, item[0]), record))
         except SampleError as error:  # a unit, or the rest of it, that cannot be used: allowed, and counted
             self._expect_no_secret(f"the error of read({unit})", f"{error} {error!r}")
         except (CacheStreamError, AssertionError):
@@ -330,7 +359,7 @@ class SourceChecks:
         _expect(keys == [key for key, _ in other], f"{what}: other keys, or in another order")
         for (key, record), (_, again) in zip(one, other, strict=True):
             same = (record.schema, record.shapes) == (again.schema, again.shapes) and all(
-                map(np.array_equal, record.values, again.values)
+                bytes(value) == bytes(other) for value, other in zip(record.values, again.values, strict=True)
             )
             _expect(
                 same, f"{what}: sample {key!r} differs; draw all that is random from `rng`, share no state"
@@ -349,5 +378,6 @@ CHECKS: Final[tuple[Callable[[SourceChecks], None], ...]] = (
     SourceChecks.check_threads,
     SourceChecks.check_abandoning,
     SourceChecks.check_range,
+    SourceChecks.check_rows,
     SourceChecks.check_round_trip,
 )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
+from cachestream.remote.source import Rows
 
 
 def content(key: str, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -68,6 +69,25 @@ class Named(Numbers):
     def sample(self, unit: int, sample: int) -> tuple[str, Any]:
         key, fields = super().sample(unit, sample)
         return key, {**fields, "unit": unit, "number": sample}
+
+
+@dataclass(frozen=True)
+class InRows(Numbers):
+    """Numbers in tables of ten; the remote goes away once in each unit, after its first table."""
+
+    folder: str = ""  # holds a file for each unit that was cut off
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        samples = [self.sample(unit, number) for number in range(self.samples)]
+        yield samples[0]
+        for start in range(1, self.samples, 10):
+            part = samples[start : start + 10]
+            yield Rows([key for key, _ in part], {"x": np.stack([sample["x"] for _, sample in part])})
+            if start == 1 and not os.path.exists(mark := os.path.join(self.folder, str(unit))):
+                with open(mark, "x"):
+                    raise SourceUnavailableError("away for a moment")
+            if self.pause_s:
+                time.sleep(self.pause_s)
 
 
 @dataclass(frozen=True)
