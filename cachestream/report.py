@@ -176,7 +176,7 @@ def _evicted(status: CacheStatus) -> str:
 
 def _progress(status: CacheStatus) -> RenderableType:
     if status.pass_done is None:
-        return "endless"
+        return f"{status.num_units:,} units, and the listing goes on" if status.is_listing else "endless"
     units = f" of {status.num_units:,} units" if status.num_units is not None else ""
     left_s = remaining_s(status)
     left = f", about {describe_duration(left_s)} left" if left_s is not None else ""

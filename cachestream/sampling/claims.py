@@ -88,5 +88,6 @@ def _grow(tables: Tables, row: PassRow, listing: StoredNames) -> PassRow:
     if mark is None or not plan.takes_up(mark.count, is_complete=mark.is_complete):
         return row
     plan = plan.grown(mark.count, listing.digest, is_complete=mark.is_complete)
+    tables.set_meta("listing", int(plan.growing))
     tables.extend_pass(row.id, plan.to_json(), plan.length)
     return replace(row, plan=plan.to_json(), length=plan.length)

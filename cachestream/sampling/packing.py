@@ -151,7 +151,8 @@ class Packing:
             kind = "source" if not isinstance(flight.error, SampleError) else "sample"
             kind = "quarantined" if isinstance(flight.error, QuarantinedError) else kind
             self._skip(kind, flight.error, f"unit {flight.unit}")
-        rest = [] if flight.covered else gaps(flight.cached, flight.done)
+        # What failed is not held by any shard: the next pass tries it again.
+        rest = [] if flight.covered or flight.error is not None else gaps(flight.cached, flight.done)
         self._open.tally.finished(flight.claim_id, flight.position, rest)
         self._slot["units"] += not flight.covered
 

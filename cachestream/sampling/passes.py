@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from cachestream.storage.tables import PassRow, Tables
 __all__ = ["begin", "go_on", "order_file", "pass_is_open"]
 
 Draw = Callable[[int], IntArray]
+
+_OF_UNITS: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
 
 def pass_is_open(tables: Tables, row: PassRow) -> bool:
@@ -44,11 +47,13 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
 
 
 def begin(cache: Cache, job: Job, draw: Draw) -> bool:
-    """Resume the cache's open pass if it is of this job's order, else begin one; False if the last one is complete.
+    """Resume the cache's open pass if it is of this job's order, else begin one; False if the last one was complete.
 
+    After one that was complete there is another if units failed: they are tried again.
     `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
     """
     listings = Listings(cache.directory)
+    was_complete = False
     with cache.catalogue.reading() as tables:
         was_cleared = not tables.passes()
     if not job.growing or was_cleared or not listings.is_of(job):
@@ -64,10 +69,12 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
         if rows and _can_resume(cache, PassPlan.from_json(rows[-1].plan), plan, job):
             if pass_is_open(tables, rows[-1]):
                 return True
-            if not _was_evicted(tables, rows[-1]):
-                return False  # complete, and nothing was lost since
+            was_complete = not _was_evicted(tables, rows[-1])
+            if was_complete and not (plan.is_permutation and tables.forget_failures(*_OF_UNITS)):
+                return False  # and nothing was lost since
+    # Of a pass that was complete, but for units that failed, only these are read again.
     _insert(cache, plan, draw)
-    return True
+    return not was_complete
 
 
 def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> bool:
@@ -142,6 +149,7 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         tables.set_meta(
             "fill_state", "filling"
         )  # together, or a complete cache would seem to be complete still
+        tables.set_meta("listing", int(plan.growing))
         tables.insert_pass(plan.to_json(), plan.length, int(tables.meta("evicted_shards", 0)))
 
 

@@ -69,6 +69,7 @@ class Supervisor:
         self._children = [Child(job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)]
         self._lister = Lister(job, job_fd, Listings(cache.directory))
         self._look_for_changes = False
+        self._is_looking: bool | None = None  # what one that was killed has left is not known
         self._wardens = Wardens(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
@@ -114,6 +115,7 @@ class Supervisor:
     def start(self, *, is_complete: bool) -> None:
         """Start the sampling processes. Of a pass that `is_complete`, see whether the remote has more by now."""
         self._look_for_changes = is_complete and self._job.growing
+        self._set_looking(self._look_for_changes)
         self._say("filling")
         if self._job.growing:
             self._lister.begin(time.monotonic())
@@ -203,7 +205,9 @@ class Supervisor:
         if self._lister.running and not self._resting:
             return  # whether this was all will be known at its end
         has_changed = self._lister.promote()
-        if not go_on(self._cache, self._job, self.draw, has_changed=has_changed):
+        has_more = go_on(self._cache, self._job, self.draw, has_changed=has_changed)
+        self._set_looking(False)
+        if not has_more:
             if not self._resting:
                 self._resting = True
                 self._say("complete", self._skipped())
@@ -213,6 +217,13 @@ class Supervisor:
             self._lister.look_for_changes(now_s)
         for child in self._children:
             child.start(now_s)
+
+    def _set_looking(self, looking: bool) -> None:
+        """Tell those who wait for the end of the pass that it is not known yet which pass that is."""
+        if looking != self._is_looking:
+            self._is_looking = looking
+            with self._cache.catalogue.transaction() as tables:
+                tables.set_meta("is_looking", int(looking))
 
     def _skipped(self) -> str:
         with self._cache.catalogue.reading() as tables:

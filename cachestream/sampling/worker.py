@@ -95,10 +95,10 @@ class Worker:
         while True:
             alive = self.is_alive()
             state, last = self._progress()
-            first = last if first is None else first
+            first = first or last
             if state == "failed":
                 self._raise_failure()
-            if state == "complete" or last != first:
+            if state == "complete" or last not in (0, first):
                 return True
             if not alive and not self.is_alive():
                 break
@@ -112,10 +112,11 @@ class Worker:
         return True
 
     def _progress(self) -> tuple[str, int]:
-        """The state of the filling as the worker recorded it, and which pass it is at."""
+        """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be seen."""
         with self.cache.catalogue.reading() as tables:
             passes = tables.passes()
-            return str(tables.meta("fill_state", "none")), passes[-1].id if passes else 0
+            is_known = passes and not tables.meta("is_looking", 0)
+            return str(tables.meta("fill_state", "none")), passes[-1].id if is_known else 0
 
     def _raise_failure(self) -> None:
         with self.cache.catalogue.reading() as tables:

@@ -54,7 +54,8 @@ def read_status(
         reserved_bytes = sum(tables.reserved_bytes())
     current = passes[-1] if passes else None
     done = None
-    if current is not None and current.length is not None:
+    is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
+    if current is not None and current.length is not None and not is_listing:
         done = 1.0 if not current.length else positions_done / current.length
     return CacheStatus(
         path=directory.root,
@@ -78,6 +79,7 @@ def read_status(
         fill_message=meta.get("fill_message", ""),
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
         pass_done=done,
+        is_listing=is_listing,
         skipped=sum(failure.count for failure in failures),
         failures=failures,
         quarantined=meta.get("quarantined", 0),

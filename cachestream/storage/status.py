@@ -38,7 +38,8 @@ class CacheStatus:
 
     `size_bytes` is what the whole directory occupies on disk. `fill_state` is "filling", "complete",
     "full", "stopped", "failed" or "none". `pass_number` counts passes over the remote from 1 (0: none
-    yet); `pass_done` is the share of its units that are done, or None for an endless source.
+    yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
+    source `is_listing`: then `num_units` are those that are listed so far.
     """
 
     path: str
@@ -66,6 +67,7 @@ class CacheStatus:
     failures: tuple[FailureRow, ...]
     quarantined: int
     worker: WorkerStatus | None
+    is_listing: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -330,6 +330,11 @@ class Tables:
             (kind, reason, count, example),
         )
 
+    def forget_failures(self, *kinds: str) -> bool:
+        """Forget the failures of some kinds; whether there were any."""
+        marks = ", ".join("?" * len(kinds))
+        return self.execute(f"DELETE FROM failures WHERE kind IN ({marks})", kinds).rowcount > 0
+
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
         return [FailureRow(*row) for row in rows]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachestream import Cache
+from cachestream.remote.stored import file_names, read_mark
 from cachestream.storage.board import Board
 from cachestream.storage.shard import MappedShard, shard_path
 from tests.sampling.sources import content
@@ -80,7 +81,14 @@ def left_files(cache: Cache) -> list[str]:
     found += [name for name in os.listdir(cache.directory.worker) if name not in lasting]
     with cache.catalogue.reading() as tables:
         found += [f"reservation {row.id}" for row in tables.reservations()]
-    return [name for name in found if not name.startswith("order-0")]
+    stored = {"listing.json", *listing_files(cache)}
+    return [name for name in found if not name.startswith("order-0") and name not in stored]
+
+
+def listing_files(cache: Cache) -> tuple[str, ...]:
+    """The files of the stored listing that is in force, if there is one."""
+    mark = read_mark(cache.directory.worker_file("listing.json"))
+    return () if mark is None else file_names(mark.stem)
 
 
 def sampling_pids(cache: Cache) -> list[int]:

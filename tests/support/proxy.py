@@ -21,6 +21,7 @@ PIECE_BYTES: Final = 64 << 10
 START_TIMEOUT_S: Final = 5.0
 _LENGTH: Final = re.compile(rb"(?i)\r\ncontent-length:\s*(\d+)")
 _CHUNKED: Final = re.compile(rb"(?i)\r\ntransfer-encoding:\s*chunked")
+_IS_LIST: Final = re.compile(rb"GET [^ ]*[?&]list-type=2")
 _BUSY_BODY: Final = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
     b"<Message>Please reduce your request rate.</Message></Error>"
@@ -46,7 +47,8 @@ class FaultyProxy:
     is. `bytes_per_s` limits the bodies of all answers together. `requests` counts requests that
     arrived, `connections` those that carried them; `in_flight_peak` how many waited for an answer at once.
     `busy_above`: while more than so many do, the rest are told 503 SlowDown, `refused` so far. `sent` is what
-    was passed on of bodies, as (monotonic time, bytes).
+    was passed on of bodies, as (monotonic time, bytes). `lists` counts requests for a page of a listing;
+    `lists_allowed`: so many more of them are passed on, the rest wait until it is raised (None: all are).
     """
 
     def __init__(self, target_port: int, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -59,6 +61,8 @@ class FaultyProxy:
         self.busy_above: int | None = None
         self.refused = 0
         self.sent: list[tuple[float, int]] = []
+        self.lists = 0
+        self.lists_allowed: int | None = None
         self._in_flight = 0
         self._paid_s = 0.0
         self._plan = _Plan()
@@ -176,6 +180,8 @@ class FaultyProxy:
         self._in_flight += 1
         self.in_flight_peak = max(self.in_flight_peak, self._in_flight)
         try:
+            if _IS_LIST.match(head) and not await self._may_list(client_in):
+                return False
             await asyncio.sleep(self.latency_s / 2)
             if plan.fault == "busy" or (self.busy_above is not None and self._in_flight > self.busy_above):
                 self.refused += 1
@@ -191,6 +197,17 @@ class FaultyProxy:
             return await self._answer(answer, head.startswith(b"HEAD "), plan, server_in, client_out)
         finally:
             self._in_flight -= 1
+
+    async def _may_list(self, client_in: asyncio.StreamReader) -> bool:
+        """Wait until a listing may go on; False when who asked has gone."""
+        self.lists += 1
+        while self.lists_allowed == 0:
+            await asyncio.sleep(0.01)
+            if client_in.at_eof():
+                return False
+        if self.lists_allowed is not None:
+            self.lists_allowed -= 1
+        return True
 
     async def _answer(
         self,

@@ -1,0 +1,111 @@
+"""Listings page by page, on a real S3 server: the same files as a listing at once gives."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cachestream.errors import ConfigError, SourceError
+from cachestream.remote.files import FileSource
+from cachestream.remote.growing import as_growing, is_source
+from tests.support.s3 import S3Server, run_s3_server
+
+NAMES = [
+    *(f"a/{number:03d}.jpg" for number in range(40)),
+    *(f"a-b/{number:03d}.JPG" for number in range(40)),
+    *(f"a/x/{number:03d}.txt" for number in range(3)),
+    "README.md",
+    "a/.hidden.jpg",
+    ".cache/1.jpg",
+    "b/.tmp/2.jpg",
+    "c/größe ü.jpg",
+    "z.jpg",
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with run_s3_server(fresh=False) as started:
+        bucket = started.bucket("paged")
+        started.bucket("empty")
+        for name in NAMES:
+            path = bucket / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x")
+        yield started
+
+
+def keys(source: FileSource) -> list[str]:
+    return [source.key(unit) for unit in range(source.num_units)]
+
+
+@pytest.mark.parametrize("first_names", [7, 1000])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("s3://paged", {}),
+        ("s3://paged/a", {}),
+        ("s3://paged/a/", {"recursive": False}),
+        ("s3://paged/*.jpg", {}),
+        ("s3://paged/a*/0[12]*", {}),
+        ("s3://paged/**/*.jpg", {}),
+        ("s3://paged", {"extensions": ".jpg"}),
+    ],
+)
+def test_a_listing_by_pages_is_the_one_at_once(
+    server: S3Server, where: str, options: dict[str, Any], first_names: int
+) -> None:
+    whole = FileSource(where, storage_options=server.storage_options, first_names=None, **options)
+    paged = FileSource(where, storage_options=server.storage_options, first_names=first_names, **options)
+    assert paged.fingerprint == whole.fingerprint
+    first = list(paged.first_names)
+    assert first == list(whole.first_names)[: len(first)]
+    copy = pickle.loads(pickle.dumps(paged))
+    assert copy.is_listing == paged.is_listing
+    assert keys(copy) == keys(paged) == keys(whole)
+    assert paged.listing_digest == whole.listing_digest
+    assert paged.label_names == whole.label_names
+    assert not paged.is_listing
+
+
+def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server) -> None:
+    options = server.storage_options
+    visible = sum("/." not in f"/{name}" for name in NAMES)
+    closed = FileSource("s3://paged", storage_options=options, first_names=visible)
+    source = FileSource("s3://paged", storage_options=options, first_names=30)
+    assert not closed.is_listing
+    assert as_growing(closed) is None
+    assert as_growing(source) is source
+    assert is_source(source)
+    assert source.is_listing, "nothing of this has asked for the rest"
+    assert repr(source).endswith("30 files and more>")
+    rest = [name for page in source.more_names(source.first_names[-1]) for name in page.names]
+    assert [*source.first_names, *rest] == [closed.key(unit) for unit in range(closed.num_units)]
+
+
+def test_labels_are_known_before_the_files_are_and_are_the_same(server: S3Server) -> None:
+    source = FileSource("s3://paged", storage_options=server.storage_options, first_names=30, label="folder")
+    assert source.is_listing
+    assert source.label_names == (
+        "",
+        "a",
+        "a-b",
+        "b",
+        "c",
+    )  # "b" holds hidden files alone, and no label is given
+    flat = FileSource("s3://paged/a-b/", storage_options=server.storage_options, first_names=10)
+    assert flat.is_listing
+    assert flat.label_names == ()
+
+
+def test_what_is_wrong_is_said_at_once(server: S3Server) -> None:
+    options = server.storage_options
+    with pytest.raises(SourceError, match="no files found"):
+        FileSource("s3://empty/", storage_options=options, first_names=5)
+    with pytest.raises(SourceError, match=r"none of 86 files ends in \.png"):
+        FileSource("s3://paged", storage_options=options, first_names=5, extensions="png")
+    with pytest.raises(ConfigError, match="first_names=0"):
+        FileSource("s3://paged", storage_options=options, first_names=0)

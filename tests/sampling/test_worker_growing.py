@@ -1,0 +1,259 @@
+"""Workers that begin before the listing has ended: a real S3 server, whose pages come when the test says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.errors import WorkerError
+from cachestream.remote.files import FileSource
+from cachestream.remote.stored import read_mark
+from cachestream.sampling.order import PassPlan
+from tests.sampling.support import (
+    DEADLINE_S,
+    Processes,
+    keys_of,
+    listing_files,
+    only_once,
+    supervisor_pid,
+    wait_until,
+)
+from tests.support.proxy import FaultyProxy
+from tests.support.s3 import S3Server, run_s3_server
+
+FIRST = 200
+COUNT = 1500
+
+
+@pytest.fixture(scope="module")
+def buckets() -> Iterator[Iterator[tuple[S3Server, str]]]:
+    """Empty buckets on a server that keeps its listings: to list anew for each request takes it seconds."""
+    with run_s3_server(fresh=False) as server:
+        names = [f"growing-{number}" for number in range(20)]
+        for name in names:
+            server.bucket(name)  # before it lists the buckets
+        yield iter([(server, name) for name in names])
+
+
+def put(bucket: Path, names: list[str]) -> set[str]:
+    for name in names:
+        path = bucket / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return set(names)
+
+
+def names_in(count: int, folders: tuple[str, ...] = ("a", "a-b", "b")) -> list[str]:
+    """Names in folders whose order is not that of the folders' own names: "a-b/" is before "a/"."""
+    return [f"{folder}/{number:05d}.bin" for folder in folders for number in range(count // len(folders))]
+
+
+class Remote:
+    """A bucket behind the proxy."""
+
+    def __init__(self, server: S3Server, proxy: FaultyProxy, bucket: str) -> None:
+        proxy.target_port = server.port
+        self.proxy, self.url = proxy, f"s3://{bucket}"
+        self.folder = server.bucket(bucket)
+        self.options = server.options_through(proxy.port)
+
+    def open(self, **options: Any) -> FileSource:
+        source = cs.open_source(self.url, storage_options=self.options, first_names=FIRST, **options)
+        assert isinstance(source, FileSource)
+        return source
+
+
+@pytest.fixture
+def remote(buckets: Iterator[tuple[S3Server, str]], s3_proxy: FaultyProxy) -> Remote:
+    server, name = next(buckets)
+    return Remote(server, s3_proxy, name)
+
+
+def plan_of(cache: Cache) -> PassPlan:
+    with cache.catalogue.reading() as tables:
+        return PassPlan.from_json(tables.passes()[-1].plan)
+
+
+def listed(cache: Cache) -> int:
+    mark = read_mark(cache.directory.worker_file("listing.json"))
+    return 0 if mark is None else mark.count
+
+
+def kill_supervisor(cache: Cache, processes: Processes, worker: cs.Worker) -> None:
+    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    processes.wait_until_gone(DEADLINE_S)
+    worker.close()
+
+
+def test_samples_are_cached_while_the_listing_still_runs_and_in_the_end_every_object_once(
+    cache: Cache, remote: Remote
+) -> None:
+    keys = put(remote.folder, names_in(COUNT))
+    source = remote.open()
+    remote.proxy.lists_allowed = 0
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        cache.wait(FIRST, DEADLINE_S)
+        assert len(only_once(cache)) == FIRST
+        assert cache.fill_state() == "filling"
+        assert cache.status().pass_done is None
+        remote.proxy.lists_allowed = 1
+        cache.wait(FIRST + 1000, DEADLINE_S)
+        assert listed(cache) == FIRST + 1000
+        remote.proxy.lists_allowed = None
+        assert worker.wait(DEADLINE_S)
+        assert cache.status().pass_done == 1.0
+    assert only_once(cache) == keys
+    assert plan_of(cache).segments[:2] == (FIRST, FIRST + 1000)
+    assert source.is_listing, "the listing was done by the worker, not here"
+
+
+def test_after_a_kill_in_mid_listing_it_goes_on_after_the_last_page_and_no_object_comes_twice(
+    cache: Cache, remote: Remote, processes: Processes
+) -> None:
+    keys = put(remote.folder, names_in(COUNT))
+    source = remote.open()
+    remote.proxy.lists_allowed = 1
+    first = cs.start_worker(cache, source, num_workers=2, order="sequential")
+    wait_until(lambda: listed(cache) == FIRST + 1000, "a page is stored")
+    cache.wait(FIRST + 100, DEADLINE_S)
+    kill_supervisor(cache, processes, first)
+    remote.proxy.lists, remote.proxy.lists_allowed = 0, None
+    with cs.start_worker(cache, remote.open(), num_workers=2, order="sequential") as worker:
+        assert worker.wait(DEADLINE_S)
+    assert remote.proxy.lists == 1 + 1 + 1, "the first names, the folders, and the page that was missing"
+    assert only_once(cache) == keys
+
+
+def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
+    cache: Cache, remote: Remote, processes: Processes
+) -> None:
+    keys = put(remote.folder, names_in(COUNT))
+    source = remote.open()
+    remote.proxy.latency_s = 1.0
+    first = cs.start_worker(cache, source, num_workers=1)
+    wait_until(lambda: listed(cache) == COUNT, "all is listed")
+    cache.wait(1, DEADLINE_S)
+    kill_supervisor(cache, processes, first)
+    assert cache.num_samples < COUNT
+    remote.proxy.latency_s, remote.proxy.lists = 0.0, 0
+    with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert remote.proxy.lists == 2, "the first names, and the folders"
+    assert only_once(cache) == keys
+
+
+def test_when_the_catalogue_is_lost_in_mid_listing_what_is_cached_is_not_fetched_again(
+    cache: Cache, remote: Remote, processes: Processes
+) -> None:
+    keys = put(remote.folder, names_in(COUNT))
+    remote.proxy.lists_allowed = None
+    source = remote.open()
+    remote.proxy.lists_allowed = 1
+    first = cs.start_worker(cache, source, num_workers=2)
+    cache.wait(FIRST + 300, DEADLINE_S)
+    kill_supervisor(cache, processes, first)
+    os.unlink(cache.directory.catalogue)
+    remote.proxy.lists_allowed = None
+    with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == keys
+
+
+def test_a_start_on_a_complete_cache_finds_objects_that_were_added_and_rests_if_there_are_none(
+    cache: Cache, s3_proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    with run_s3_server(tmp_path / "s3") as fresh:
+        remote = Remote(fresh, s3_proxy, "added")
+        keys = put(remote.folder, names_in(300))
+        with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
+            assert worker.wait(DEADLINE_S)
+        first = plan_of(cache)
+        remote.proxy.requests = remote.proxy.lists = 0
+        with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
+            assert worker.wait(DEADLINE_S)
+        assert plan_of(cache) == first
+        assert remote.proxy.requests == remote.proxy.lists, "nothing was read again"
+        keys |= put(remote.folder, ["b/new.bin", "c/new.bin"])
+        with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
+            assert worker.wait(DEADLINE_S)
+        assert set(keys_of(cache)) == keys
+        assert plan_of(cache).num_units == 302
+        assert plan_of(cache).segments == ()
+
+
+def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
+    cache: Cache, remote: Remote
+) -> None:
+    keys = put(remote.folder, names_in(450))
+    with cs.start_worker(cache, remote.open(), num_workers=2, shard_size="20kB") as worker:
+        assert worker.wait(DEADLINE_S)
+        first = plan_of(cache)
+        units = cache.status().worker.totals.units  # type: ignore[union-attr]
+        assert units == 450
+        cache.evict(cache.size_bytes // 2)
+        gone = 450 - cache.num_samples
+        wait_until(lambda: plan_of(cache).ordinal == first.ordinal + 1, "another pass begins")
+        wait_until(lambda: cache.num_samples == 450, "all is there again")
+        assert worker.wait(DEADLINE_S)
+        assert cache.status().worker.totals.units == units + gone  # type: ignore[union-attr]
+    assert only_once(cache) == keys
+    second = plan_of(cache)
+    assert (second.num_units, second.listing, second.segments) == (450, first.listing, ())
+
+
+def test_nodes_that_share_a_growing_listing_read_every_object_once_together(
+    tmp_path: Path, remote: Remote, processes: Processes
+) -> None:
+    keys = put(remote.folder, names_in(600))
+    found: list[str] = []
+    for node in range(2):
+        with Cache(tmp_path / f"node{node}", size_limit="50MB", min_free=0) as cache:
+            with cs.start_worker(cache, remote.open(), num_workers=1, partition=(node, 2)) as worker:
+                assert worker.wait(DEADLINE_S)
+            found += only_once(cache)
+    assert len(found) == len(set(found))
+    assert set(found) == keys
+
+
+def test_a_folder_that_changes_all_labels_ends_the_worker_with_what_to_do(
+    cache: Cache, remote: Remote
+) -> None:
+    put(remote.folder, [f"a/{number:05d}.jpg" for number in range(300)] + ["b/1.jpg", "b/deep/2.jpg"])
+    source = remote.open()
+    assert source.label_names == ("a", "b")
+    match = r"'deep' is a folder .*first_names=None"
+    with cs.start_worker(cache, source, num_workers=1) as worker, pytest.raises(WorkerError, match=match):
+        worker.wait(DEADLINE_S)
+    cache.clear()
+    whole = cs.open_source(remote.url, storage_options=remote.options, first_names=None)
+    assert whole.label_names == ("a", "b", "deep")  # type: ignore[attr-defined]
+
+
+def test_what_needs_all_units_lists_them_before_and_stores_no_listing(cache: Cache, remote: Remote) -> None:
+    keys = put(remote.folder, names_in(450))
+    source = remote.open()
+    weights = [1.0] * source.num_units
+    assert not source.is_listing
+    assert {source.key(unit) for unit in range(source.num_units)} == keys
+    with cs.start_worker(cache, source, num_workers=1, order=weights) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert listing_files(cache) == ()
+
+
+def test_clearing_the_cache_lists_anew(cache: Cache, remote: Remote) -> None:
+    put(remote.folder, names_in(450))
+    with cs.start_worker(cache, remote.open(), num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    before = listing_files(cache)
+    cache.clear()
+    with cs.start_worker(cache, remote.open(), num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert len(only_once(cache)) == 450
+    assert listing_files(cache) != before
