@@ -1,4 +1,4 @@
-"""A real S3 server: `rclone serve s3` over a folder, on a free port of this machine alone."""
+"""A real S3 server: `rclone serve s3` over a folder, on a free port, by default of this machine alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["S3Server", "run_s3_server"]
 
 READY_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
-_STARTED: Final = re.compile(r"https?://127\.0\.0\.1:(\d+)/")
+_STARTED: Final = re.compile(r"https?://[\d.]+:(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ class S3Server:
     pid: int
     key: str
     secret: str
+    address: str = "127.0.0.1"
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class S3Server:
         return {
             "key": self.key,
             "secret": self.secret,
-            "endpoint_url": f"http://127.0.0.1:{port}",
+            "endpoint_url": f"http://{self.address}:{port}",
             "client_kwargs": {"region_name": "us-east-1"},
         }
 
@@ -85,6 +86,7 @@ def run_s3_server(
     secret: str = "CANARYSECRET",
     bwlimit: str | None = None,
     fresh: bool = True,
+    address: str = "127.0.0.1",
 ) -> Iterator[S3Server]:
     """Serve `root` (default: a temporary folder) until the end of the block.
 
@@ -102,7 +104,7 @@ def run_s3_server(
             "s3",
             str(served),
             "--addr",
-            "127.0.0.1:0",
+            f"{address}:0",
             "--auth-key",
             f"{key},{secret}",
         ]
@@ -123,7 +125,7 @@ def run_s3_server(
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
         try:
             port = _wait_until_ready(process, log)
-            yield S3Server(served, port, process.pid, key, secret)
+            yield S3Server(served, port, process.pid, key, secret, address)
         finally:
             process.terminate()
             try:
