@@ -1,0 +1,106 @@
+"""Two DDP ranks, real processes: `python -m benchmarks.ranks`.
+
+8192 samples of 128 KiB float32, shuffled, batches of 64 for each rank, warm. Each rank takes its batches of the same
+epochs, begun together; the aggregate counts from the first batch of either to the last of both. In the same run, with
+the same start: two processes that copy 8 MiB at a time. Every batch of one epoch is checked: equal numbers of batches, no
+sample twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+import cachestream as cs
+from benchmarks.measure import MEMCPY_BYTES, emit, scratch
+from benchmarks.warm import BATCH, BATCH_BYTES, SAMPLES, fill
+
+RANKS = 2
+EPOCHS = 15
+COPIES = 128
+
+
+def copy_some(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> int:
+    pieces = len(source) // MEMCPY_BYTES
+    for i in range(COPIES):
+        start = i % pieces * MEMCPY_BYTES
+        np.copyto(target, source[start : start + MEMCPY_BYTES])
+    return COPIES * MEMCPY_BYTES
+
+
+def timed(work: Any) -> tuple[float, float, int]:
+    """When `work` began and ended, and the bytes it tells; all ranks begin together."""
+    torch.distributed.barrier()
+    begun_s = time.monotonic()
+    moved = work()
+    return begun_s, time.monotonic(), moved
+
+
+def epoch(loader: cs.EpochLoader) -> int:
+    return sum(BATCH_BYTES for _ in loader)
+
+
+def work(rank: int, folder: Path, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    source, target = np.ones(128 << 20, np.uint8), np.zeros(MEMCPY_BYTES, np.uint8)
+    copy_some(source, target)
+    with cs.Cache(folder) as cache, cs.EpochLoader(cache, BATCH) as loader:
+        seen = []
+        for batch in loader:
+            assert torch.equal(batch["x"][:, 0].long(), batch["i"])
+            seen.append(batch["i"])
+        copies, epochs = [], []
+        for _ in range(EPOCHS):
+            copies.append(timed(functools.partial(copy_some, source, target)))
+            epochs.append(timed(functools.partial(epoch, loader)))
+        torch.distributed.barrier()
+    results.put((rank, torch.cat(seen).tolist(), copies, epochs))
+
+
+def aggregate(of_ranks: list[tuple[float, float, int]]) -> float:
+    """GB/s of all ranks together."""
+    begun, ended, moved = zip(*of_ranks, strict=True)
+    rate: float = sum(moved) / (max(ended) - min(begun)) / 1e9
+    return rate
+
+
+def main() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with scratch() as folder:
+        fill(folder / "cache").close()
+        results = spawn.Queue()
+        ranks = [
+            spawn.Process(target=work, args=(rank, folder / "cache", str(folder / "store"), results))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        told = sorted(results.get(timeout=300) for _ in ranks)
+        for process in ranks:
+            process.join(60)
+    seen = [set(numbers) for _, numbers, _, _ in told]
+    assert len({len(numbers) for _, numbers, _, _ in told}) == 1
+    assert not seen[0] & seen[1]
+    assert len(seen[0] | seen[1]) == SAMPLES
+    copies = [aggregate(list(pair)) for pair in zip(*(rank[2] for rank in told), strict=True)]
+    loads = [aggregate(list(pair)) for pair in zip(*(rank[3] for rank in told), strict=True)]
+    ratios = [load / copy for load, copy in zip(loads, copies, strict=True)]
+    emit(
+        two_processes_memcpy_gb_per_s=statistics.median(copies),
+        two_ranks_gb_per_s=statistics.median(loads),
+        ranks_to_memcpy=statistics.median(ratios),
+        least_ranks_to_memcpy=min(ratios),
+    )
+
+
+if __name__ == "__main__":
+    main()
