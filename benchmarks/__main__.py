@@ -16,6 +16,10 @@ MEASUREMENTS: Final = {
     "60,000 samples of 784 bytes, batch 256": ["-m", "benchmarks.small"],
     "pure Python beside 1 GB/s": ["-m", "benchmarks.interpreter"],
     "10,000 shards": ["-m", "benchmarks.scale"],
+    "1,000 epochs": ["-m", "benchmarks.scale", "epochs"],
+    "two ranks": ["-m", "benchmarks.ranks"],
+    "fields whose shape varies": ["-m", "benchmarks.ragged"],
+    "shuffling within a window": ["-m", "benchmarks.locality", "quality"],
 }
 
 
