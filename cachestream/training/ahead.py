@@ -32,6 +32,7 @@ _SAMPLES: Final = 4  # pages looked at in each step
 _FIRST_SAMPLES: Final = 16
 _ENOUGH: Final = 256  # pages in memory, one after the other, after which nothing is missing any more
 _PENDING: Final = 2
+_UNSEEN: Final = 1
 _NOTHING: Final[IntArray] = np.empty(0, np.int64)
 
 
@@ -48,7 +49,7 @@ class Coldness:
     def __init__(self, faults: Callable[[], int] = count_faults) -> None:
         self._faults = faults
         self._seen = -1
-        self._left = 1
+        self._left = _UNSEEN
 
     def look(self) -> bool:
         """Whether to see what is missing now."""
@@ -57,16 +58,17 @@ class Coldness:
             self._left = _ENOUGH
         return self._left > 0
 
-    def note(self, pages: int, cached: int) -> bool:
-        """`cached` of `pages` are in memory. Returns whether to ask for all of them."""
-        first, missing = self._left == 1, cached < pages
-        self._left = _ENOUGH if missing else max(0, self._left - pages)
-        return missing or not first
-
     @property
-    def samples(self) -> int:
-        """How many pages to look at."""
-        return _FIRST_SAMPLES if self._left == 1 else _SAMPLES
+    def is_first(self) -> bool:
+        """Whether nothing has been seen yet."""
+        return self._left == _UNSEEN
+
+    def note(self, pages: int, cached: int) -> None:
+        """`cached` of `pages` that will be needed are in memory."""
+        if cached < pages:
+            self._left = _ENOUGH
+        else:
+            self._left = max(0, self._left - pages)
 
 
 class ReadAhead:
@@ -101,16 +103,27 @@ class ReadAhead:
         self._pending = [future for future in self._pending if not future.done()]
         if len(self._pending) >= _PENDING:
             return
+        if self._coldness.is_first:
+            self._look(self._first_of(batch), _FIRST_SAMPLES)
+            if not self._coldness.look():
+                return
         starts, stops = self._coming(batch)
         if not len(starts):
             return
-        samples = self._coldness.samples
-        looked_at = starts[:: max(1, len(starts) // samples)][:samples]
-        if not self._coldness.note(len(looked_at), count_cached(looked_at)):
-            return
+        self._look(starts, _SAMPLES)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
         self._pending.append(self._thread.submit(self._ask, starts, stops))
+
+    def _look(self, addresses: IntArray, most: int) -> None:
+        some = addresses[:: -(-len(addresses) // most) or 1]
+        self._coldness.note(len(some), count_cached(some))
+
+    def _first_of(self, batch: int) -> IntArray:
+        """Addresses of the first samples of `batch`."""
+        start, stop = self._segment.plan.span(self._segment.place, batch)
+        samples = self._segment.order.at(np.arange(start, min(stop, start + _FIRST_SAMPLES), dtype=np.int64))
+        return self._addresses(samples, samples + 1)[0]
 
     def close(self) -> None:
         """End the thread, without waiting for it."""
@@ -127,9 +140,12 @@ class ReadAhead:
             last = self._order.needs(self._offset + plan.position(upcoming))[1]
             self._asked_to = max(first, min(last, first + self._most_places))
             return self._addresses(*self._order.stretches(first, self._asked_to))
-        first, last = max(batch, self._asked_to), min(batch + 1 + self._ahead, plan.num_batches)
-        self._asked_to = last
         step = max(1, self._every // 2)
+        ahead = (
+            step if self._coldness.is_first else self._ahead
+        )  # to work out all takes long, perhaps for nothing
+        first, last = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
+        self._asked_to = last
         found = []
         for begin in range(first, last, step):
             spans = [plan.span(place, i) for i in range(begin, min(begin + step, last))]
