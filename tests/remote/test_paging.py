@@ -75,13 +75,13 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
     options = server.storage_options
     visible = sum("/." not in f"/{name}" for name in NAMES)
     closed = FileSource("s3://paged", storage_options=options, first_names=visible)
-    source = FileSource("s3://paged", storage_options=options, first_names=30)
+    source = FileSource("s3://paged", storage_options=options, first_names=30, label=None)
     assert not closed.is_listing
     assert as_growing(closed) is None
     assert as_growing(source) is source
     assert is_source(source)
     assert source.is_listing, "nothing of this has asked for the rest"
-    assert repr(source).endswith("30 files and more>")
+    assert repr(source).endswith(f"{len(source.first_names)} files and more>")
     rest = [name for page in source.more_names(source.first_names[-1]) for name in page.names]
     assert [*source.first_names, *rest] == [closed.key(unit) for unit in range(closed.num_units)]
 

@@ -208,20 +208,6 @@ def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
     assert (second.num_units, second.listing, second.segments) == (450, first.listing, ())
 
 
-def test_nodes_that_share_a_growing_listing_read_every_object_once_together(
-    tmp_path: Path, remote: Remote, processes: Processes
-) -> None:
-    keys = put(remote.folder, names_in(600))
-    found: list[str] = []
-    for node in range(2):
-        with Cache(tmp_path / f"node{node}", size_limit="50MB", min_free=0) as cache:
-            with cs.start_worker(cache, remote.open(), num_workers=1, partition=(node, 2)) as worker:
-                assert worker.wait(DEADLINE_S)
-            found += only_once(cache)
-    assert len(found) == len(set(found))
-    assert set(found) == keys
-
-
 def test_a_folder_that_changes_all_labels_ends_the_worker_with_what_to_do(
     cache: Cache, remote: Remote
 ) -> None:
