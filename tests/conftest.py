@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import multiprocessing.resource_tracker
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ pytest_plugins = [name for name in ("tests.support.fixtures",) if importlib.util
 # The machine is shared and slow at times: a deadline an example would fail for that alone.
 hypothesis.settings.register_profile("cachestream", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("cachestream")
+
+# Started by nohup, or behind "&" in a script, all processes here would ignore Ctrl-C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WIND_DOWN_S: Final = 5.0
 # Threads that live as long as the interpreter, whoever starts them first.
