@@ -178,7 +178,19 @@ def check_epochs(lives: list[Log], disjoint: bool = True) -> None:
         assert not disjoint or max(drawn.values()) == 1
 
 
-def test_nodes_read_disjoint_shares_and_go_on_after_one_was_cut_off(tmp_path: Path) -> None:
+def test_the_caches_of_two_nodes_hold_disjoint_shares_and_their_ranks_train_equal_epochs(
+    tmp_path: Path,
+) -> None:
+    with run_job(tmp_path, hosts=2, nodes="2", ranks=1, epoch_size=48) as job:
+        check_epochs(job.wait("both ranks train", lambda: job.lives(2)))
+        job.finish()
+    shares = [numbers_in(tmp_path / "cache" / host.name) for host in job.hosts.all]
+    assert [len(share) for share in shares] == [SAMPLES // 2] * 2
+    assert sorted(shares[0] + shares[1]) == list(range(SAMPLES))
+
+
+@pytest.mark.slow
+def test_nodes_go_on_after_one_was_cut_off(tmp_path: Path) -> None:
     with run_job(tmp_path, hosts=2, nodes="2", ranks=2, epoch_size=48) as job:
         lives = job.wait("all ranks train", lambda: job.lives(4))
         check_epochs(lives)
@@ -203,6 +215,7 @@ def test_nodes_read_disjoint_shares_and_go_on_after_one_was_cut_off(tmp_path: Pa
     assert [numbers_in(tmp_path / "cache" / host.name) for host in (here, there)] == shares
 
 
+@pytest.mark.slow
 def test_a_directory_that_two_hosts_share_is_one_cache_and_survives_a_killed_rank(tmp_path: Path) -> None:
     with run_job(tmp_path, hosts=2, nodes="2", ranks=1, epoch_size=48, shared=True) as job:
         lives = job.wait("both ranks train", lambda: job.lives(2))
