@@ -135,9 +135,11 @@ class EpochMaps:
         if not ahead:
             self._tick += 1
             self._last_used[shards] = self._tick
-        missing = np.unique(shards[~self.mapped[shards]])
         damaged: list[tuple[int, CorruptShardError]] = []
-        for place in missing.tolist():
+        absent = ~self.mapped[shards]
+        if not absent.any():
+            return damaged
+        for place in np.unique(shards[absent]).tolist():
             if self.num_mapped >= self.max_open:
                 if ahead:
                     break

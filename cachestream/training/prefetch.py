@@ -40,8 +40,8 @@ _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that 
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
 _OPEN_AT_ONCE: Final = 16
 _PARCEL_BATCHES: Final = 16
-_PARCEL_S: Final = 0.0003
-_PARCEL_BYTES: Final = 1 << 20
+_PARCEL_S: Final = 0.001
+_PARCEL_BYTES: Final = 4 << 20
 _MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
