@@ -66,8 +66,8 @@ def stream(
     Every iteration over the loader is a new epoch over what is cached by then; the first begins with the
     first batch that has arrived. Call it the same on every rank of a distributed job: one rank's worker
     runs, the others attach, and all ranks agree on the epochs. Where the ranks have several caches (one a
-    node), the worker of each reads a share of its own, unless `partition` is given. Under torchrun a worker
-    goes on for two minutes (`linger_s`) after its ranks have failed, so that restarted ones find it at work.
+    node), the worker of each reads a share of its own, unless `partition` is given. Where torchrun restarts ranks
+    (`--max-restarts`) a worker goes on for two minutes (`linger_s`) after they have failed, so that they find it at work.
 
     Args:
         source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.

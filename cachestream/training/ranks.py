@@ -292,5 +292,6 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
 
 
 def is_elastic() -> bool:
-    """Whether torchrun started this process, and may start it again after a failure."""
-    return dist.is_available() and dist.is_torchelastic_launched()
+    """Whether torchrun started this process, and would start it again after a failure (`--max-restarts`)."""
+    launched = dist.is_available() and dist.is_torchelastic_launched()
+    return launched and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

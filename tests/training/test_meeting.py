@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from cachestream import RankMismatchError
 from cachestream.training import meeting
 from cachestream.training.meeting import Cancelled, Line, meet_at
-from cachestream.training.ranks import Deadlines, StoreRanks
+from cachestream.training.ranks import Deadlines, StoreRanks, is_elastic
 
 PATIENCE_S: Final = 60.0
 SERVER: Final = """
@@ -113,3 +113,21 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
     process.send_signal(signal.SIGCONT)
     with pytest.raises(RankMismatchError, match="does not answer"):
         line.call(lambda store: store.check(["not there"]))
+
+
+@pytest.mark.parametrize(
+    ("environment", "lingers"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+    ],
+)
+def test_only_ranks_that_torchrun_would_restart_have_their_worker_wait_for_them(
+    environment: dict[str, str], lingers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_elastic() == lingers
