@@ -7,12 +7,13 @@ PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 PEERS_VENV  ?= .venv-peers
 PEERS_ARGS  ?=
+ACCURACY_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pytest soak bench bench-peers clean
+.PHONY: help demo test check pytest soak bench bench-peers bench-accuracy clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready-demo  ## set up, then train on a growing cache: two ranks, real images, no network
 	$(BIN)/cachestream demo $(DEMO_ARGS)
@@ -36,6 +37,9 @@ bench: $(VENV)/.ready-dev  ## measure this machine (see benchmarks/RESULTS.md)
 bench-peers: $(PEERS_VENV)/.ready-peers  ## measure other loaders beside ours (PEERS_ARGS="--rounds 1 --only LitData,Epoch")
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(PEERS_ARGS)
 
+bench-accuracy: $(PEERS_VENV)/.ready-peers  ## time to accuracy over a slow remote, beside them (ACCURACY_ARGS="--seeds 1")
+	$(PEERS_VENV)/bin/python -m benchmarks.peers.accuracy $(ACCURACY_ARGS)
+
 clean:  ## remove what was made here, the virtual environment too
 	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -48,7 +52,7 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.
 $(PEERS_VENV)/.ready-peers: pyproject.toml constraints.txt benchmarks/peers/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(PEERS_VENV)
-	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
 	@touch $@
 

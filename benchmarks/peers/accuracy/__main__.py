@@ -1,0 +1,142 @@
+"""Time to accuracy over a slow remote: `python -m benchmarks.peers.accuracy [--seeds 3] [--seconds 60] [--only TEXT,…]`.
+
+The same small network, from the same weights, on the same views (the demo's: which of 135 places does one show?) from
+the same S3 server behind the same limit, for the same time, once with each loader: held-out accuracy against
+wall-clock. The trainer could take about ten times what the remote gives, and the remote holds more than twice what can be
+fetched in the budget. Loaders take turns, a process for each run. `--draw FILE.json` draws what was measured before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from benchmarks.measure import scratch
+from benchmarks.peers.accuracy.entries import ENTRIES, Entry
+from benchmarks.peers.accuracy.show import Run, draw, markdown
+from benchmarks.peers.accuracy.train import Outcome, Settings
+from benchmarks.peers.accuracy.views import SHARD_SAMPLES
+from cachestream.demo.data import PLACES, make_remote
+from tests.support.proxy import FaultyProxy, run_proxy
+from tests.support.s3 import S3Server, run_s3_server
+
+BYTES_PER_S: Final = 1_000_000
+VIEW_BYTES: Final = 4362  # on average
+FETCHABLE: Final = 2.2  # the views are so many times what comes in the budget
+HELD_OUT: Final = 10 * PLACES
+SPARE_S: Final = 60.0  # for imports and for working the accuracy out
+OUTPUT: Final = Path("benchmarks/output")
+
+
+def _outcome(command: list[str], timeout_s: float, folder: Path) -> Outcome | None:
+    """What a run found, once it has ended or is too late; None if it found nothing."""
+    told, log = folder / "outcome.json", folder / "log"
+    with told.open("w") as out, log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors, start_new_session=True)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"not over after {timeout_s:.0f} s", file=sys.stderr)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the loaders' own processes, too
+        process.wait()
+    try:
+        return Outcome(**json.loads(told.read_text().splitlines()[-1]))
+    except (IndexError, ValueError):
+        print(log.read_text()[-2000:], file=sys.stderr)
+        return None
+
+
+def _run(
+    entry: Entry, seed: int, seconds: float, server: S3Server, proxy: FaultyProxy, views: Path
+) -> Run | None:
+    shards = len(list(server.bucket("tars").iterdir()))
+    with scratch() as folder:
+        settings = Settings(
+            seed=seed,
+            seconds=seconds,
+            option=entry.option,
+            endpoint_url=f"http://127.0.0.1:{proxy.port}",
+            key=server.key,
+            secret=server.secret,
+            shards=shards,
+            folder=str(folder),
+            views=str(views),
+        )
+        begun_s = time.monotonic()
+        command = [*_MODULE, "train", entry.module, json.dumps(asdict(settings))]
+        outcome = _outcome(command, seconds + SPARE_S, folder)
+    if outcome is None:
+        print(f"failed: {entry.title}, seed {seed}", file=sys.stderr, flush=True)
+        return None
+    fetched = sum(nbytes for at_s, nbytes in list(proxy.sent) if at_s >= begun_s)
+    print(
+        f"{entry.title}, seed {seed}: first batch {outcome.first_batch_s:.1f} s, {outcome.samples} samples, "
+        f"waiting {outcome.waited:.0%}, {fetched / 1e6:.0f} MB, accuracy {outcome.accuracy[-1]:.3f}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return Run(entry.title, seed, fetched, outcome)
+
+
+_MODULE: Final = [sys.executable, "-m", "benchmarks.peers.accuracy.train"]
+
+
+def measure(entries: Sequence[Entry], seeds: int, seconds: float) -> Iterator[Run]:
+    """Every run that came to its end, the loaders in turn for each seed."""
+    with scratch() as folder, run_s3_server(folder / "s3", fresh=False) as server:
+        samples = int(FETCHABLE * seconds * BYTES_PER_S / VIEW_BYTES) // SHARD_SAMPLES * SHARD_SAMPLES
+        print(f"writing {samples} views", file=sys.stderr, flush=True)
+        make_remote(folder / "views", max(samples, PLACES), HELD_OUT)
+        for module in dict.fromkeys(["tars", *(entry.module for entry in entries)]):
+            prepare = [*_MODULE, "prepare", module, str(folder / "views"), str(server.root)]
+            subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+        with run_proxy(server.port, bytes_per_s=BYTES_PER_S) as proxy:
+            for seed in range(seeds):
+                for entry in entries:
+                    run = _run(entry, seed, seconds, server, proxy, folder / "views")
+                    if run is not None:
+                        yield run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.accuracy", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="the budget of a run")
+    parser.add_argument("--only", default="", help="parts of the names of loaders, separated by commas")
+    parser.add_argument("--draw", type=Path, nargs="*", help="measure nothing; draw the runs in these files")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "accuracy.png")
+    options = parser.parse_args()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    if options.draw:
+        runs = [Run.from_json(line) for path in options.draw for line in path.read_text().splitlines()]
+    else:
+        parts = options.only.split(",")
+        entries = [entry for entry in ENTRIES if any(part in entry.title for part in parts)]
+        runs = []
+        with options.output.with_suffix(".jsonl").open("w") as kept:
+            for run in measure(entries, options.seeds, options.seconds):
+                runs.append(run)
+                kept.write(run.to_json() + "\n")
+                kept.flush()
+    draw(runs, options.output)
+    print(markdown(runs))
+    print(
+        f"\n{os.cpu_count()} cores; load at the end {', '.join(f'{load:.1f}' for load in os.getloadavg())}."
+    )
+    print(f"wrote {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ENTRIES", "OURS", "Entry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the plot: `module` of this folder with `option`."""
+
+    title: str
+    module: str
+    option: str = ""
+    colour: str = "0.5"
+    line: str = "-"
+
+
+OURS: Final = "cachestream"
+ENTRIES: Final = (
+    Entry("WebDataset", "tars", "", "C1"),
+    Entry("WebDataset, `cache_dir`, resampled", "tars", "cache", "C1", "--"),
+    Entry("MosaicML Streaming", "mosaic", "", "C2"),
+    Entry("LitData", "lit", "", "C3"),
+    Entry("LitData, `subsample=0.1`", "lit", "0.1", "C3", "--"),
+    Entry(OURS, "ours", "", "C0"),
+)

@@ -1,0 +1,117 @@
+"""The runs as a picture and as a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+
+from benchmarks.peers.accuracy.entries import ENTRIES, OURS, Entry
+from benchmarks.peers.accuracy.train import Outcome
+
+__all__ = ["Run", "draw", "final", "markdown", "reached_s"]
+
+LAST: Final = 5  # the final accuracy is the mean of so many last ones
+IN_A_ROW: Final = 3  # an accuracy is reached where so many in a row are at it
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one loader; `fetched_bytes` is what went through the proxy meanwhile."""
+
+    title: str
+    seed: int
+    fetched_bytes: int
+    outcome: Outcome
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Run:
+        told = json.loads(line)
+        return cls(told["title"], told["seed"], told["fetched_bytes"], Outcome(**told["outcome"]))
+
+
+def final(outcome: Outcome) -> float:
+    """The accuracy at the end of the budget."""
+    return statistics.mean(outcome.accuracy[-LAST:])
+
+
+def reached_s(outcome: Outcome, accuracy: float) -> float | None:
+    """When the first of three accuracies in a row, none below `accuracy`, was; None: never."""
+    for start in range(len(outcome.accuracy) - IN_A_ROW + 1):
+        if min(outcome.accuracy[start : start + IN_A_ROW]) >= accuracy:
+            return outcome.times_s[start]
+    return None
+
+
+def _shown(runs: Sequence[Run]) -> list[tuple[Entry, list[Run]]]:
+    grouped = [(entry, [run for run in runs if run.title == entry.title]) for entry in ENTRIES]
+    return [(entry, group) for entry, group in grouped if group]
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Write the picture: the mean over the seeds as a line, each seed as a thin one."""
+    mpl.use("Agg")
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for entry, group in _shown(runs):
+        curves = np.array([[0.0, *run.outcome.accuracy] for run in group])
+        times_s = [0.0, *group[0].outcome.times_s]
+        for curve in curves:
+            axes.plot(times_s, 100 * curve, entry.line, color=entry.colour, linewidth=0.6, alpha=0.4)
+        label = entry.title.replace("`", "")
+        axes.plot(times_s, 100 * curves.mean(0), entry.line, color=entry.colour, linewidth=2, label=label)
+    axes.set_xlabel("seconds since the loader was made")
+    axes.set_ylabel("accuracy on held-out views, %")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 100)
+    axes.grid(visible=True, alpha=0.25)
+    axes.legend(frameon=False, loc="best")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """A row for each loader, means over the seeds with their range; then the times to the best peers' accuracy."""
+    lines = [
+        "| | held-out accuracy, % | samples trained on | waiting, % | first batch, s | MB fetched | ours there at |",
+        "|-|-|-|-|-|-|-|",
+    ]
+    ours = {run.seed: run.outcome for run in runs if run.title == OURS}
+    for entry, group in _shown(runs):
+        title = f"**{entry.title}**" if entry.title == OURS else entry.title
+        cells = (
+            _range([100 * final(run.outcome) for run in group]),
+            f"{statistics.mean(run.outcome.samples for run in group):,.0f}",
+            f"{100 * statistics.mean(run.outcome.waited for run in group):.0f}",
+            f"{statistics.mean(run.outcome.first_batch_s for run in group):.1f}",
+            f"{statistics.mean(run.fetched_bytes for run in group) / 1e6:.0f}",
+            "" if entry.title == OURS else _shares(group, ours),
+        )
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+
+
+def _shares(group: Sequence[Run], ours: dict[int, Outcome]) -> str:
+    """When ours, with the same seed, has reached the final accuracy of each run."""
+    shares = []
+    for run in group:
+        if run.seed not in ours:
+            continue
+        at_s = reached_s(ours[run.seed], final(run.outcome))
+        if at_s is None:
+            return "not in all runs"
+        shares.append(at_s / run.outcome.times_s[-1])
+    return f"{statistics.mean(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})" if shares else ""

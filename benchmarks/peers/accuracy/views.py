@@ -1,0 +1,98 @@
+"""The data of the task: JPEG views of places, as the demo makes them, and views of the same places held out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cachestream.demo.data import PLACES, SIDE
+
+__all__ = [
+    "BATCH",
+    "LOADER_WORKERS",
+    "SHARD_SAMPLES",
+    "Batches",
+    "Feed",
+    "Remote",
+    "decode",
+    "endless",
+    "stack",
+    "views",
+]
+
+SHARD_SAMPLES: Final = (
+    128  # of every format: 0.8 MB, so that at a slow remote nobody waits long for a first one
+)
+BATCH: Final = 32
+LOADER_WORKERS: Final = 2  # processes that fetch and decode, of every loader
+
+Batches: TypeAlias = Generator[tuple[Tensor, Tensor], None, None]
+_KEPT: Final[list[object]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The S3 server as a loader sees it, `shards` objects in each bucket, and an empty `folder` of the run's own."""
+
+    endpoint_url: str
+    key: str
+    secret: str
+    shards: int
+    folder: Path
+
+    @property
+    def boto_options(self) -> dict[str, str]:
+        return {
+            "endpoint_url": self.endpoint_url,
+            "aws_access_key_id": self.key,
+            "aws_secret_access_key": self.secret,
+            "region_name": "us-east-1",
+        }
+
+
+class Feed(Protocol):
+    """What a module of this folder that stands for a loader offers."""
+
+    BUCKET: str
+
+    def prepare(self, views_at: Path, bucket: Path) -> None:
+        """Write the views in the format of the loader."""
+
+    def batches(self, remote: Remote, seed: int, option: str) -> Batches:
+        """Shuffled batches without end: uint8 `[BATCH, 3, SIDE, SIDE]` and int64 `[BATCH]`."""
+
+
+def views(folder: Path) -> Iterator[tuple[int, bytes, int]]:
+    """The number of each view in `folder`, its JPEG file and its place; neighbours show different places."""
+    for path in sorted(folder.glob("*/*.jpg"), key=lambda path: path.stem):
+        number = int(path.stem)
+        yield number, path.read_bytes(), number % PLACES
+
+
+def decode(jpeg: bytes) -> Tensor:
+    """uint8 `[3, SIDE, SIDE]`: just what the demo's `shrink` makes of the decoded view."""
+    with Image.open(io.BytesIO(jpeg)) as view:
+        small = view.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0)
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1)))
+
+
+def stack(samples: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
+    """A batch of samples with fields "jpg" and "cls", decoded; the peers do it in their worker processes."""
+    samples = list(samples)
+    images = torch.stack([decode(sample["jpg"]) for sample in samples])
+    return images, torch.tensor([int(sample["cls"]) for sample in samples])
+
+
+def endless(loader: Iterable[Any]) -> Batches:
+    """One epoch of `loader` after the other. It is never torn down: the process ends first, where that would hang."""
+    _KEPT.append(loader)
+    while True:
+        yield from loader
