@@ -18,13 +18,11 @@ from cachestream.remote.manifest import Manifest, first_url, path_of
 from cachestream.remote.names import Names, NamesBuilder
 from cachestream.remote.paging import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
 from cachestream.remote.retry import redact
-from cachestream.remote.stored import StoredNames
+from cachestream.remote.stored import AnyNames
 
-__all__ = ["AnyNames", "FileList", "Url", "check_unit", "folder_of"]
+__all__ = ["FileList", "Url", "check_unit", "folder_of"]
 
 Url = str | os.PathLike[str]
-
-AnyNames = Names | StoredNames
 
 _completing = threading.Lock()
 

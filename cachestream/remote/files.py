@@ -11,12 +11,13 @@ import numpy as np
 from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.decode import decode_fields, extension_of, is_image
 from cachestream.remote.fetch import fetch
-from cachestream.remote.filelist import AnyNames, FileList, Url, check_unit, folder_of
+from cachestream.remote.filelist import FileList, Url, check_unit, folder_of
 from cachestream.remote.foreign import foreign_errors
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.paging import Page
 from cachestream.remote.retry import map_errors
+from cachestream.remote.stored import AnyNames
 
 __all__ = ["FileSource"]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from cachestream.remote.filelist import AnyNames
 from cachestream.remote.names import Names
-from cachestream.remote.paging import Page
 from cachestream.remote.source import Source
-from cachestream.remote.stored import StoredNames
+from cachestream.remote.stored import AnyNames, StoredNames
+
+if TYPE_CHECKING:  # the supervisor comes by here, and loads no driver
+    from cachestream.remote.paging import Page
 
 __all__ = ["GrowingSource", "as_growing", "begins_with", "is_source", "stored_names"]
 

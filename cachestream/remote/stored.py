@@ -19,7 +19,7 @@ import numpy as np
 from cachestream.errors import SourceError
 from cachestream.remote.names import Names
 
-__all__ = ["Mark", "NamesWriter", "StoredNames", "read_mark"]
+__all__ = ["AnyNames", "Mark", "NamesWriter", "StoredNames", "read_mark"]
 
 _OFFSET_BYTES: Final = 8
 
@@ -111,6 +111,9 @@ class StoredNames(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"<StoredNames {self._path}: {len(self):,}>"
+
+
+AnyNames = Names | StoredNames
 
 
 def _map(folder: str, mark: Mark) -> Names:

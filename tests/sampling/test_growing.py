@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +82,17 @@ def test_a_pass_takes_up_what_is_an_eighth_more_or_the_end() -> None:
     ended = plan.grown(800, plan.listing, is_complete=True)
     assert (ended.segments, ended.length, ended.growing) == ((800,), 800, False)
     assert not ended.takes_up(2000, is_complete=True)
+
+
+@pytest.mark.parametrize("module", ["supervisor", "process"])
+def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_source_does_not_bring(
+    module: str,
+) -> None:
+    code = f"import sys, cachestream.sampling.{module}; print({{'fsspec', 'torch'}} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"
 
 
 # --- stored names

@@ -48,7 +48,8 @@ class FaultyProxy:
     arrived, `connections` those that carried them; `in_flight_peak` how many waited for an answer at once.
     `busy_above`: while more than so many do, the rest are told 503 SlowDown, `refused` so far. `sent` is what
     was passed on of bodies, as (monotonic time, bytes). `lists` counts requests for a page of a listing;
-    `lists_allowed`: so many more of them are passed on, the rest wait until it is raised (None: all are).
+    `lists_allowed`: so many more of them are passed on, the rest wait until it is raised (None: all are);
+    `others_allowed`: the same for all other requests.
     """
 
     def __init__(self, target_port: int, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -63,6 +64,7 @@ class FaultyProxy:
         self.sent: list[tuple[float, int]] = []
         self.lists = 0
         self.lists_allowed: int | None = None
+        self.others_allowed: int | None = None
         self._in_flight = 0
         self._paid_s = 0.0
         self._plan = _Plan()
@@ -180,7 +182,9 @@ class FaultyProxy:
         self._in_flight += 1
         self.in_flight_peak = max(self.in_flight_peak, self._in_flight)
         try:
-            if _IS_LIST.match(head) and not await self._may_list(client_in):
+            is_list = _IS_LIST.match(head) is not None
+            self.lists += is_list
+            if not await self._may_pass("lists_allowed" if is_list else "others_allowed", client_in):
                 return False
             await asyncio.sleep(self.latency_s / 2)
             if plan.fault == "busy" or (self.busy_above is not None and self._in_flight > self.busy_above):
@@ -198,15 +202,14 @@ class FaultyProxy:
         finally:
             self._in_flight -= 1
 
-    async def _may_list(self, client_in: asyncio.StreamReader) -> bool:
-        """Wait until a listing may go on; False when who asked has gone."""
-        self.lists += 1
-        while self.lists_allowed == 0:
+    async def _may_pass(self, allowance: str, client_in: asyncio.StreamReader) -> bool:
+        """Wait until such a request may go on; False when who asked has gone."""
+        while getattr(self, allowance) == 0:
             await asyncio.sleep(0.01)
             if client_in.at_eof():
                 return False
-        if self.lists_allowed is not None:
-            self.lists_allowed -= 1
+        if getattr(self, allowance) is not None:
+            setattr(self, allowance, getattr(self, allowance) - 1)
         return True
 
     async def _answer(
