@@ -23,7 +23,8 @@ class Concurrency:
 
     Where latency sets the speed, twice the reads bring nearly twice the samples; where the processor,
     the disk or the bandwidth does, more threads only take the interpreter from each other. So a process that
-    keeps a processor busy tries fewer, too, and stays there if they bring as much.
+    keeps a processor busy tries fewer, too, and stays there if they bring as much. Bytes count as they are fetched,
+    not samples as they are packed: large units that share a slow network come all at once, and late.
     `settled` reads brought `rate`; `active` are being tried; `rest` turns until the next try.
 
     A remote that asks to slow down (503, 429) gets half as many at once, and then one more a second, up to
@@ -41,7 +42,7 @@ class Concurrency:
     def next(
         self, rate: float, waiting: float, most: int, *, busy: float = 0.0, throttled: bool = False
     ) -> Concurrency:
-        """What to do after a turn that brought `rate` (samples a second), of which the packing spent the
+        """What to do after a turn that brought `rate` (bytes a second), of which the packing spent the
         share `waiting` on waiting for samples; `busy`: how many processors the process kept at work;
         `throttled`: the remote asked to slow down.
         """
@@ -51,6 +52,8 @@ class Concurrency:
             return Concurrency(fewer, fewer, rate, RECOVERY_TURNS, max(self.goal, self.active))
         if self.goal:
             return self._recover(rate, waiting)
+        if not self.rate:  # the first turn in which anything comes is but a part of one
+            return replace(self, rate=rate)
         if self.active > self.settled and rate < GAIN * self.rate:
             return self._fewer(self.settled, self.rate, busy)
         if self.active < self.settled:

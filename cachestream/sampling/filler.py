@@ -88,13 +88,11 @@ class Filler:
         self._slot["fetch_wait_s"] += time.monotonic() - begun_s
         if delivery is not None:
             self._deliver(delivery)
-        self._adapt(delivery)
+        self._adapt()
         self._packing.flush_if_due()
 
-    def _adapt(self, delivery: Delivery | None) -> None:
-        """Count what came, and decide every turn how many units to read at once."""
-        if delivery is not None:
-            self._turn_items += sum(len(lot.offsets) for lot in delivery.lots) + delivery.finished
+    def _adapt(self) -> None:
+        """Decide every turn how many units to read at once."""
         if self._concurrency.active < min(self._concurrency.settled, self._fetcher.reading):
             self._begin_turn()  # what fewer reads bring is to be seen once the others have come to their ends
             return
@@ -104,7 +102,7 @@ class Filler:
             worked_s = time.process_time() - self._turn_worked_s
             throttled, self._reader.throttled = self._reader.throttled, False
             self._concurrency = self._concurrency.next(
-                self._turn_items / elapsed_s,
+                (int(self._slot["fetched_bytes"]) - self._turn_bytes) / elapsed_s,
                 waited_s / elapsed_s,
                 self._job.concurrency,
                 busy=worked_s / elapsed_s,
@@ -114,7 +112,7 @@ class Filler:
             self._begin_turn()
 
     def _begin_turn(self) -> None:
-        self._turn_items, self._turn_since_s = 0, time.monotonic()
+        self._turn_bytes, self._turn_since_s = int(self._slot["fetched_bytes"]), time.monotonic()
         self._turn_waited_s, self._turn_worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
 
     def _beat(self, state: int) -> None:

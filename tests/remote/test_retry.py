@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 import aiohttp
-import botocore.exceptions as boto  # type: ignore[import-untyped]
+import botocore.exceptions as boto
 import multidict
 import pytest
 import yarl

@@ -32,6 +32,16 @@ def test_reads_double_while_that_pays_and_go_back_when_it_does_not() -> None:
     assert state.active == 4
 
 
+def test_as_long_as_nothing_comes_nothing_is_known() -> None:
+    """A slow network: more reads would only share it."""
+    state = Concurrency(4, 4)
+    for rate in (0.0, 0.0, 30.0, 100.0):
+        state = state.next(rate, 1.0, 64)
+        assert state.active == (8 if rate == 100.0 else 4)
+    state = state.next(100.0, 1.0, 64)
+    assert state.active == 4
+
+
 def test_a_process_that_the_interpreter_holds_up_reads_one_unit_at_a_time() -> None:
     state = Concurrency(4, 4)
     for _ in range(6):
@@ -50,8 +60,8 @@ def test_reads_that_run_side_by_side_stay_as_many() -> None:
     for _ in range(REST_TURNS):
         state = state.next(100.0 * min(state.active, 4), 1.0, 64, busy=4.0)
         seen.append(state.active)
-    assert seen[:3] == [8, 2, 4]
-    assert set(seen[3:]) == {4}
+    assert seen[:4] == [4, 8, 2, 4]
+    assert set(seen[4:]) == {4}
 
 
 @given(
