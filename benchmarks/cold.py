@@ -1,7 +1,7 @@
 """From nothing, over a slow remote: `python -m benchmarks.cold [seconds]`.
 
 A real S3 server behind a network that passes 40 MiB/s; arrays of 128 KiB. The trainer takes batches of 64 (8 MiB) and
-computes for 25 ms each, so it wants 335 MB/s. Counted from the call of `stream`: when the first batch came, how many
+computes for 25 ms each, so it wants 335 MB/s. Counted from the call of `stream`, in a script that has loaded torch: when the first batch came, how many
 steps were made, which share of the time after the first batch went into waiting, and how much of the bandwidth the
 filling used meanwhile.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
+
+import torch  # noqa: F401 - as the script that trains has done
 
 import cachestream as cs
 from benchmarks.fill import write_arrays
