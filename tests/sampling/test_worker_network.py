@@ -63,7 +63,8 @@ def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(
         s3_proxy.target_port, s3_proxy.latency_s = server.port, 0.02
         source = cs.open_source("s3://busy", storage_options=server.options_through(s3_proxy.port))
         s3_proxy.busy_above = 3
-        with cs.start_worker(cache, source, num_workers=2, concurrency=32) as worker:
+        # In small shards: so many are counted soon after they came, and there are others left.
+        with cs.start_worker(cache, source, num_workers=2, concurrency=32, shard_size="16KB") as worker:
             cache.wait(150, DEADLINE_S)  # how many are too many is known by now
             s3_proxy.requests = s3_proxy.refused = 0
             assert worker.wait(DEADLINE_S)
