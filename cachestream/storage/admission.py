@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -50,6 +51,7 @@ BLOCK_BYTES: Final = 4096
 HEADROOM_BYTES: Final = 256 * 1024
 _BLOCKS_PER_INDEX: Final = 256  # fewer than any disk maps with one block, however scattered the file is
 _OWNER_TIMEOUT_S: Final = 2.0
+_WATCH_S: Final = 0.01
 
 
 def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
@@ -169,6 +171,16 @@ class Admission:
             self._doom(tables, victims, owner)
         self._unlink([row.id for row in victims])
         return sum(row.size_bytes for row in victims)
+
+    def wait_for_writers(self, timeout_s: float) -> None:
+        """Wait until what others write or unlink now is done; gives up quietly at the deadline."""
+        with self._catalogue.reading() as tables:
+            pending = {row.id for row in tables.reservations()}
+        deadline_s = time.monotonic() + timeout_s
+        while pending and time.monotonic() < deadline_s:
+            time.sleep(_WATCH_S)  # SQLite cannot notify
+            with self._catalogue.reading() as tables:
+                pending &= {row.id for row in tables.reservations()}
 
     def drop(self, shard_id: int, owner: str) -> ShardRow | None:
         """Take a shard out of the catalogue, its bytes kept reserved until `dropped`; None if unknown."""

@@ -40,6 +40,7 @@ __all__ = ["Cache"]
 
 _WATCH_S: Final = 0.02
 _CLEAR_TIMEOUT_S: Final = 1.0
+_WRITERS_TIMEOUT_S: Final = 2.0
 
 
 class Cache:
@@ -82,7 +83,7 @@ class Cache:
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
         if size_limit is not None:
-            self.enforce_limit()
+            self._shrink()
 
     def _policy_now(self, tables: Tables) -> EvictionPolicy:
         return self._policy if callable(self._policy) else str(tables.meta("eviction"))
@@ -128,7 +129,8 @@ class Cache:
     @property
     def size_limit(self) -> int:
         """The limit in bytes. Setting it (bytes or "200GB") takes effect at once, also for running
-        workers; lowering it evicts down to it, as far as epochs in use allow, and the rest as they end.
+        workers; lowering it waits for the shards that are being written (2 s at most) and evicts down to
+        it, as far as epochs in use allow, and the rest as they end.
         """
         with self.catalogue.reading() as tables:
             return int(tables.meta("size_limit"))
@@ -139,7 +141,7 @@ class Cache:
         with self.catalogue.transaction() as tables:
             tables.set_meta("size_limit", limit_bytes)
         save_settings(self.directory, self.catalogue)
-        self.enforce_limit()
+        self._shrink()
 
     def fill_state(self) -> str:
         """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
@@ -251,6 +253,17 @@ class Cache:
     def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None) -> int:
         with self._owner("evict") as name:
             return self.admission.evict(to_bytes, name, policy)
+
+    def _shrink(self) -> None:
+        """Enforce a limit that was just set, also on what was promised under the one before it."""
+        self.enforce_limit()
+        if self._is_over():
+            self.admission.wait_for_writers(_WRITERS_TIMEOUT_S)
+            self.enforce_limit()
+
+    def _is_over(self) -> bool:
+        with self.catalogue.reading() as tables:
+            return self.admission.room(tables).free_bytes < 0
 
     def enforce_limit(self) -> int:
         """Evict what is over the limit, as leases allow; returns the bytes freed."""

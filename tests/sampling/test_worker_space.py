@@ -163,7 +163,7 @@ def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache)
     with cs.start_worker(cache, source, num_workers=2, shard_size="1MB"):
         within(cache, 8 * MB, lambda: evicted(cache) > 0, "it is full")
         cache.size_limit = 2 * MB
-        assert disk_bytes(cache.path) <= 2 * MB, "lowered means evicted"
+        assert disk_bytes(cache.path) <= 2 * MB, "lowered means evicted, also what was being written"
         before = evicted(cache)
         within(cache, 2 * MB, lambda: evicted(cache) > before + 300, "it goes on in smaller shards")
         cache.size_limit = 8 * MB

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.model import ShardRow
+from cachestream.storage import cache as caches
+from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, describe_shortage, in_order
-from tests.storage.support import content, insert_rows, publish, shard_ids
+from tests.storage.support import DEADLINE_S, content, insert_rows, new_cache, publish, shard_ids, wait_until
 
 rows = st.lists(
     st.builds(
@@ -214,3 +218,23 @@ def test_a_function_evicts_in_a_real_cache_and_nonsense_from_it_changes_nothing(
             publish(cache, content(0, size_bytes=500_000))
     assert shard_ids(cache) == [i for i in ids if i != 3]
     assert cache.status().reserved_bytes == 0
+
+
+def test_lowering_the_limit_waits_for_what_is_being_written(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was promised under the old limit would otherwise come on top of the new one."""
+    monkeypatch.setattr(caches, "_WRITERS_TIMEOUT_S", DEADLINE_S)
+    with new_cache(fast_path / "cache", "4MB") as cache:
+        assert publish(cache, content(0, 2, 1_000_000)) is not None
+        owner = Owner(cache.directory, "writer")
+        shard_id = cache.admission.reserve(1_500_000, owner.name)
+        assert shard_id is not None
+        lowering = threading.Thread(target=setattr, args=(cache, "size_limit", 1_100_000))
+        lowering.start()
+        wait_until(lambda: cache.num_shards == 0, "the shard there was is evicted")
+        assert lowering.is_alive()
+        cache.admission.cancel(shard_id)
+        lowering.join(DEADLINE_S)
+        assert not lowering.is_alive()
+        owner.release()
