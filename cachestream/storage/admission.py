@@ -103,14 +103,17 @@ def owner_is_alive(directory: Directory, name: str) -> bool:
 
 
 class Admission:
-    """Reserves, evicts and clears up in one cache, for any process that has it open."""
+    """Reserves, evicts and clears up in one cache, for any process that has it open.
+
+    `policy` says what is evicted first now, by what the catalogue says and this process was given.
+    """
 
     def __init__(
         self, directory: Directory, catalogue: Catalogue, policy: Callable[[Tables], EvictionPolicy]
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._policy = policy
+        self.policy = policy
         self._leases = Leases(directory.leases)
         self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
 
@@ -248,7 +251,7 @@ class Admission:
             return choose_victims(candidates, need_bytes)
 
     def _evictable(self, tables: Tables, policy: EvictionPolicy | None) -> Generator[ShardRow, None, None]:
-        policy = self._policy(tables) if policy is None else policy
+        policy = self.policy(tables) if policy is None else policy
         ranges = self._leases.leased()
         if callable(policy):
             yield from in_order(policy, list(_outside(ranges, tables.shards())))

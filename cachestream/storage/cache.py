@@ -19,7 +19,7 @@ from cachestream.model import Schema, Snapshot
 from cachestream.storage import snapshots
 from cachestream.storage.admission import Admission, Owner
 from cachestream.storage.directory import Directory, open_directory, remove_if_there
-from cachestream.storage.eviction import EvictionPolicy, check_policy, in_order
+from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import lock_file
@@ -29,6 +29,7 @@ from cachestream.storage.quarantine import move_aside
 from cachestream.storage.shard import shard_path
 from cachestream.storage.status import CacheStatus, VerifyReport
 from cachestream.storage.tables import Tables
+from cachestream.storage.turnover import shards_to_leave
 from cachestream.storage.verify import Checker, remove_leftovers
 
 if TYPE_CHECKING:
@@ -202,33 +203,8 @@ class Cache:
                 f"turnover={turnover}: give the share of the cache to leave out, from 0 to below 1"
             )
         with self.catalogue.transaction() as tables:
-            excluded = self._left_out(tables, turnover)
+            excluded = shards_to_leave(tables, self.directory, self.admission, turnover)
             return snapshots.take_snapshot(tables, self.admission.leases, self.path, epoch_size, excluded)
-
-    def _left_out(self, tables: Tables, turnover: float) -> npt.NDArray[np.int64]:
-        nothing = np.empty(0, np.int64)
-        policy = self._policy_now(tables)
-        if not turnover or policy == "none" or self.fill_state() != "filling":
-            return nothing
-        passes = tables.passes()
-        if not passes:
-            return nothing
-        filling = snapshots.Filling(
-            done=tables.positions_done(passes[-1]),
-            length=passes[-1].length,
-            shard_bytes=tables.totals()[2],
-            lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
-        )
-        leave_bytes = snapshots.bytes_to_leave(self.admission.room(tables), turnover, filling)
-        if not leave_bytes:
-            return nothing
-        if callable(policy):
-            rows = in_order(policy, list(tables.shards()))
-            table = np.array([(row.id, row.size_bytes, row.uses) for row in rows], np.int64).reshape(-1, 3)
-            ids, sizes, uses = table[:, 0], table[:, 1], table[:, 2]
-        else:
-            ids, sizes, uses = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
-        return snapshots.leave_out(ids, sizes, uses, leave_bytes)
 
     def retake_snapshot(
         self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, epoch_size: int | None = None

@@ -9,11 +9,10 @@ import numpy as np
 
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.model import IntArray, Schema, Snapshot
-from cachestream.storage.admission import Room
 from cachestream.storage.leases import Lease, Leases, ranges_of
 from cachestream.storage.tables import Tables
 
-__all__ = ["Filling", "bytes_to_leave", "retake_snapshot", "select_shards", "take_snapshot"]
+__all__ = ["retake_snapshot", "select_shards", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,36 +29,6 @@ class _Shelf:
         return cls(*tables.shard_columns("id", "num_samples", "schema_id", "uses"))
 
 
-@dataclass(frozen=True, slots=True)
-class Filling:
-    """How far the filling is: `done` of `length` positions of the pass (None: endless), which brought
-    `shard_bytes`; `lost` when some of that, or of an earlier pass, has been evicted since.
-    """
-
-    done: int
-    length: int | None
-    shard_bytes: int
-    lost: bool
-
-
-def bytes_to_leave(room: Room, turnover: float, filling: Filling) -> int:
-    """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
-
-    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
-    until full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would
-    freeze the fill, or evict what was never seen). Nothing is left out while the rest of the remote
-    will fit anyway.
-    """
-    wanted = int(turnover * room.limit_bytes) - max(0, room.free_bytes)
-    if wanted <= 0 or filling.length == 0:
-        return 0
-    if not filling.lost and filling.length is not None and filling.done:
-        remaining_bytes = filling.shard_bytes * (filling.length - filling.done) / filling.done
-        if remaining_bytes < room.free_bytes:
-            return 0
-    return wanted
-
-
 def select_shards(
     ids: IntArray, counts: IntArray, uses: IntArray, excluded: IntArray, epoch_size: int | None
 ) -> IntArray:
@@ -74,18 +43,6 @@ def select_shards(
     by_use = chosen[np.argsort(uses[chosen], kind="stable")]
     enough = int(np.searchsorted(np.cumsum(counts[by_use]), epoch_size)) + 1
     return np.sort(by_use[:enough])
-
-
-def leave_out(ids: IntArray, sizes: IntArray, uses: IntArray, leave_bytes: int) -> IntArray:
-    """Which of `ids` (first to go first) make up `leave_bytes`: `sizes` and `uses` are theirs, int64 `[n]`.
-
-    Only shards that some epoch has used, and never all of them.
-    """
-    used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
-    if leave_bytes <= 0 or not len(used):
-        return np.empty(0, np.int64)
-    enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
-    return ids[used[:enough]]
 
 
 def take_snapshot(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cachestream.model import IntArray
 from cachestream.storage.admission import Room
 from cachestream.storage.leases import merge_ranges, ranges_of
-from cachestream.storage.snapshots import Filling, bytes_to_leave, leave_out, select_shards
+from cachestream.storage.snapshots import select_shards
+from cachestream.storage.turnover import Filling, bytes_to_leave, leave_out
 
 
 def ints(values: list[int]) -> IntArray:

@@ -1,0 +1,87 @@
+"""Turnover: what of a full cache the next epoch leaves out, so that the filling goes on during it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cachestream.model import IntArray
+from cachestream.storage.admission import Admission, Room
+from cachestream.storage.directory import Directory
+from cachestream.storage.eviction import in_order
+from cachestream.storage.looking import state_of_filling
+from cachestream.storage.tables import Tables
+
+__all__ = ["Filling", "bytes_to_leave", "leave_out", "shards_to_leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How far the filling is: `done` of `length` positions of the pass (None: endless), which brought
+    `shard_bytes`; `lost` when some of that, or of an earlier pass, has been evicted since.
+    """
+
+    done: int
+    length: int | None
+    shard_bytes: int
+    lost: bool
+
+
+def bytes_to_leave(room: Room, turnover: float, filling: Filling) -> int:
+    """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
+
+    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
+    until full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would
+    freeze the fill, or evict what was never seen). Nothing is left out while the rest of the remote
+    will fit anyway.
+    """
+    wanted = int(turnover * room.limit_bytes) - max(0, room.free_bytes)
+    if wanted <= 0 or filling.length == 0:
+        return 0
+    if not filling.lost and filling.length is not None and filling.done:
+        remaining_bytes = filling.shard_bytes * (filling.length - filling.done) / filling.done
+        if remaining_bytes < room.free_bytes:
+            return 0
+    return wanted
+
+
+def leave_out(ids: IntArray, sizes: IntArray, uses: IntArray, leave_bytes: int) -> IntArray:
+    """Which of `ids` (first to go first) make up `leave_bytes`: `sizes` and `uses` are theirs, int64 `[n]`.
+
+    Only shards that some epoch has used, and never all of them.
+    """
+    used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
+    if leave_bytes <= 0 or not len(used):
+        return np.empty(0, np.int64)
+    enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
+    return ids[used[:enough]]
+
+
+def shards_to_leave(tables: Tables, directory: Directory, admission: Admission, turnover: float) -> IntArray:
+    """The ids of the shards that the next epoch leaves out: the `turnover` share of a full cache that
+    eviction would take first, and none where nothing is filled or evicted.
+    """
+    nothing = np.empty(0, np.int64)
+    policy = admission.policy(tables)
+    if not turnover or policy == "none" or state_of_filling(directory, tables) != "filling":
+        return nothing
+    passes = tables.passes()
+    if not passes:
+        return nothing
+    filling = Filling(
+        done=tables.positions_done(passes[-1]),
+        length=passes[-1].length,
+        shard_bytes=tables.totals()[2],
+        lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
+    )
+    leave_bytes = bytes_to_leave(admission.room(tables), turnover, filling)
+    if not leave_bytes:
+        return nothing
+    if callable(policy):
+        rows = in_order(policy, list(tables.shards()))
+        table = np.array([(row.id, row.size_bytes, row.uses) for row in rows], np.int64).reshape(-1, 3)
+        ids, sizes, uses = table[:, 0], table[:, 1], table[:, 2]
+    else:
+        ids, sizes, uses = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
+    return leave_out(ids, sizes, uses, leave_bytes)
