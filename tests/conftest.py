@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("cachestream")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WIND_DOWN_S: Final = 5.0
+WIND_DOWN_S: Final = 30.0
 # Threads that live as long as the interpreter, whoever starts them first.
 LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_dummy")
 LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")

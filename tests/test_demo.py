@@ -28,7 +28,7 @@ from cachestream.demo.watch import LimitWatch
 
 ROOT: Final = Path(__file__).parents[1]
 SHORT: Final = Size(num_samples=810, num_held_out=135, epochs=3, epoch_s=1.0, fetch_s=1.5)
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = 180.0
 
 
 def wait_until(what: str, condition: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ PAGES: Final = sorted(
 NOT_RUN: Final = re.compile(r"<!-- not run: \S.*-->")
 LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-PAGE_TIMEOUT_S: Final = 90
+PAGE_TIMEOUT_S: Final = 300
 
 
 def page_id(page: Path) -> str:

@@ -28,7 +28,7 @@ def test_the_example_compares_weights_with_uniform_sampling_and_says_which_wins(
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ CONTRACT: Final = {
 def run_python(code: str, python: str = sys.executable, cwd: Path | None = None) -> str:
     """What `code` prints in a fresh interpreter."""
     done = subprocess.run(
-        [python, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [python, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -132,7 +132,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*command, "--wheel-dir", str(folder), str(ROOT)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -156,7 +156,7 @@ def test_the_wheel_works_from_a_bare_environment(wheel: Path, tmp_path: Path) ->
     venv.create(home, with_pip=False, symlinks=True)
     python = str(home / "bin" / "python")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(install, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (site,) = (home / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
@@ -167,6 +167,6 @@ def test_the_wheel_works_from_a_bare_environment(wheel: Path, tmp_path: Path) ->
     assert Path(where).is_relative_to(home)
     run_python("import cachestream as cs; cs.Cache; cs.FileSource; cs.start_worker", python, tmp_path)
     command = [str(home / "bin" / "cachestream"), "--help"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "worker" in shown.stdout

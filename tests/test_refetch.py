@@ -47,7 +47,7 @@ def filled(path: Path, source: Any, transform: Any = None, **options: Any) -> cs
     cache = cs.Cache(path, size_limit="50MB", min_free=0)
     options = {"shard_size": "40KB", "num_workers": 2, **options}
     with cs.start_worker(cache, source, transform=transform, **options) as worker:
-        worker.wait(60)
+        assert worker.wait(180)
     return cache
 
 
@@ -111,7 +111,7 @@ def test_an_empty_directory_becomes_a_cache_to_replay_from(tmp_path: Path) -> No
         assert trained(other, replay=tmp_path / "run") == batches
         # A worker that goes on there fetches nothing twice.
         with cs.start_worker(other, SOURCE, seed=3) as worker:
-            worker.wait(60)
+            assert worker.wait(180)
         assert other.num_samples == len(SOURCE.keys())
 
 
@@ -124,7 +124,7 @@ def test_a_worker_goes_on_after_a_refetch_and_has_every_sample_once(tmp_path: Pa
         assert first.ok
         cache.evict(100_000)
         with cs.start_worker(cache, SOURCE) as worker:
-            worker.wait(60)
+            assert worker.wait(180)
         with cache.snapshot() as dataset:
             assert sorted(dataset.keys()) == sorted(SOURCE.keys())
         second = refetch(tmp_path / "run", cache, SOURCE)
@@ -192,12 +192,12 @@ def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path
         str(files),
         cache.path,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert "0 did not" in done.stderr
     assert trained(cache, replay=tmp_path / "run") == batches
     np.save(files / "000.npy", np.zeros(500, np.float32) + 7)
     cache.evict(0)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 1
     assert "came back different" in done.stderr

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     short = tempfile.mkdtemp(prefix="cs-")  # Ray makes sockets below it, whose paths may not be long
 
     def start(
-        name: str, *arguments: str | Path, launcher: tuple[str, ...] = (), timeout_s: float = 100
+        name: str, *arguments: str | Path, launcher: tuple[str, ...] = (), timeout_s: float = 300
     ) -> str:
         done = subprocess.run(
             [sys.executable, *launcher, EXAMPLES / f"{name}.py", *arguments],

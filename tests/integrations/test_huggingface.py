@@ -165,7 +165,7 @@ def test_the_trainer_warns_when_growing_epochs_have_no_fixed_size(
         told = CacheCallback(loader)
         told.on_train_begin(trainer.args, trainer.state, trainer.control)  # complete: nothing to say
         set_fill_state(cache, "filling")
-        lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=5)
+        lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=60)
         assert lock is not None  # as long as it is held, a worker seems to run
         with pytest.warns(UserWarning, match="give the EpochLoader an epoch_size"):
             told.on_train_begin(trainer.args, trainer.state, trainer.control)

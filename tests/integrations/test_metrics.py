@@ -45,7 +45,7 @@ def test_the_metrics_of_a_loader_are_numbers_under_one_prefix_and_those_of_its_c
 def test_the_metrics_of_a_cache_alone_tell_of_its_worker(tmp_path: Path) -> None:
     cache = cs.Cache(tmp_path / "cache", size_limit="20MB", min_free=0)
     with cs.start_worker(cache, [{"x": float(i)} for i in range(50)], num_workers=1) as worker:
-        worker.wait(timeout_s=60)
+        worker.wait(timeout_s=180)
         found = cs.metrics(cache=cache, prefix="train_")
         assert found["train_cache_samples"] == 50
         assert found["train_fill_pass"] == 1

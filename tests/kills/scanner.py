@@ -84,7 +84,7 @@ def scanning(root: str, path: Path, limit_bytes: int) -> Iterator[Numbers]:
         assert process.poll() is None, "the scanner itself has ended"
     finally:
         process.kill()
-        process.wait(timeout=5.0)
+        process.wait(timeout=60.0)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def check_shard(root: str, shard_id: int, count: int) -> list[str]:
 
 def train_epoch(cache: Cache, step_s: float, turnover: float) -> int:
     """One epoch over what is cached, `step_s` for each shard; returns its samples."""
-    cache.wait(1, timeout_s=60.0)
+    cache.wait(1, timeout_s=300.0)
     snapshot, lease = cache.take_snapshot(turnover=turnover)
     try:
         keys: Counter[str] = Counter()

@@ -583,7 +583,7 @@ def test_a_damaged_hdf5_file_brings_errors_of_ours_alone(tmp_path: Path, packing
     write_hdf5(tmp_path / "a.h5", SMALL, **packing)
     done = subprocess.run(
         [sys.executable, "-c", FUZZ_HDF5, str(tmp_path / "a.h5"), "120"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr[-3000:]
 

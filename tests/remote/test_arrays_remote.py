@@ -322,7 +322,7 @@ def ranging_server(tmp_path: Path) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

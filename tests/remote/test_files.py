@@ -191,7 +191,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join(60)
 
 
 def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str) -> None:

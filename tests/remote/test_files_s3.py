@@ -137,9 +137,9 @@ def test_children_open_connections_of_their_own(s3_server: S3Server, bucket: Pat
     for child in children:
         child.start()
     expected = [read_one(source, unit)[0] for unit in range(4)]
-    assert [results.get(timeout=60) for _ in children] == [expected, expected]
+    assert [results.get(timeout=180) for _ in children] == [expected, expected]
     for child in children:
-        child.join(20)
+        child.join(120)
         assert child.exitcode == 0
     results.close()
     results.join_thread()

@@ -272,13 +272,13 @@ def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_
         with cs.start_worker(cache, source, num_workers=2, bandwidth_limit="4MB/s", concurrency=2) as worker:
             killed = set()
             for goal in (30, 200):
-                cache.wait(goal, timeout_s=30)
+                cache.wait(goal, timeout_s=180)
                 for pid in pids_of(cache, 2):
                     if pid not in killed:
                         with suppress(ProcessLookupError):  # it has just ended by itself
                             os.kill(pid, signal.SIGKILL)
                             killed.add(pid)
-            assert worker.wait(timeout_s=60)
+            assert worker.wait(timeout_s=180)
             assert cache.status().worker is not None
         keys = Counter(cached_keys(cache))
         assert len(killed) >= 2
@@ -294,7 +294,7 @@ def test_a_damaged_tar_costs_a_worker_what_lies_behind_the_damage_and_is_told(tm
         file.truncate(20 * 1024)
     with closing(cs.Cache(tmp_path / "cache", "100MB", min_free=0)) as cache:
         with cs.start_worker(cache, cs.open_source(folder / "*.tar"), num_workers=1) as worker:
-            assert worker.wait(timeout_s=60)
+            assert worker.wait(timeout_s=180)
         (failure,) = cache.status().failures
         counts = Counter(key.partition("#")[0] for key in cached_keys(cache))
     assert counts == {"0.tar": 20, "1.tar": 7, "2.tar": 20}

@@ -20,7 +20,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
     monkeypatch.setenv(TOKEN, found.token)
     yield found
     try:
-        found.wait_until_gone(1.0)
+        found.wait_until_gone()
     except AssertionError:
         pass
     left = found.pids()

@@ -22,7 +22,8 @@ from tests.sampling.sources import content
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "TEST_OF_THE_WORKER"  # an environment variable that all processes of a test inherit
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
+GONE_S = 30.0  # within 5 s, where the machine is not busy
 _pause = threading.Event()
 
 
@@ -130,7 +131,7 @@ class Processes:
                 found.append(int(name))
         return found
 
-    def wait_until_gone(self, timeout_s: float = 5.0) -> float:
+    def wait_until_gone(self, timeout_s: float = GONE_S) -> float:
         return wait_until(lambda: not self.pids(), f"no process is left of {self.pids()}", timeout_s)
 
     def end(self) -> None:
@@ -183,7 +184,7 @@ def script(path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()
         yield Script(process)
     finally:
         process.kill()
-        process.wait(timeout=5.0)
+        process.wait(timeout=DEADLINE_S)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

@@ -120,7 +120,7 @@ def test_a_sampling_process_maps_the_names_of_a_manifest(tmp_path: Path) -> None
         pass_fds=(fd,),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     os.close(fd)

@@ -55,7 +55,7 @@ transform = {"class": Scale(2), "lambda": lambda s: {"y": s["n"] * 2 * factor},
              "closure": (lambda k: lambda s: {"y": s["n"] * k * factor})(2)}[kind]
 cache = cs.Cache(sys.argv[1], size_limit="20MB", min_free=0)
 worker = cs.start_worker(cache, Squares(), num_workers=1, transform=transform)
-assert worker.wait(60), cache.status()
+assert worker.wait(180), cache.status()
 print(cache.num_samples)
 """
 
@@ -118,7 +118,7 @@ def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_las
             entered[rank].tell()
             entered[rank].end()
         entered[2].process.kill()
-        entered[2].process.wait(5.0)
+        entered[2].process.wait(DEADLINE_S)
         before = cache.status().worker
         assert before is not None
         wait_until(
@@ -143,8 +143,8 @@ def test_the_worker_is_gone_within_seconds_of_its_owner_and_leaves_nothing(
         assert run.line() == "started"
         cache.wait(1, DEADLINE_S)
         run.process.send_signal(number)
-        run.process.wait(5.0)
-        processes.wait_until_gone(5.0)
+        run.process.wait(DEADLINE_S)
+        processes.wait_until_gone()
     assert left_files(cache) == []
     assert cache.fill_state() == "stopped"
 
@@ -156,7 +156,7 @@ def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
     with script(tmp_path / "owner.py", code, cache.path) as run:
         assert run.line() == "started"
         run.tell()
-        run.end(10.0)  # the end of its output: nobody else holds the pipes
+        run.end()  # the end of its output: nobody else holds the pipes
     count = cache.wait(1, DEADLINE_S)
     cache.wait(count + 1, DEADLINE_S)
     attached = cs.start_worker(cache, Numbers(None, pause_s=0.01))
@@ -164,7 +164,7 @@ def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
     attached.close()
     assert cache.has_worker(), "who attached may go, too"
     cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()
-    processes.wait_until_gone(1.0)
+    processes.wait_until_gone()
 
 
 def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, processes: Processes) -> None:
@@ -175,7 +175,7 @@ def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, pr
     count = cache.wait(1, DEADLINE_S)
     cache.wait(count + 1, DEADLINE_S)
     other.stop()
-    processes.wait_until_gone(1.0)
+    processes.wait_until_gone()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -183,9 +183,9 @@ def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes
     worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
     cache.wait(1, DEADLINE_S)
     os.kill(supervisor_pid(cache), number)
-    processes.wait_until_gone(5.0)
+    processes.wait_until_gone()
     assert cache.fill_state() == "stopped"
-    assert worker.wait(5.0)
+    assert worker.wait(DEADLINE_S)
     worker.close()
     assert left_files(cache) == []
 
@@ -218,7 +218,7 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
     os.kill(supervisor_pid(cache), signal.SIGKILL)
     with pytest.raises(WorkerError, match="was killed; start it again"):
         worker.wait(DEADLINE_S)
-    processes.wait_until_gone(2.0)
+    processes.wait_until_gone()
     worker.close()
     with cs.start_worker(cache, source, num_workers=2) as again:
         assert not again.attached
@@ -246,7 +246,7 @@ def test_a_worker_ends_when_its_cache_is_removed(cache: Cache, processes: Proces
     cache.close()
     shutil.rmtree(cache.path, ignore_errors=True)
     shutil.rmtree(cache.path, ignore_errors=True)  # what it wrote meanwhile
-    processes.wait_until_gone(5.0)
+    processes.wait_until_gone()
     shutil.rmtree(cache.path, ignore_errors=True)
 
 
@@ -259,7 +259,7 @@ def test_a_worker_ends_when_another_cache_has_taken_the_place_of_its_own(
     cache.close()
     os.rename(cache.path, cache.path + ".old")
     with Cache(cache.path, size_limit="20MB", min_free=0):
-        wait_until(lambda: not any(map(is_running, pids)), "the old worker has ended", 5.0)
+        wait_until(lambda: not any(map(is_running, pids)), "the old worker has ended")
     shutil.rmtree(cache.path + ".old")
     cache.recover()
 

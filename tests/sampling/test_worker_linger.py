@@ -16,7 +16,7 @@ import pytest
 import cachestream as cs
 from cachestream import Cache, ConfigError
 from tests.sampling.sources import Numbers
-from tests.sampling.support import supervisor_pid, wait_until
+from tests.sampling.support import DEADLINE_S, supervisor_pid, wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 LONG_S: Final = 600.0
@@ -56,8 +56,8 @@ def test_a_worker_goes_on_after_its_job_has_died_and_is_found_by_the_next(cache:
         if end == "killed":
             process.send_signal(signal.SIGKILL)
         else:
-            process.communicate(f"{end}\n", timeout=60)
-        process.wait(60)
+            process.communicate(f"{end}\n", timeout=DEADLINE_S)
+        process.wait(DEADLINE_S)
     before = cache.num_samples
     wait_until(lambda: cache.num_samples > before, "it goes on sampling")
     worker = cs.start_worker(cache, Numbers(100_000, pause_s=0.01), num_workers=1)
@@ -71,7 +71,7 @@ def test_a_worker_goes_on_after_its_job_has_died_and_is_found_by_the_next(cache:
 
 def test_a_worker_ends_at_once_with_a_job_that_ends_in_order(cache: Cache) -> None:
     with job(cache, LONG_S) as process:
-        process.communicate("pass\n", timeout=60)
+        process.communicate("pass\n", timeout=DEADLINE_S)
         assert process.returncode == 0
     wait_until(lambda: not cache.has_worker(), "it has ended")
 
@@ -79,7 +79,7 @@ def test_a_worker_ends_at_once_with_a_job_that_ends_in_order(cache: Cache) -> No
 def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) -> None:
     with job(cache, 0.5) as process:
         process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.wait(DEADLINE_S)
     wait_until(lambda: not cache.has_worker(), "it has ended")
     assert not [name for name in os.listdir(cache.directory.worker) if name.startswith("linger")]
 
@@ -87,7 +87,7 @@ def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) ->
 def test_a_worker_that_waits_for_a_job_gives_way_to_one_that_wants_another_share(cache: Cache) -> None:
     with job(cache, LONG_S) as process:
         process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.wait(DEADLINE_S)
     worker = cs.start_worker(cache, Numbers(100_000, pause_s=0.01), num_workers=1, partition=(0, 2))
     try:
         assert not worker.attached

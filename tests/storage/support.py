@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 KB: Final = 1000
-DEADLINE_S: Final = 30.0
+DEADLINE_S: Final = 120.0
 _write: Final = os.write  # whatever a test puts in its place
 
 
@@ -220,7 +220,7 @@ class Watcher:
 @contextlib.contextmanager
 def holding_worker_lock(cache: Cache) -> Iterator[None]:
     """As if a worker ran."""
-    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=5)
+    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=60)
     assert lock is not None
     try:
         yield

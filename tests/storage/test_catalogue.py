@@ -133,7 +133,7 @@ def test_a_fork_waits_for_the_transactions_of_other_threads(cache: Cache) -> Non
     def write() -> None:
         with cache.catalogue.transaction() as tables:
             inside.set()
-            go_on.wait(20)
+            go_on.wait(120)
             tables.set_meta("written", "by the parent")
 
     def read_and_write(line: Line) -> None:
@@ -144,7 +144,7 @@ def test_a_fork_waits_for_the_transactions_of_other_threads(cache: Cache) -> Non
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(120)
     waker = threading.Timer(0.1, go_on.set)
     waker.start()
     child = fork(read_and_write)

@@ -332,7 +332,7 @@ def test_the_kernel_refuses(fast_path: Path, call: str, path: str, lost: list[in
     result = subprocess.run(
         [str(STRACE), "-f", "-qq", "-o", "/dev/null", "-P", str(place), "-e", f"inject={call}:error=EIO:when=1",
          sys.executable, "-c", PUBLISH_TWICE, str(cache_path)],
-        capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     if "Operation not permitted" in result.stderr:
         pytest.skip("no ptrace here")

@@ -118,7 +118,7 @@ def test_a_fork_beside_threads_that_lock_and_release_inherits_nothing(path: str)
     def churn(number: int) -> None:
         while not stop.is_set():
             lock = lock_file(
-                f"{path}-{number}", timeout_s=10
+                f"{path}-{number}", timeout_s=60
             )  # a child that just begins holds it for a moment
             assert lock is not None
             lock.release()
@@ -154,7 +154,7 @@ def test_two_that_look_at_once_do_not_take_each_other_for_the_holder(
     original = locks._still_there
 
     def meet(path: str, fd: int) -> bool:
-        looking.wait(20)  # both have the lock now, or one has failed to get it
+        looking.wait(60)  # both have the lock now, or one has failed to get it
         return original(path, fd)
 
     monkeypatch.setattr(locks, "_still_there", meet)
@@ -197,7 +197,7 @@ def test_a_lock_on_a_file_that_was_unlinked_meanwhile_is_not_believed(
         return original(path, fd, shared)
 
     monkeypatch.setattr(locks, "_try_lock", unlink_first)
-    lock = lock_file(path, timeout_s=5)
+    lock = lock_file(path, timeout_s=60)
     assert lock is not None
     assert lock.is_ours
     assert len(seen) == 2
@@ -225,7 +225,7 @@ def test_waiting_for_a_lock_ends_at_the_deadline_or_when_it_is_free(path: str) -
     assert lock_file(path, timeout_s=0.05) is None
     killer = threading.Timer(0.1, child.kill)
     killer.start()
-    mine = lock_file(path, timeout_s=10)
+    mine = lock_file(path, timeout_s=60)
     killer.join()
     assert mine is not None
     mine.release()

@@ -18,7 +18,7 @@ __all__ = ["FaultyProxy", "run_proxy"]
 Fault = Literal["none", "busy", "hang", "reset", "truncate", "drop"]
 
 PIECE_BYTES: Final = 64 << 10
-START_TIMEOUT_S: Final = 5.0
+START_TIMEOUT_S: Final = 60.0
 _LENGTH: Final = re.compile(rb"(?i)\r\ncontent-length:\s*(\d+)")
 _CHUNKED: Final = re.compile(rb"(?i)\r\ntransfer-encoding:\s*chunked")
 _IS_LIST: Final = re.compile(rb"GET [^ ]*[?&]list-type=2")

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 __all__ = ["S3Server", "run_s3_server"]
 
-READY_TIMEOUT_S: Final = 20.0
-STOP_TIMEOUT_S: Final = 5.0
+READY_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 30.0
 _STARTED: Final = re.compile(r"https?://[\d.]+:(\d+)/")
 
 

@@ -123,7 +123,7 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
         for batch in range(segment.plan.num_batches):
             ahead.reach(batch)
             for pending in ahead._pending:
-                pending.result(30)
+                pending.result(120)
             lows, highs = (np.concatenate(side) for side in zip(*asked, strict=True))
             samples = segment.order.at(np.arange(*segment.plan.span(place, batch)))
             for begin, end in zip(*addresses_of(maps, row_bytes(maps), samples, samples + 1), strict=True):

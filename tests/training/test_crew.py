@@ -60,7 +60,7 @@ def test_an_error_is_raised_when_all_before_it_is_delivered(where: str, hands: i
 
 
 def test_threads_work_at_once_and_settling_waits_for_all_of_them() -> None:
-    together, busy, most = threading.Barrier(2, timeout=10), 0, 0
+    together, busy, most = threading.Barrier(2, timeout=60), 0, 0
     lock = threading.Lock()
 
     def work(ticket: int) -> int:

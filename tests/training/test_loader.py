@@ -341,7 +341,7 @@ def test_a_batch_that_does_not_come_is_an_error_with_a_diagnosis(new_cache: NewC
     released = threading.Event()
 
     def transform(batch: Any) -> Any:
-        released.wait(30)
+        released.wait(120)
         return batch
 
     with EpochLoader(new_cache(2, 8), 4, batch_transform=transform, timeout_s=0.3) as loader:
@@ -451,7 +451,7 @@ def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
     gc.collect()
     assert gone() is None
     for thread in mine:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -477,7 +477,7 @@ def test_the_interpreter_ends_in_the_midst_of_an_epoch(how: str, code: int, new_
         [sys.executable, "-c", SCRIPT, cache.path, how],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert (done.returncode, "left" in done.stdout) == (code, how == "leave"), done.stderr

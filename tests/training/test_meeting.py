@@ -19,7 +19,7 @@ from cachestream.training import meeting
 from cachestream.training.meeting import Cancelled, Line, meet_at
 from cachestream.training.ranks import Deadlines, StoreRanks, is_elastic
 
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 180.0
 SERVER: Final = """
 import sys
 from torch.distributed import TCPStore

@@ -141,12 +141,12 @@ def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
         seen.append(torch.get_num_threads())
         late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         late.start()
-        late.join(10)
+        late.join(60)
 
     try:
         thread = threading.Thread(target=single)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         assert seen == [1, 3]
         with one_thread():
             assert torch.get_num_threads() == 1

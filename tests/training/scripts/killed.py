@@ -28,7 +28,7 @@ from tests.support.caches import add_shard, numbered
 from tests.training.scripts.ports import free_port
 
 STEP_S: Final = 0.002
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 180.0
 EPOCHS_AFTER: Final = 2  # whole epochs at the end, when nobody is killed any more
 
 
