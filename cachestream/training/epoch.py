@@ -21,8 +21,8 @@ __all__ = ["Request", "Segment"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What is to be prepared: segment `index` of `epoch`, after `done` batches of it, for which `drawn` samples were
-    taken from this rank's order.
+    """What is to be prepared: segment `index` of `epoch`, after `done` batches of it, for which all ranks of the job
+    took `drawn` samples.
 
     `total` is the epoch's number of batches, None until its first segment is agreed. `generation` counts the
     times that the trainer jumped (set_epoch, load_state_dict): what was prepared before is void.
@@ -75,6 +75,11 @@ class Segment:
     def snapshot(self) -> Snapshot:
         return self.dataset.snapshot
 
+    def drawn_after(self, batches: int) -> int:
+        """How many samples of the epoch all ranks of the job have after `batches` batches of this segment."""
+        world = sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
+        return self.request.drawn + self.plan.position(batches) * world // self.plan.ranks
+
     def next_request(self) -> Request:
         """What comes after this: the epoch's next segment, or the next epoch."""
         request = self.request
@@ -85,7 +90,7 @@ class Segment:
             request.epoch,
             request.index + 1,
             request.done + self.plan.num_batches,
-            request.drawn + self.plan.position(self.plan.num_batches),
+            self.drawn_after(self.plan.num_batches),
             self.total,
         )
 

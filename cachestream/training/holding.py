@@ -128,7 +128,9 @@ class Holder:
                 return Held(snapshot, lease, EpochMaps(snapshot, self.maps), new)
             except NotEnoughSamplesError:
                 pass  # all of them are gone: what is left of the epoch is drawn from what there is
-        snapshot, lease = self._cache.take_snapshot(epoch_size, self._turnover)
+        # Of an epoch that ends with this resume nothing may be left for this cache: its ranks give no batch, as all.
+        least = None if epoch_size is None else max(1, epoch_size)
+        snapshot, lease = self._cache.take_snapshot(least, self._turnover)
         return Held(snapshot, lease, EpochMaps(snapshot, self.maps), None)
 
     def _take_recorded(self, replay: Replay, request: Request, leader: int) -> Held:

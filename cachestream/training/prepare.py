@@ -103,7 +103,7 @@ class Preparer:
 
     def _await_samples(self, request: Request, cancelled: Callable[[], bool]) -> None:
         """Wait at cold start; raises NotEnoughSamplesError when there are, and will be, too few."""
-        if request.records is not None or self._settings.replay is not None:
+        if self._cache.cache_id in (request.records or {}) or self._settings.replay is not None:
             return
         settings, group = self._settings, len(self.ranks.group)
         whole = settings.batch_size * group
@@ -145,7 +145,7 @@ class Preparer:
         if self._settings.epoch_size is None:
             return None
         share = len(self.ranks.group)
-        return max(0, self._settings.epoch_size * share // self.ranks.size - request.drawn)
+        return max(0, (self._settings.epoch_size - request.drawn) * share // self.ranks.size)
 
     def _lay_out(self, request: Request, held: Held, cancelled: Callable[[], bool]) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
@@ -229,3 +229,6 @@ class Preparer:
             for answer in answers
             if "record" in answer
         }
+        taken_up = segment.others.keys() & (request.records or {}).keys()
+        if taken_up and self._cache.cache_id not in taken_up:
+            segment.missing = 0  # it came after the checkpoint: others go on with the samples that this names

@@ -15,7 +15,7 @@ from cachestream.training.resume import Record
 
 __all__ = ["from_state", "to_state"]
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 
 def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any
     records = segment.records_after(within)
     values = {
         "index": segment.request.index,
-        "drawn": segment.request.drawn + segment.plan.position(within),
+        "drawn_by_all": segment.drawn_after(within),
         "caches": {cache_id: record.to_state() for cache_id, record in records.items()},
     }
     state["segment"] = json.dumps(values, separators=(",", ":"))
@@ -51,7 +51,7 @@ def from_state(state: dict[str, Any]) -> Request:
             return Request(0, epoch)
         segment = json.loads(segment)
         records = {str(cache_id): Record.from_state(record) for cache_id, record in segment["caches"].items()}
-        return Request(0, epoch, int(segment["index"]), batches, int(segment["drawn"]), None, records)
+        return Request(0, epoch, int(segment["index"]), batches, int(segment["drawn_by_all"]), None, records)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -135,6 +135,64 @@ def test_a_checkpoint_of_one_rank_resumes_ranks_of_other_caches_too(
     assert new_job(2).run(tail) == [rest for _, rest in heads]
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("done", [3, 7])
+def test_an_epoch_of_fixed_length_keeps_it_when_it_is_resumed_with_more_or_fewer_caches(
+    done: int, before: int, after: int, new_cache: NewCache, new_job: NewJob
+) -> None:
+    """Each rank has a cache of its own, as on nodes of one rank each; those that come have none of the epoch."""
+    caches = [new_cache(1, 90, 1000 * rank) for rank in range(3)]
+    length = 8 * before
+
+    def head(rank: int, make: Callable[..., EpochLoader]) -> dict[str, Any]:
+        batches = iter(loader := make(caches[rank], 1, epoch_size=length, drop_last=False))
+        for _ in range(done):
+            next(batches)
+        return loader.state_dict()
+
+    state = new_job(before).run(head)[0]
+
+    def tail(rank: int, make: Callable[..., EpochLoader]) -> list[list[list[int]]]:
+        loader = make(caches[rank], 1, epoch_size=length, drop_last=False)
+        loader.load_state_dict(state)
+        return [[batch["number"].tolist() for batch in loader] for _ in range(2)]
+
+    tails = new_job(after).run(tail)
+    left = (8 - done) * before
+    assert [len(rest) for rest, _ in tails] == [left // after] * after
+    assert [len(whole) for _, whole in tails] == [length // after] * after
+
+
+def test_a_cache_that_comes_to_a_resumed_epoch_with_nothing_is_waited_for(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    caches = [new_cache(1, 40), new_cache()]
+
+    def head(_: int, make: Callable[..., EpochLoader]) -> dict[str, Any]:
+        batches = iter(loader := make(caches[0], 2))
+        next(batches)
+        return loader.state_dict()
+
+    (state,) = new_job(1).run(head)
+    set_fill_state(caches[1], "filling")
+    waits = threading.Event()
+
+    def tail(rank: int, make: Callable[..., EpochLoader]) -> list[list[int]]:
+        loader = make(caches[rank], 2)
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        if rank == 1:
+            waits.set()
+        else:
+            waits.wait(20)
+            add_shard(caches[1], numbered(1000, 12))
+        return [batch["number"].tolist() for batch in batches]
+
+    rest, came = new_job(2).run(tail)
+    assert len(rest) == len(came) == 6
+    assert sorted(n for batch in came for n in batch) == list(range(1000, 1012))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_samples_evicted_since_a_checkpoint_are_skipped_and_told_equally_on_all_ranks(
     size: int, new_cache: NewCache, new_job: NewJob
