@@ -224,12 +224,12 @@ def test_loading_a_state_ends_a_running_iteration(new_cache: NewCache) -> None:
     "wrong",
     [
         {},
-        {"version": 2},
+        {"version": 3},
         {"version": 99, "epoch": 0},
-        {"version": 2, "epoch": "x"},
-        {"version": 2, "epoch": 1, "batch": 3, "segment": None},
-        {"version": 2, "epoch": 1, "batch": 3, "segment": "{"},
-        {"version": 2, "epoch": 1, "batch": 3, "segment": "{}"},
+        {"version": 3, "epoch": "x"},
+        {"version": 3, "epoch": 1, "batch": 3, "segment": None},
+        {"version": 3, "epoch": 1, "batch": 3, "segment": "{"},
+        {"version": 3, "epoch": 1, "batch": 3, "segment": "{}"},
     ],
 )
 def test_a_state_of_something_else_is_refused(wrong: dict[str, Any], new_cache: NewCache) -> None:
