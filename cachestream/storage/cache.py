@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import cachestream
 from cachestream.config import format_size, parse_size
-from cachestream.errors import CacheError, ConfigError, NotEnoughSamplesError
+from cachestream.errors import ConfigError
 from cachestream.model import Schema, Snapshot
 from cachestream.storage import snapshots
-from cachestream.storage.admission import Admission, Owner
-from cachestream.storage.directory import Directory, open_directory, remove_if_there
+from cachestream.storage.admission import Admission
+from cachestream.storage.directory import Directory, open_directory
 from cachestream.storage.eviction import EvictionPolicy, check_policy
-from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.leases import Lease
-from cachestream.storage.locks import lock_file
 from cachestream.storage.looking import has_worker, occupied_bytes, read_status, state_of_filling
 from cachestream.storage.opening import open_catalogue, parse_limit, policy_name, save_settings
-from cachestream.storage.quarantine import move_aside
-from cachestream.storage.shard import shard_path
+from cachestream.storage.space import Space
 from cachestream.storage.status import CacheStatus, VerifyReport
 from cachestream.storage.tables import Tables
 from cachestream.storage.turnover import shards_to_leave
 from cachestream.storage.verify import Checker, remove_leftovers
+from cachestream.storage.waiting import wait_for_samples
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,10 +33,6 @@ if TYPE_CHECKING:
     from cachestream.training.dataset import EpochDataset
 
 __all__ = ["Cache"]
-
-_WATCH_S: Final = 0.02
-_CLEAR_TIMEOUT_S: Final = 1.0
-_WRITERS_TIMEOUT_S: Final = 2.0
 
 
 class Cache:
@@ -81,10 +72,11 @@ class Cache:
         self.directory: Directory = open_directory(path)
         self.catalogue = open_catalogue(self.directory, given)
         self.admission = Admission(self.directory, self.catalogue, self._policy_now)
+        self._space = Space(self.directory, self.catalogue, self.admission)
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
         if size_limit is not None:
-            self._shrink()
+            self._space.shrink()
 
     def _policy_now(self, tables: Tables) -> EvictionPolicy:
         return self._policy if callable(self._policy) else str(tables.meta("eviction"))
@@ -142,7 +134,7 @@ class Cache:
         with self.catalogue.transaction() as tables:
             tables.set_meta("size_limit", limit_bytes)
         save_settings(self.directory, self.catalogue)
-        self._shrink()
+        self._space.shrink()
 
     def fill_state(self) -> str:
         """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
@@ -163,23 +155,7 @@ class Cache:
         Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling
         has ended with fewer.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (have := self.num_samples) < min_samples:
-            state = self.fill_state()
-            if state in ("complete", "full", "failed") and self.num_samples < min_samples:
-                raise NotEnoughSamplesError(self._too_few(have, min_samples, f"the filling is {state}"))
-            if deadline is not None and time.monotonic() >= deadline:
-                raise NotEnoughSamplesError(
-                    self._too_few(have, min_samples, f"after {timeout_s:.0f} s the filling is '{state}'")
-                )
-            time.sleep(_WATCH_S)  # SQLite cannot notify; only a cold start waits here
-        return have
-
-    def _too_few(self, have: int, want: int, why: str) -> str:
-        with self.catalogue.reading() as tables:
-            message = str(tables.meta("fill_message", ""))
-        hint = message or "see 'cachestream status CACHE', or ask for fewer samples"
-        return f"{self.path} holds {have} samples, {want} were asked for, and {why}: {hint}"
+        return wait_for_samples(self.directory, self.catalogue, min_samples, timeout_s)
 
     # --- epochs
 
@@ -224,54 +200,15 @@ class Cache:
         Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
         """
         to_bytes = None if to is None else parse_size(to, "to")
-        return self._evict(to_bytes, "lru" if self.eviction == "none" else None)
-
-    def _evict(self, to_bytes: int | None, policy: EvictionPolicy | None) -> int:
-        with self._owner("evict") as name:
-            return self.admission.evict(to_bytes, name, policy)
-
-    def _shrink(self) -> None:
-        """Enforce a limit that was just set, also on what was promised under the one before it."""
-        self.enforce_limit()
-        if self._is_over():
-            self.admission.wait_for_writers(_WRITERS_TIMEOUT_S)
-            self.enforce_limit()
-
-    def _is_over(self) -> bool:
-        with self.catalogue.reading() as tables:
-            return self.admission.room(tables).free_bytes < 0
+        return self._space.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
         """Evict what is over the limit, as leases allow; returns the bytes freed."""
-        with self.catalogue.reading() as tables:
-            room, size_limit = self.admission.room(tables), int(tables.meta("size_limit"))
-            keeps = self._policy_now(tables) == "none"
-        # Nothing but a lower limit evicts under "none": not other programs that fill the disk.
-        limit_bytes = size_limit if keeps else room.limit_bytes
-        if room.used_bytes <= limit_bytes:
-            return 0
-        return self._evict(limit_bytes, "lru" if keeps else None)
+        return self._space.enforce_limit()
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Put a damaged shard aside: its row goes, and the worker will fetch its samples again."""
-        with self._owner("quarantine") as name:
-            if self.admission.drop(shard_id, name) is None:
-                return  # evicted, or another rank was faster
-            moved = move_aside(self.directory, shard_path(self.path, shard_id), self.size_limit)
-            self.admission.dropped(shard_id)
-        with self.catalogue.transaction() as tables:
-            tables.add("quarantined" if moved else "lost_shards", 1)
-            tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
-            tables.add_failure("quarantined", reason.partition(":")[2].strip() or "damaged", 1, reason)
-
-    @contextmanager
-    def _owner(self, what: str) -> Iterator[str]:
-        """The name under which this process holds bytes for the time of one action."""
-        owner = Owner(self.directory, f"{what}-{secrets.token_hex(6)}")
-        try:
-            yield owner.name
-        finally:
-            owner.release()
+        self._space.put_aside(shard_id, reason)
 
     def verify(
         self, repair: bool = False, on_progress: Callable[[int, int], None] | None = None
@@ -294,26 +231,7 @@ class Cache:
 
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
-        # Held as a supervisor holds it: none can start while we clear.
-        lock = lock_file(self.directory.worker_file("supervisor.lock"), timeout_s=_CLEAR_TIMEOUT_S)
-        if lock is None:
-            raise CacheError(f"a worker is filling {self.path}; stop it first ('cachestream stop CACHE')")
-        try:
-            self._evict(0, "fifo")
-            with self.catalogue.transaction() as tables:
-                left, _, left_bytes = tables.totals()
-                if left:
-                    raise CacheError(
-                        f"{left} shards ({format_size(left_bytes)}) of {self.path} are leased by epochs in "
-                        "use; close them"
-                    )
-                tables.forget_filling()
-            with translated_disk_errors(self.path, "clearing it"):
-                for name in os.listdir(self.directory.quarantine):
-                    remove_if_there(os.path.join(self.directory.quarantine, name))
-                remove_if_there(os.path.join(self.path, "catalogue.damaged"))
-        finally:
-            lock.release()
+        self._space.clear()
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""

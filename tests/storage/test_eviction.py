@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.model import ShardRow
-from cachestream.storage import cache as caches
+from cachestream.storage import space
 from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, describe_shortage, in_order
@@ -224,7 +224,7 @@ def test_lowering_the_limit_waits_for_what_is_being_written(
     fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was promised under the old limit would otherwise come on top of the new one."""
-    monkeypatch.setattr(caches, "_WRITERS_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(space, "_WRITERS_TIMEOUT_S", DEADLINE_S)
     with new_cache(fast_path / "cache", "4MB") as cache:
         assert publish(cache, content(0, 2, 1_000_000)) is not None
         owner = Owner(cache.directory, "writer")
