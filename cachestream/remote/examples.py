@@ -12,24 +12,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Feature", "parse_example"]
+from cachestream.remote.varints import decode_varints, one_varint
+
+__all__ = ["Feature", "layout_of", "parse_example"]
 
 # bytes_list, float_list or int64_list: what the feature holds, in its order.
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 _VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5
-_MAX_VARINT_BYTES: Final = 10
-_FEW: Final = 24  # bytes of varints that a loop decodes faster than numpy
-_SIGN: Final = 1 << 63
-_WORD_BYTES: Final = 8
-# The bits of a varint of 1, 2, … 8 bytes that tell its value.
-_LOW_BITS: Final = np.array(
-    [0x7F7F7F7F7F7F7F7F >> 8 * (_WORD_BYTES - 1 - length) for length in range(_WORD_BYTES)], np.uint64
-)
-_FOLDS: Final = tuple(
-    (np.uint64(mask), np.uint64(shift))
-    for mask, shift in ((0x007F007F007F007F, 1), (0x00003FFF00003FFF, 2), (0x000000000FFFFFFF, 4))
-)
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
@@ -49,6 +39,37 @@ def parse_example(data: bytes) -> dict[str, Feature]:
                 if feature is not None:
                     features[name] = feature
     return features
+
+
+def layout_of(data: bytes) -> list[tuple[str, int]] | None:
+    """The features of a serialized Example in their order, each with the number of its kind: 1 bytes, 2 float32, 3 int64.
+
+    None for one that is empty or malformed, that has a feature twice, or one that is not a single packed list of numbers,
+    or a single string of bytes.
+    """
+    try:
+        features = _only(data, 0, len(data), 1)
+        found: dict[str, int] = {}
+        for number, kind, start, stop in _fields(data, *features):
+            (name_at, value_at) = [(first, last) for _, _, first, last in _fields(data, start, stop)]
+            ((which, _, first, last),) = _fields(data, *value_at)
+            _only(data, first, last, 1)
+            name = data[slice(*name_at)].decode()
+            tags = number, kind, data[start], data[name_at[1]], data[value_at[0]]
+            if name in found or which not in _LISTS or tags != (1, _BYTES, 0x0A, 0x12, which << 3 | _BYTES):
+                return None
+            found[name] = which
+    except (ValueError, IndexError):
+        return None
+    return list(found.items()) or None
+
+
+def _only(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
+    """Where the one field of a message lies, which has the number `wanted`; raises ValueError if it is another."""
+    ((number, kind, first, last),) = _fields(data, start, stop)
+    if (number, kind) != (wanted, _BYTES):
+        raise ValueError(f"field {number} of type {kind}")
+    return first, last
 
 
 def _entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
@@ -71,19 +92,19 @@ def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int,
         tag = data[at]
         at += 1
         if tag >= 0x80:
-            tag, at = _varint(data, at - 1)
+            tag, at = one_varint(data, at - 1)
         kind = tag & 7
         if kind == _BYTES:
             length = data[at]
             at += 1
             if length >= 0x80:
-                length, at = _varint(data, at - 1)
+                length, at = one_varint(data, at - 1)
         elif kind == _I32:
             length = 4
         elif kind == _I64:
             length = 8
         elif kind == _VARINT:
-            _, end = _varint(data, at)
+            _, end = one_varint(data, at)
             length = end - at
         else:
             raise ValueError(f"malformed: wire type {kind}")
@@ -91,19 +112,6 @@ def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int,
             raise ValueError("malformed: a field reaches past its message")
         yield tag >> 3, kind, at, at + length
         at += length
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("malformed: a number of more than 64 bits")
 
 
 def _bytes_list(data: bytes, start: int, stop: int) -> list[bytes]:
@@ -132,62 +140,7 @@ def _int64_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
         for number, kind, first, last in _fields(data, start, stop)
         if number == 1 and kind in (_BYTES, _VARINT)
     ]
-    return _varints(parts[0] if len(parts) == 1 else b"".join(parts))
-
-
-def _varints(packed: bytes) -> npt.NDArray[np.int64]:
-    """The int64 that lie in `packed`, 7 bits a byte, the lowest first."""
-    if not packed:
-        return np.empty(0, np.int64)
-    if packed[-1] >= 0x80:
-        raise ValueError("malformed: a number is cut off")
-    if len(packed) <= _FEW:
-        few, at = [], 0
-        while at < len(packed):
-            value, at = _varint(packed, at)
-            value &= 2 * _SIGN - 1
-            few.append(value - 2 * _SIGN if value >= _SIGN else value)
-        return np.array(few, np.int64)
-    data = np.frombuffer(packed, np.uint8)
-    ends = np.flatnonzero(data < 0x80)
-    if len(ends) == len(data):  # small numbers all
-        return data.astype(np.int64)
-    starts = np.empty_like(ends)
-    starts[0], starts[1:] = 0, ends[:-1] + 1
-    lengths = ends - starts
-    longest = int(lengths.max()) + 1
-    if longest > _MAX_VARINT_BYTES:
-        raise ValueError("malformed: a number of more than 64 bits")
-    if longest <= _WORD_BYTES:
-        return _words(packed, starts, lengths)
-    low = (data & 0x7F).astype(np.uint64)
-    values = low.take(starts)
-    for place in range(1, longest):
-        starts += 1
-        part = low.take(starts, mode="clip")
-        part *= lengths >= place
-        part <<= np.uint64(7 * place)
-        values |= part
-    return values.view(np.int64)
-
-
-def _words(
-    packed: bytes, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """The numbers of at most 8 bytes that begin at `starts`; `lengths` are those of the bytes less one.
-
-    Each is a word, whose groups of 7 bits are moved together two by two.
-    """
-    padded = packed + bytes(_WORD_BYTES - 1)
-    every = np.ndarray((len(packed),), "<u8", padded, 0, (1,))
-    words = every.take(starts)
-    words &= _LOW_BITS.take(lengths)
-    for mask, shift in _FOLDS:
-        high = words & ~mask
-        high >>= shift
-        words &= mask
-        words |= high
-    return words.view(np.int64)
+    return decode_varints(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 _LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}

@@ -67,6 +67,14 @@ class Stream:
         self.position += have
         return _join(parts, have)
 
+    def take(self) -> memoryview:
+        """What is there already of the bytes that come next, or the next piece of them; empty at the end alone."""
+        if not len(self._piece):
+            self._fill()
+        piece, self._piece = self._piece, _EMPTY
+        self.position += len(piece)
+        return piece
+
     def skip(self, nbytes: int) -> int:
         """Leave out the next `nbytes`, and say how many there were."""
         left = nbytes

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.remote.examples import parse_example
+from cachestream.remote.example_batches import parse_examples, rows_of
+from cachestream.remote.examples import Feature, parse_example
 from cachestream.remote.extras import require
+from cachestream.remote.feature_columns import columns_of
 from cachestream.remote.features import Kind, as_it_is, as_kind, checked_kinds
 from cachestream.remote.filelist import FileList, Url, check_unit
+from cachestream.remote.framing import Checksum, Records, read_records, unpacked_records
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
-from cachestream.remote.stream import Stream
+from cachestream.remote.source import Rows
 from cachestream.remote.stream_open import open_stream
-from cachestream.remote.unpack import UnpackedStream
 
 __all__ = ["TFRECORD_ENDINGS", "TFRecordSource"]
 
 TFRECORD_ENDINGS: Final = tuple(
     ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
 )
-MAX_RECORD_BYTES: Final = 2 << 30  # as protobuf has it
-_HEAD: Final = struct.Struct("<QI")
 _COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
-Checksum = Callable[[bytes], int]
 
 
 class TFRecordSource:
@@ -91,62 +89,51 @@ class TFRecordSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the records of a file, in their order. Raises as `Source.read` says."""
+        for found in self.read_rows(unit, rng):
+            if isinstance(found, Rows):
+                yield from found.samples
+            else:
+                yield found
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+        """The same, in columns where small records that follow one another have the same shapes."""
         check_unit(self, unit, self.num_units)
         files, where, key = self._files, self._files.where(unit), self._files.key(unit)
         problems = Problems(where)
         with open_stream(files.remote, files.path(unit), where) as stream:
-            for number, record in self._records(self._unpacked(stream), problems):
-                try:
-                    sample = self._sample(record)
-                except (ValueError, IndexError, SampleError) as error:
-                    reason = "malformed: it ends early" if isinstance(error, IndexError) else error
-                    problems.add(f"record {number}: {reason}")
-                    continue
-                yield f"{key}#{number}", sample
+            checksum = _checksum() if self._check_crc else None
+            unpacked = unpacked_records(stream, self._compression, checksum)
+            for records in read_records(unpacked, checksum, problems):
+                yield from self._samples(records, key, problems)
         problems.raise_any()
-
-    # --- records
-
-    def _unpacked(self, stream: Stream) -> Stream:
-        kind: str | None = self._compression
-        if kind == "auto":
-            head = stream.read(_HEAD.size)
-            stream.push_back(head)
-            kind = _compression_of(bytes(head), _checksum() if self._check_crc else None)
-        return stream if kind is None else UnpackedStream(stream, kind)
-
-    def _records(self, stream: Stream, problems: Problems) -> Iterator[tuple[int, bytes]]:
-        """The number and the bytes of each record that is whole."""
-        checksum = _checksum() if self._check_crc else None
-        number = 0
-        while head := bytes(stream.read(_HEAD.size)):
-            if len(head) < _HEAD.size:
-                problems.add(f"record {number}: the file ends in the middle of its length")
-                return
-            length, length_crc = _HEAD.unpack(head)
-            if checksum is not None and _masked(checksum(head[:8])) != length_crc:
-                problems.add(f"record {number}: the checksum of its length does not fit: this is no TFRecord, or damaged from here on")  # fmt: skip
-                return
-            if length > MAX_RECORD_BYTES:
-                problems.add(f"record {number}: a length of {length} bytes: this is no TFRecord, or damaged from here on")  # fmt: skip
-                return
-            record = bytes(stream.read(length))
-            tail = bytes(stream.read(4))
-            if len(tail) < 4:
-                problems.add(f"record {number}: the file ends in the middle of it")
-                return
-            if checksum is not None and _masked(checksum(record)) != int.from_bytes(tail, "little"):
-                problems.add(f"record {number}: its checksum does not fit")
-            else:
-                yield number, record
-            number += 1
-        if isinstance(stream, UnpackedStream) and not stream.is_whole:
-            problems.add(f"record {number}: the compressed file ends early")
 
     # --- samples
 
-    def _sample(self, record: bytes) -> dict[str, Any]:
-        found = parse_example(record)
+    def _samples(
+        self, records: Records, key: str, problems: Problems
+    ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+        """What `records` hold, in columns where all of them are alike."""
+        numbers = range(records.number, records.number + len(records))
+        found = None
+        if len(records) > 1:
+            found = parse_examples(records.data, records.starts, records.stops)
+        if found is not None:
+            columns = columns_of(found, self._features, decode_images=self._decode_images)
+            if columns is not None:
+                yield Rows([f"{key}#{number}" for number in numbers], columns)
+                return
+        examples = map(parse_example, records) if found is None else rows_of(found)
+        for number in numbers:
+            try:
+                sample = self._sample(next(examples))
+            except (ValueError, IndexError, SampleError) as error:
+                reason = "malformed: it ends early" if isinstance(error, IndexError) else error
+                problems.add(f"record {number}: {reason}")
+                continue
+            yield f"{key}#{number}", sample
+
+    def _sample(self, found: dict[str, Feature]) -> dict[str, Any]:
+        """The sample of an example with the features `found`."""
         if self._features is None:
             if not found:
                 raise ValueError("it has no features")
@@ -166,29 +153,8 @@ class TFRecordSource:
         return f"<TFRecordSource {self._files.shown}, {len(self._files):,} files>"
 
 
-# --- the format --------------------------------------------------------------------------------
-
-
 def _checksum() -> Checksum:
     """CRC-32C of bytes."""
     module = require("google_crc32c", "tfrecord", "checking TFRecords (leave it out with check_crc=False)")
     found: Checksum = module.value
     return found
-
-
-def _masked(crc: int) -> int:
-    """`crc` as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _compression_of(head: bytes, checksum: Checksum | None) -> str | None:
-    """How a file that begins with `head` is packed. A length may look like any magic number: it has a checksum."""
-    if len(head) == _HEAD.size and checksum is not None:
-        _, crc = _HEAD.unpack(head)
-        if _masked(checksum(head[:8])) == crc:
-            return None
-    if head[:3] == b"\x1f\x8b\x08":
-        return "gzip"
-    # A first record of fewer than 16 MB has zeros where zlib has data.
-    is_zlib = head[:1] == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
-    return "zlib" if is_zlib else None
