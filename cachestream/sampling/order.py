@@ -137,15 +137,17 @@ class Order:
         return places if self.plan.partition is None else self.plan.partition.units(places)
 
     def positions(self, units: IntArray) -> IntArray:
-        """Where `units` lie in the pass, -1 where they do not; only for permutations."""
+        """Where `units` lie in the pass, -1 where they do not, nor may be of it; only for permutations."""
         if self._drawn is not None:
             return self._find(self._drawn, units)
         if self.plan.partition is not None:
             units = self.plan.partition.places(units)
-        if self._permutation is None:
-            return units
-        found = self._permutation.inverse(np.maximum(units, 0))
-        return np.where(units < 0, -1, found)
+        length = self.plan.share or 0
+        inside = (units >= 0) & (units < length)
+        if self._permutation is None or not length:
+            return np.where(inside, units, -1)
+        found = self._permutation.inverse(np.where(inside, units, 0))
+        return np.where(inside, found, -1)
 
     def _find(self, drawn: IntArray, units: IntArray) -> IntArray:
         if self._sorted is None:

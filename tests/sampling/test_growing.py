@@ -56,6 +56,18 @@ def test_each_segment_is_shuffled_and_units_that_are_not_listed_yet_have_no_posi
     assert short.positions(np.array([500, 999])).tolist() == [-1, -1]
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "sequential"])
+@pytest.mark.parametrize("partition", [None, Partition(1, 3)], ids=str)
+def test_units_that_a_pass_knows_nothing_of_have_no_position_in_it(
+    kind: str, partition: Partition | None
+) -> None:
+    plan = PassPlan(kind, 3, 0, 90, "", None, partition)
+    positions = Order(plan).positions(np.arange(-1, 120))
+    assert positions[0] == -1
+    assert (positions[91:] == -1).all()
+    assert sorted(positions[positions >= 0].tolist()) == list(range(plan.share or 0))
+
+
 def test_the_nodes_shares_of_a_growing_pass_are_disjoint_and_complete() -> None:
     found: list[int] = []
     for node in range(3):
