@@ -116,11 +116,11 @@ class FileList:
     def folders(self) -> frozenset[str]:
         """The names of all folders that files lie in, "" for the root. An open list stays so if these can be known.
 
-        They can if no file lies deeper than the first ones do.
+        That a folder lies deeper than the first files do may not be seen.
         """
         if self._pages is not None:
             depth = max(name.count("/") for name in self._names)
-            found = self._pages.folders(depth, lambda name: bool(self._filtered([name])))
+            found = self._pages.folders(depth, self._filtered)
             if found is not None:
                 return found
         return frozenset(map(folder_of, self.names))

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import ConfigError, SourceError
+from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import decode_fields, extension_of, is_image
 from cachestream.remote.fetch import fetch
 from cachestream.remote.filelist import FileList, Url, check_unit, folder_of
@@ -83,18 +83,16 @@ class FileSource:
         where, *options = self._files.identity
         self.fingerprint = "files:" + "|".join((where, labelled, *options, *self._images.identity))
         self._labels = self._files.labels if label == "folder" else None
-        self._foreseen: frozenset[str] | None = None
-        self._label_names = self._find_label_names()
-        self._label_index = {name: index for index, name in enumerate(self._label_names)}
+        self._name_labels(() if self._labels is None else self._labels.names)
+        if self._labels is None and label == "folder":
+            self._label_by(self._files.folders())
 
-    def _find_label_names(self) -> tuple[str, ...]:
-        if self._labels is not None:
-            return self._labels.names
-        if self._label != "folder":
-            return ()
-        folders = self._files.folders()
-        self._foreseen = folders if self._files.is_open else None
-        return tuple(sorted(folders)) if folders != {""} else ()
+    def _label_by(self, folders: frozenset[str]) -> None:
+        self._name_labels(tuple(sorted(folders)) if folders != {""} else ())
+
+    def _name_labels(self, names: tuple[str, ...]) -> None:
+        self._label_names = names
+        self._label_index = {name: index for index, name in enumerate(names)} if self._labels is None else {}
 
     @property
     def num_units(self) -> int:
@@ -113,11 +111,11 @@ class FileSource:
         return self._label_names
 
     def _settle(self) -> None:
-        """List the rest, if any: what was foreseen of the folders is seen then."""
+        """List the rest, if any. Labels stay as they were foreseen, but where that was wrong."""
         if self._files.is_open:
             assert self._files.names  # asked for: all of them
-            self._label_names = self._find_label_names()
-            self._label_index = {name: index for index, name in enumerate(self._label_names)}
+            if self._label == "folder" and not (folders := self._files.folders()) <= set(self._label_names):
+                self._label_by(folders)
 
     # --- a listing that goes on (see `GrowingSource`)
 
@@ -132,22 +130,8 @@ class FileSource:
         return self._files.first
 
     def more_names(self, last: str) -> Iterator[Page]:
-        """The pages of names after `last`.
-
-        Raises SourceError where a folder turns up that would change the labels of the others.
-        """
-        foreseen = self._foreseen
-        has_images = any(is_image(extension_of(name)) for name in self._files.first)
-        for page in self._files.more(last):
-            if foreseen is not None:
-                for name in page.names:
-                    if folder_of(name) not in foreseen and (has_images or is_image(extension_of(name))):
-                        raise SourceError(
-                            f"{self._files.shown}: {folder_of(name)!r} is a folder that the first names did not show "
-                            "(it lies deeper), and it changes the labels of all; clear the cache, and give "
-                            "first_names=None to list all before, or label=None"
-                        )
-            yield page
+        """The pages of names after `last`."""
+        return self._files.more(last)
 
     def over(self, names: AnyNames) -> FileSource:
         """The same source over the listing `names`, as far as it goes."""
@@ -165,17 +149,23 @@ class FileSource:
         """Yield the one sample of the file `unit`. Raises as `Source.read` says."""
         key = self.key(unit)
         where = self._files.where(unit)
+        extension = extension_of(key)
+        folder = folder_of(self._files.name(unit)) if self._label_index and is_image(extension) else None
+        if folder is not None and folder not in self._label_index:
+            raise SampleError(
+                f"{where}: has no label, because its folder was not seen when labels were given (it lies deeper than "
+                "the first files); clear the cache, and give first_names=None to list all before, or label=None"
+            )
         with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
             data = fetch(self._remote, self._files.path(unit))
-        extension = extension_of(key)
         sample = decode_fields(data, extension, where, self._images)
         if callable(self._label):
             with foreign_errors(f"label({key!r})"):
                 sample["label"] = self._label(key)
         elif self._labels is not None:
             sample["label"] = self._labels[unit]
-        elif self.label_names and is_image(extension):
-            sample["label"] = self._label_index[folder_of(self._files.name(unit))]
+        elif folder is not None:
+            sample["label"] = self._label_index[folder]
         yield key, sample
 
     def __repr__(self) -> str:

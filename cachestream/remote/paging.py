@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +21,9 @@ from cachestream.remote.retry import map_errors, redact
 __all__ = ["Page", "Pages", "UnorderedError", "open_pages"]
 
 PAGE_NAMES: Final = 1000  # as many as S3 gives
-MOST_REQUESTS: Final = 64  # for the names of folders, before the first sample
+MOST_REQUESTS: Final = 512  # for the names of folders, before the first sample
+MOST_PROBES: Final = 32
+_AT_ONCE: Final = 16
 
 
 class UnorderedError(SourceError):
@@ -38,8 +41,9 @@ class Page(NamedTuple):
 class Pages:
     """The files of a folder or of a wildcard on S3, a page at a time, from anywhere on.
 
-    `root` ("bucket/folder/") is what all paths begin with, `prefix` what is asked for; `pattern` is a
-    regular expression of whole paths, or "" for a folder. Picklable; holds what `Remote` does.
+    `root` ("bucket/folder/") is what all paths begin with, `prefix` what is asked for; `pattern` and
+    `folder_pattern` are regular expressions of whole paths and of their folders, or "" for all.
+    Picklable; holds what `Remote` does.
     """
 
     remote: Remote
@@ -48,16 +52,17 @@ class Pages:
     delimiter: str
     pattern: str
     recursive: bool
+    folder_pattern: str = ""
 
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
         """The pages of what comes after the name `last`, "" for all.
 
         Raises what `map_errors` does, and SourceError for a store that lists out of order.
         """
-        keep = self._keeper()
+        keep = self.keeper()
         bucket, _, key = self.prefix.partition("/")
         start = (self.root + last).partition("/")[2] if last else ""
-        for answer in self._answers(key, self.delimiter, start, page_names):
+        for answer in self.answers(key, self.delimiter, start, page_names):
             keys: list[str] = [entry["Key"] for entry in answer.get("Contents", ())]
             if any(b <= a for a, b in zip([start, *keys], keys, strict=False)):
                 raise UnorderedError(
@@ -66,37 +71,41 @@ class Pages:
             start = keys[-1] if keys else start
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
 
-    def folders(self, depth: int, keep: Callable[[str], bool]) -> frozenset[str] | None:
-        """The names of all folders that hold files, if none lies more than `depth` below the root.
+    def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
+        """The names of all folders that hold files, as far as can be told without listing the files.
 
-        "" stands for the root itself. `keep` says which names below the root count. None where it would
-        take too many requests to find out.
+        "" stands for the root itself. `keep` gives those names below the root that count. Folders less than `depth`
+        below the root are looked through; of those deeper the beginnings of some, and where these hold folders
+        again, all. So a folder may stay unseen behind the first files of another. None where it would take too
+        many requests.
         """
-        _, _, key = self.root.partition("/")
-        length, found = len(key), set()
-        level, asked = [key], 0
-        for _ in range(depth):
-            below: list[str] = []
-            for folder in level:
-                for answer in self._answers(folder, "/", "", PAGE_NAMES):
-                    asked += 1
-                    if asked > MOST_REQUESTS:
-                        return None
-                    files = [entry["Key"] for entry in answer.get("Contents", ())]
-                    inner = [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
-                    below += [one for one in inner if not one.startswith(".", len(folder))]
-                    if any(not name.endswith("/") and keep(name[length:]) for name in files):
-                        found.add(_last_part(folder[length:]))
-            level = below
-        found.update(_last_part(folder[length:]) for folder in level)
+        if self.delimiter:
+            return frozenset({""})
+        look = _Look(self, keep)
+        level, found = [self.root.partition("/")[2]], set[str]()
+        while level:
+            if depth <= 0:
+                probed = look.at_beginnings(level)
+                if not any(one.inner for one in probed.values()):
+                    empty = {folder for folder, one in probed.items() if one.is_all and not one.holds_files}
+                    return frozenset(found | {look.name(one) for one in level if look.may_count(one, empty)})
+            seen = look.through(level)
+            if seen is None:
+                return None
+            found |= {look.name(folder) for folder, one in zip(level, seen, strict=True) if one.holds_files}
+            level = [inner for one in seen for inner in one.inner]
+            depth -= 1
         return frozenset(found)
 
     @property
     def _shown(self) -> str:
         return redact(f"{self.remote.protocol}://{self.prefix}")
 
-    def _answers(self, key: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
-        filesystem, _ = self.remote.open_for_listing()
+    def answers(
+        self, key: str, delimiter: str, start: str, names: int, filesystem: Any = None
+    ) -> Iterator[dict[str, Any]]:
+        """What S3 answers, page by page, when asked for `key` and what comes after `start`."""
+        filesystem = filesystem or self.remote.open_for_listing()[0]
         options = {
             "Bucket": self.prefix.partition("/")[0],
             "Prefix": key,
@@ -113,7 +122,8 @@ class Pages:
                 return
             options["ContinuationToken"] = answer["NextContinuationToken"]
 
-    def _keeper(self) -> Callable[[list[str]], list[str]]:
+    def keeper(self) -> Callable[[list[str]], list[str]]:
+        """What makes the names below the root of those paths that count."""
         cut = len(self.root)
         fits = re.compile(self.pattern).match if self.pattern else None
 
@@ -125,8 +135,62 @@ class Pages:
         return keep
 
 
-def _last_part(folder: str) -> str:
-    return folder.rstrip("/").rpartition("/")[2]
+class _Seen(NamedTuple):
+    """What a folder was seen to hold; `is_all` unless more than its beginning was not looked at."""
+
+    holds_files: bool
+    inner: list[str]
+    is_all: bool
+
+
+class _Look:
+    """A look at the folders of a listing, several at a time, without their files' names being kept."""
+
+    def __init__(self, pages: Pages, keep: Callable[[list[str]], list[str]]) -> None:
+        self._pages = pages
+        self._matching, self._wanted = pages.keeper(), keep
+        self._fits = re.compile(pages.folder_pattern).match if pages.folder_pattern else None
+        self._bucket, _, key = pages.root.partition("/")
+        self._cut = len(key)
+        self._filesystem, _ = pages.remote.open_for_listing()
+        self._asked = 0
+
+    def name(self, folder: str) -> str:
+        return folder[self._cut :].rstrip("/").rpartition("/")[2]
+
+    def may_count(self, folder: str, empty: set[str]) -> bool:
+        """Whether files of a folder that holds some may count; those in `empty` hold none."""
+        path = f"{self._bucket}/{folder}".rstrip("/")
+        return folder not in empty and (self._fits is None or self._fits(path) is not None)
+
+    def at_beginnings(self, folders: list[str]) -> dict[str, _Seen]:
+        """The first page of some of `folders`, from all over them."""
+        step = -(-len(folders) // MOST_PROBES)
+        some = folders[::step]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return dict(zip(some, pool.map(lambda one: self._folder(one, 1), some), strict=True))
+
+    def through(self, folders: list[str]) -> list[_Seen] | None:
+        """All of `folders`; None where there are too many pages of them."""
+        if self._asked + len(folders) > MOST_REQUESTS:
+            return None
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            seen = list(pool.map(lambda one: self._folder(one, MOST_REQUESTS), folders))
+        return seen if all(one.is_all for one in seen) else None
+
+    def _folder(self, folder: str, most_pages: int) -> _Seen:
+        holds_files, inner, is_all = False, list[str](), False
+        pages = self._pages.answers(folder, "/", "", PAGE_NAMES, self._filesystem)
+        for number, answer in enumerate(pages, 1):
+            self._asked += most_pages > 1  # probes are few, and are not counted
+            files = [f"{self._bucket}/{entry['Key']}" for entry in answer.get("Contents", ())]
+            below = [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
+            inner += [one for one in below if self._pages.pattern or not one.startswith(".", len(folder))]
+            holds_files |= bool(self._wanted(self._matching(files)))
+            is_all = not answer.get("IsTruncated")
+            if number == most_pages or self._asked > MOST_REQUESTS:
+                break
+        return _Seen(holds_files, inner, is_all)
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:
@@ -141,7 +205,9 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | 
         prefix = path[: magic.start()]
         delimiter = "" if "/" in path[magic.start() :] else "/"
         root = prefix[: prefix.rfind("/") + 1]
-        return Pages(remote, root, prefix, delimiter, glob_translate(path), recursive)
+        folder, _, last = path.rpartition("/")
+        below = "" if "**" in last else glob_translate(folder)
+        return Pages(remote, root, prefix, delimiter, glob_translate(path), recursive, below)
     if extension_of(path) and not urls[0].endswith("/"):
         return None  # most likely a file
     root = path.rstrip("/") + "/"

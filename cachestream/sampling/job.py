@@ -54,7 +54,8 @@ class Job:
     What only the supervisor needs, the `sampler` or the curriculum, is pickled by itself: it may bring torch.
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
-    `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`. Sizes in bytes, times in seconds.
+    `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`.
+    `label_names`: what the labels of the source are the places in, if it says so. Sizes in bytes, times in seconds.
     """
 
     root: str
@@ -76,6 +77,7 @@ class Job:
     partition: Partition | None = None
     rule: str = ""
     growing: bool = False
+    label_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

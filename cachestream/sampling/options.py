@@ -80,6 +80,7 @@ class WorkerOptions:
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
             growing=growing is not None,
+            label_names=tuple(map(str, getattr(source, "label_names", ()))),
         )
 
     def _shard_bytes(self, cache: Cache) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.model import IntArray
+from cachestream.remote.names import Names
 from cachestream.sampling.job import Job
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import PassPlan
@@ -130,6 +132,21 @@ def _check_source(cache: Cache, tables: Tables, job: Job) -> None:
             )
         tables.forget_filling()
     tables.set_meta("source", job.fingerprint)
+    _check_labels(cache, tables, job.label_names)
+
+
+def _check_labels(cache: Cache, tables: Tables, names: Sequence[str]) -> None:
+    """Refuse to add samples whose labels mean something else than those of what is cached."""
+    known = tables.meta("label_names")
+    if known is not None and tables.totals()[0]:
+        count, digest = json.loads(known)
+        if count > len(names) or Names(names[:count]).digest != digest:
+            raise ConfigError(
+                f"the labels of what is cached at {cache.path} are places among {count:,} names, and are others among "
+                f"the {len(names):,} that there are now; empty it with 'cachestream clear CACHE', or give label= a "
+                "function of the path"
+            )
+    tables.set_meta("label_names", json.dumps([len(names), Names(names).digest]))
 
 
 def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:

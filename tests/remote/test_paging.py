@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cachestream.errors import ConfigError, SourceError
+from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.remote.files import FileSource
 from cachestream.remote.growing import as_growing, is_source
+from cachestream.remote.names import Names
+from cachestream.remote.paging import PAGE_NAMES
 from tests.support.s3 import S3Server, run_s3_server
 
 NAMES = [
@@ -24,6 +28,8 @@ NAMES = [
     "c/größe ü.jpg",
     "z.jpg",
 ]
+# A folder behind as many files as come at once.
+HIDDEN = [f"a/{number:04d}.jpg" for number in range(PAGE_NAMES)] + ["a/z/1.jpg", "a/z/2.txt", "b/1.jpg"]
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +37,16 @@ def server() -> Iterator[S3Server]:
     with run_s3_server(fresh=False) as started:
         bucket = started.bucket("paged")
         started.bucket("empty")
-        for name in NAMES:
-            path = bucket / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"x")
+        put(bucket, NAMES)
+        put(started.bucket("hidden"), HIDDEN)  # before it lists the buckets
         yield started
+
+
+def put(bucket: Path, names: list[str]) -> None:
+    for name in names:
+        path = bucket / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
 
 
 def keys(source: FileSource) -> list[str]:
@@ -89,16 +100,31 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
 def test_labels_are_known_before_the_files_are_and_are_the_same(server: S3Server) -> None:
     source = FileSource("s3://paged", storage_options=server.storage_options, first_names=30, label="folder")
     assert source.is_listing
-    assert source.label_names == (
-        "",
-        "a",
-        "a-b",
-        "b",
-        "c",
-    )  # "b" holds hidden files alone, and no label is given
+    # "x" lies deeper than the first names, and "b" holds hidden files alone.
+    assert source.label_names == ("", "a", "a-b", "c", "x")
+    for where in ("s3://paged/**/*.jpg", "s3://paged/a*/*.jpg"):
+        whole = FileSource(where, storage_options=server.storage_options, first_names=None)
+        source = FileSource(where, storage_options=server.storage_options, first_names=7)
+        assert source.label_names == whole.label_names
+        assert source.is_listing
     flat = FileSource("s3://paged/a-b/", storage_options=server.storage_options, first_names=10)
     assert flat.is_listing
     assert flat.label_names == ()
+
+
+def test_a_folder_behind_many_files_of_another_is_not_foreseen_and_its_images_are_said_to_have_no_label(
+    server: S3Server,
+) -> None:
+    source = FileSource("s3://hidden", storage_options=server.storage_options, first_names=100)
+    assert source.label_names == ("a", "b")
+    rest = [name for page in source.more_names(source.first_names[-1]) for name in page.names]
+    worker = source.over(Names([*source.first_names, *rest]))
+    unit = {worker.key(unit): unit for unit in range(worker.num_units)}
+    with pytest.raises(SampleError, match=r"a/z/1\.jpg: has no label.*first_names=None"):
+        next(worker.read(unit["a/z/1.jpg"], np.random.default_rng(0)))
+    assert next(worker.read(unit["a/z/2.txt"], np.random.default_rng(0))) == ("a/z/2.txt", {"text": "x"})
+    assert source.num_units == worker.num_units
+    assert list(source.label_names) == ["a", "b", "z"], "all is listed here, so that nothing has to be foreseen"
 
 
 def test_what_is_wrong_is_said_at_once(server: S3Server) -> None:

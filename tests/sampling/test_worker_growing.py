@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.errors import WorkerError
 from cachestream.remote.files import FileSource
 from cachestream.remote.stored import read_mark
 from cachestream.sampling.order import PassPlan
+from cachestream.storage.shard import MappedShard, shard_path
 from tests.sampling.support import (
     DEADLINE_S,
     Processes,
@@ -132,7 +134,7 @@ def test_after_a_kill_in_mid_listing_it_goes_on_after_the_last_page_and_no_objec
     remote.proxy.lists, remote.proxy.lists_allowed = 0, None
     with cs.start_worker(cache, remote.open(), num_workers=2, order="sequential") as worker:
         assert worker.wait(DEADLINE_S)
-    assert remote.proxy.lists == 1 + 1 + 1, "the first names, the folders, and the page that was missing"
+    assert remote.proxy.lists == 1 + 3 + 1, "the first names, the folders, and the page that was missing"
     assert only_once(cache) == keys
 
 
@@ -150,7 +152,7 @@ def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
     remote.proxy.others_allowed, remote.proxy.lists = None, 0
     with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
         assert worker.wait(DEADLINE_S)
-    assert remote.proxy.lists == 2, "the first names, and the folders"
+    assert remote.proxy.lists == 1 + 3, "the first names, and the folders"
     assert only_once(cache) == keys
 
 
@@ -213,18 +215,50 @@ def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
     assert (second.num_units, second.listing, second.segments) == (len(keys), first.listing, ())
 
 
-def test_a_folder_that_changes_all_labels_ends_the_worker_with_what_to_do(
+def labels_in(cache: Cache) -> dict[str, int]:
+    """The labels of all samples."""
+    with cache.catalogue.reading() as tables:
+        ids = tables.shard_ids()
+    found: dict[str, int] = {}
+    for shard_id in ids:
+        shard = MappedShard(shard_path(cache.path, shard_id))
+        found.update(zip(shard.keys(), shard.array("label").tolist(), strict=True))
+        shard.close()
+    return found
+
+
+def put_images(bucket: Path, names: list[str]) -> None:
+    """The same small image under all `names`."""
+    put(bucket, names)
+    Image.new("RGB", (4, 4)).save(bucket / names[0])
+    for name in names[1:]:
+        shutil.copy(bucket / names[0], bucket / name)
+
+
+def test_labels_hold_folders_that_lie_deeper_than_the_first_names(cache: Cache, remote: Remote) -> None:
+    put_images(remote.folder, [f"a/{number:05d}.jpg" for number in range(300)] + ["b/1.jpg", "b/deep/2.jpg"])
+    source = remote.open()
+    assert source.label_names == ("a", "b", "deep")
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    labels = labels_in(cache)
+    assert len(labels) == 302
+    assert (labels["a/00299.jpg"], labels["b/1.jpg"], labels["b/deep/2.jpg"]) == (0, 1, 2)
+
+
+def test_a_deeper_folder_that_could_not_be_foreseen_leaves_its_images_out_and_the_worker_goes_on(
     cache: Cache, remote: Remote
 ) -> None:
-    put(remote.folder, [f"a/{number:05d}.jpg" for number in range(300)] + ["b/1.jpg", "b/deep/2.jpg"])
+    names = [f"a/{number:05d}.jpg" for number in range(PAGE)]
+    put_images(remote.folder, [*names, "a/z/1.jpg", "b/1.jpg"])
     source = remote.open()
     assert source.label_names == ("a", "b")
-    match = r"'deep' is a folder .*first_names=None"
-    with cs.start_worker(cache, source, num_workers=1) as worker, pytest.raises(WorkerError, match=match):
-        worker.wait(DEADLINE_S)
-    cache.clear()
-    whole = cs.open_source(remote.url, storage_options=remote.options, first_names=None)
-    assert whole.label_names == ("a", "b", "deep")  # type: ignore[attr-defined]
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        (failure,) = cache.status().failures
+    assert "first_names=None" in failure.reason
+    assert (failure.count, failure.example) == (1, f"{remote.url}/a/z/1.jpg")
+    assert labels_in(cache) == {**dict.fromkeys(names, 0), "b/1.jpg": 1}
 
 
 def test_what_needs_all_units_lists_them_before_and_stores_no_listing(cache: Cache, remote: Remote) -> None:

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import cachestream as cs
 from cachestream import Cache
@@ -294,6 +295,31 @@ def test_a_cache_filled_from_one_source_refuses_another(cache: Cache) -> None:
     cache.clear()
     with cs.start_worker(cache, Numbers(20, name="other"), num_workers=1) as worker:
         assert worker.wait(DEADLINE_S)
+
+
+def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
+    cache: Cache, tmp_path: Path
+) -> None:
+    def add(name: str) -> None:
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "images" / name / "1.png")
+
+    add("b")
+    add("c")
+    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    add("d")  # comes after the others, whose labels stay
+    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    add("a")
+    with pytest.raises(
+        ConfigError, match=r"places among 3 names, and are others among the 4 .*cachestream clear"
+    ):
+        cs.start_worker(cache, tmp_path / "images", num_workers=1)
+    cache.clear()
+    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert cache.num_samples == 4
 
 
 @pytest.mark.parametrize(
