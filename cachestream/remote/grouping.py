@@ -167,7 +167,7 @@ def seek_member(stream: Stream, begin: int, end: int) -> bool:
     window = bytes(stream.read(begin - origin))
     scanned = begin
     while scanned < end:
-        more = stream.read(SCAN_BYTES)
+        more = stream.read(max(BLOCK, min(SCAN_BYTES, end - scanned)))
         if len(more) < BLOCK:
             return False
         window += bytes(more)

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import random
 import re
+import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ __all__ = ["RangeStream", "S3Stream", "WebStream"]
 
 RANGE_BYTES: Final = 4 << 20  # in one request, where each piece is one
 PIECE_TIMEOUT_S: Final = 60.0
+PIECE_S: Final = 0.1  # after which a piece goes on with what there is
+BEYOND_BYTES: Final = 32 << 10  # asked for first past what was likely; then as much as came so far
 RESUMES: Final = 8  # without a byte in between; about a minute, as to begin anew costs all that came
 _TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
 
@@ -55,8 +58,9 @@ class _AsyncStream(Stream):
     def _stop(self, nbytes: int) -> int:
         """How far to ask for about `nbytes` more."""
         stop = self._offset + nbytes
-        if self._likely_stop is not None and self._offset < self._likely_stop:
-            stop = min(stop, self._likely_stop)
+        if self._likely_stop is not None:
+            beyond = self._offset - self._likely_stop
+            stop = min(stop, self._likely_stop if beyond < 0 else self._offset + max(BEYOND_BYTES, beyond))
         return stop if self.size_bytes is None else min(stop, self.size_bytes)
 
     def _ask(self) -> concurrent.futures.Future[bytes | bytearray]:
@@ -185,7 +189,10 @@ class _BodyStream(_AsyncStream):
 
     async def _read(self, body: Any, data: bytearray) -> bool:
         """Add a piece of `body` to `data`; whether that was its end."""
-        while len(data) < PIECE_BYTES:
+        # Under a limit the requests are small, and each piece is paid for as if it were a whole one.
+        patience_s = PIECE_S if pulse.at_most() == pulse.NO_LIMIT_BYTES else PIECE_TIMEOUT_S
+        enough_s = time.monotonic() + patience_s
+        while len(data) < PIECE_BYTES and not (data and time.monotonic() > enough_s):
             part = await body.read(PIECE_BYTES - len(data))
             if not part:
                 return True

@@ -23,8 +23,7 @@ TAR_ENDINGS: Final = (
     *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
     *(ending for ending in ENDINGS if ending.startswith(".t")),
 )
-PROBE_BYTES: Final = 4 << 20
-MAX_PROBE_BYTES: Final = 64 << 20
+PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))  # enough, if so many samples begin in them
 
 
 class TarSource:
@@ -71,6 +70,7 @@ class TarSource:
             require_unpacker(self._files.key(index))
         self.listing_digest = self._files.digest
         self._sizes: dict[int, int] = {}
+        self._per_visit = samples_per_visit
         self._visits = 1 if samples_per_visit is None else self._plan(samples_per_visit)
         options = [f"decoders={self._decoders.identity}"] if decoders else []
         options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
@@ -110,7 +110,7 @@ class TarSource:
         begin, end = (size_bytes * i // self._visits // BLOCK * BLOCK for i in (visit, visit + 1))
         files, where = self._files, self._files.where(index)
         start = max(0, begin - LOOK_BACK_BYTES)
-        with open_stream(files.remote, files.path(index), where, start, end) as stream:
+        with open_stream(files.remote, files.path(index), where, start, self._likely(begin, end)) as stream:
             if begin == 0 and unpacked(stream) is not stream:
                 raise self._packed(where)
             if begin == 0 or seek_member(stream, begin, end):
@@ -120,6 +120,10 @@ class TarSource:
             if stream.size_bytes not in (None, size_bytes):
                 self._sizes.pop(index, None)
                 raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")
+
+    def _likely(self, begin: int, end: int) -> int:
+        """Where a visit to the bytes from `begin` to `end` most often ends: with the sample that lies at its end."""
+        return end + 3 * (end - begin) // (2 * (self._per_visit or 1)) + 2 * BLOCK
 
     def _size(self, index: int) -> int:
         size_bytes = self._sizes.get(index)
@@ -140,14 +144,14 @@ class TarSource:
             if files.key(index).lower().endswith(tuple(ENDINGS)):
                 raise self._packed(files.where(index))
         where, size_bytes = files.where(0), self._size(0)
-        with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES) as stream:
+        with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES[0][1]) as stream:
             if unpacked(stream) is not stream:
                 raise self._packed(where)
             problems = Problems(where)
             count, used_bytes = 0, 1
             for _ in read_groups(stream, problems):
                 count, used_bytes = count + 1, stream.position
-                if used_bytes >= (PROBE_BYTES if count > 1 else MAX_PROBE_BYTES):
+                if any(count >= least and used_bytes >= enough for least, enough in PROBE_BYTES):
                     break
             else:
                 used_bytes = size_bytes

@@ -339,7 +339,8 @@ def test_packed_and_old_tars_and_tars_in_tars_cannot_be_read_in_visits(tmp_path:
     with pytest.raises(ConfigError, match="can only be read from its begin"):
         TarSource(tmp_path, samples_per_visit=10)
     inner = tar_bytes(numbered(300))
-    make(tmp_path / "a.tar", [*numbered(50), ("big.tar", inner), *numbered(50)])
+    later = [(f"later/{name}", data) for name, data in numbered(50)]
+    make(tmp_path / "a.tar", [*numbered(50), ("big.tar", inner), *later])
     source = TarSource(tmp_path, samples_per_visit=10)
     problems = [read_unit(source, unit)[1] for unit in range(source.num_units)]
     assert any("it holds a tar itself" in problem for problem in problems)

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ import pytest
 
 import cachestream as cs
 from cachestream.errors import SourceError, SourceUnavailableError
-from cachestream.remote import pulse, retry
+from cachestream.remote import pulse, retry, stream_network
 from cachestream.remote.tars import TarSource
 from cachestream.storage.board import Board
 from cachestream.testing.observing import cached_keys
@@ -102,6 +103,31 @@ def test_visits_over_s3_give_every_sample_once_and_fetch_their_share(
     found, fetched_bytes = fetched_while(lambda: read_all(source))
     assert list(found) == list(read_all(TarSource(bucket / "a.tar")))
     assert fetched_bytes < 1.5 * (bucket / "a.tar").stat().st_size
+
+
+def test_small_visits_fetch_little_that_belongs_to_others(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
+) -> None:
+    make(s3_bucket / "a.tar", numbered(SAMPLES, 10_000))
+    source = source_through(s3_proxy, s3_server, s3_bucket, samples_per_visit=20)
+    assert source.num_units == 15
+    before = sum(nbytes for _, nbytes in list(s3_proxy.sent))
+    assert len(read_all(source)) == SAMPLES
+    sent = sum(nbytes for _, nbytes in list(s3_proxy.sent)) - before
+    assert sent < 1.25 * (s3_bucket / "a.tar").stat().st_size
+    assert s3_proxy.requests < 2 * source.num_units
+
+
+def test_the_first_samples_of_a_tar_come_while_the_rest_is_on_its_way(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_network, "PIECE_S", 0.0)  # the network is slow
+    source = source_through(s3_proxy, s3_server, bucket)
+    s3_proxy.bytes_allowed = 400_000
+    samples = source.read(0, RNG)
+    assert [sample["cls"] for _, sample in islice(samples, 5)] == list(range(5))
+    s3_proxy.bytes_allowed = None
+    assert [sample["cls"] for _, sample in samples] == list(range(5, SAMPLES))
 
 
 @pytest.mark.usefixtures("short_waits")

@@ -49,7 +49,7 @@ class FaultyProxy:
     `busy_above`: while more than so many do, the rest are told 503 SlowDown, `refused` so far. `sent` is what
     was passed on of bodies, as (monotonic time, bytes). `lists` counts requests for a page of a listing;
     `lists_allowed`: so many more of them are passed on, the rest wait until it is raised (None: all are);
-    `others_allowed`: the same for all other requests.
+    `others_allowed`: the same for all other requests; `bytes_allowed`: the same for the bytes of bodies.
     """
 
     def __init__(self, target_port: int, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -65,6 +65,7 @@ class FaultyProxy:
         self.lists = 0
         self.lists_allowed: int | None = None
         self.others_allowed: int | None = None
+        self.bytes_allowed: int | None = None
         self._in_flight = 0
         self._paid_s = 0.0
         self._plan = _Plan()
@@ -212,6 +213,16 @@ class FaultyProxy:
             setattr(self, allowance, getattr(self, allowance) - 1)
         return True
 
+    async def _may_send(self, nbytes: int, client_out: asyncio.StreamWriter) -> bool:
+        """Wait until so many bytes may go on; False when who asked has gone."""
+        while self.bytes_allowed is not None and self.bytes_allowed < nbytes:
+            await asyncio.sleep(0.01)
+            if client_out.transport.is_closing():
+                return False
+        if self.bytes_allowed is not None:
+            self.bytes_allowed -= nbytes
+        return True
+
     async def _answer(
         self,
         head: bytes,
@@ -224,6 +235,8 @@ class FaultyProxy:
         left = None if plan.fault == "none" else plan.after_bytes
         async for piece in self._body(head, is_head, server_in):
             await self._pay(len(piece))
+            if not await self._may_send(len(piece), client_out):
+                return False
             self.sent.append((time.monotonic(), len(piece)))
             if left is not None:
                 client_out.write(piece[:left])
