@@ -69,7 +69,6 @@ class RefetchReport:
     wanted: int = 0
     cached: int = 0
     brought: int = 0
-    brought_bytes: int = 0
     failed: list[str] = field(default_factory=list)
 
     @property
@@ -122,7 +121,7 @@ def refetch(
                 on_progress(done, len(missing))
             try:
                 shelf.check_new(content, maker)
-                report.brought_bytes += shelf.put(content, maker.make(content))
+                shelf.put(content, maker.make(content))
                 report.brought += 1
             except _NotAgainError as error:
                 report.failed.append(f"shard {content.shard_id} ({content.num_samples} samples): {error}")
@@ -200,8 +199,8 @@ class _Shelf:
                     "other shards hold some of its samples by now; refetch into an empty directory to replay it"
                 )
 
-    def put(self, content: Content, made: ShardContent) -> int:
-        """Publish `made`, evicting what is not needed; returns its bytes."""
+    def put(self, content: Content, made: ShardContent) -> None:
+        """Publish `made`, evicting what is not needed."""
         fill = content.fill
         pass_id = self._passes.get(fill["plan"])
         if pass_id is None:
@@ -216,7 +215,6 @@ class _Shelf:
                 f"no space in {self._cache.path} for another shard that the epochs need: {shortage}"
             )
         self._hold([shard_id])
-        return made.data_bytes
 
     def _hold(self, shard_ids: list[int]) -> None:
         self._ids = sorted([*self._ids, *shard_ids])

@@ -18,7 +18,6 @@ SHARD_BYTES: Final = 64 << 20  # of every format that has shards
 SMALL_BYTES: Final = 4096  # numpy stacks samples below this faster than torch does (measured)
 
 Batch: TypeAlias = tuple[torch.Tensor, ...]
-Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Epochs(Protocol):

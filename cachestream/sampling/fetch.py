@@ -84,11 +84,6 @@ class Fetcher:
         """Units submitted and not yet delivered to their end."""
         return len(self._order)
 
-    @property
-    def backlog(self) -> int:
-        """Units that no thread has begun to read."""
-        return len(self._todo)
-
     def submit(self, flights: list[Flight]) -> None:
         """Read `flights` after those submitted before."""
         with self._lock:

@@ -6,10 +6,13 @@ import logging
 import random
 import subprocess
 import threading
+import time
 from collections import deque
 from typing import IO, Final
 
+from cachestream.remote.stored import read_mark
 from cachestream.sampling.child import start_python
+from cachestream.sampling.health import START_DEADLINE_S
 from cachestream.sampling.job import Job, write_frame
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.process import EXIT_FATAL
@@ -19,6 +22,7 @@ __all__ = ["Lister", "ListingError"]
 _MOST_DEATHS: Final = 5
 _LONGEST_PAUSE_S: Final = 5.0
 _LAST_WORDS_BYTES: Final = 8192
+_LEAST_PATIENCE_S: Final = 5.0  # it shows life every half a second
 logger = logging.getLogger("cachestream.worker")
 
 
@@ -40,6 +44,9 @@ class Lister:
         self._listener: threading.Thread | None = None
         self._is_next = False
         self._deaths = 0
+        self._listed_before = 0
+        self.life_s: float | None = None  # when the process last showed life; it has not yet
+        self._started_s = 0.0
         self._start_at_s: float | None = None
         self.has_changed = False
 
@@ -48,18 +55,18 @@ class Lister:
         """Whether it lists, or is about to."""
         return self._process is not None or self._start_at_s is not None
 
-    def begin(self, now_s: float) -> None:
+    def begin(self) -> None:
         """List what is missing of the current listing."""
         self._listings.drop_next()
         if not self._listings.is_complete:
-            self._start(now_s, is_next=False)
+            self._start(is_next=False)
 
-    def look_for_changes(self, now_s: float) -> None:
+    def look_for_changes(self) -> None:
         """List all anew beside the current listing; `has_changed` tells at the end."""
         if not self.running:
             self.has_changed = False
             self._listings.drop_next()
-            self._start(now_s, is_next=True)
+            self._start(is_next=True)
 
     def promote(self) -> bool:
         """Go on by the new listing, if it is another one. To be called while no samples are read."""
@@ -73,8 +80,16 @@ class Lister:
         """See how it is doing; raises ListingError where the current listing cannot go on."""
         if self._process is not None and self._process.poll() is not None:
             self._ended(now_s)
+        elif self._process is not None and self._hangs(now_s):
+            logger.warning("the lister shows no sign of life: it is ended, and another one goes on")
+            self._process.kill()
         if self._start_at_s is not None and now_s >= self._start_at_s:
-            self._start(now_s, is_next=self._is_next)
+            self._start(is_next=self._is_next)
+
+    def _hangs(self, now_s: float) -> bool:
+        if self.life_s is None:
+            return now_s - self._started_s > START_DEADLINE_S
+        return now_s - self.life_s > max(_LEAST_PATIENCE_S, self._job.hang_timeout_s)
 
     def stop(self) -> None:
         """End it: what it has stored is good."""
@@ -84,8 +99,10 @@ class Lister:
             self._reap()
         self._start_at_s = None
 
-    def _start(self, now_s: float, *, is_next: bool) -> None:
+    def _start(self, is_next: bool) -> None:
         self._is_next, self._start_at_s = is_next, None
+        self._started_s, self.life_s = time.monotonic(), None
+        self._listed_before = self._listed
         self._process = start_python(
             "cachestream.sampling.listing",
             self._job.sys_path,
@@ -107,8 +124,17 @@ class Lister:
     def _listen(self, stream: IO[bytes]) -> None:
         with stream:
             for line in stream:
+                if line == b"\n":
+                    self.life_s = time.monotonic()
+                    continue
                 self._words.append(line[-_LAST_WORDS_BYTES:])
                 logger.info("lister: %s", line[:1000].decode("utf-8", "replace").rstrip())
+
+    @property
+    def _listed(self) -> int:
+        """How many names are stored of what it lists."""
+        mark = read_mark(self._listings.next if self._is_next else self._listings.current)
+        return 0 if mark is None else mark.count
 
     def _reap(self) -> int:
         assert self._process is not None
@@ -132,7 +158,7 @@ class Lister:
                     self._listings.drop_next()
             return
         words = b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
-        self._deaths += 1
+        self._deaths = self._deaths + 1 if self._listed == self._listed_before else 1
         if code != EXIT_FATAL and self._deaths < _MOST_DEATHS:
             logger.warning("the lister ended with code %d", code)
             self._start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
@@ -140,4 +166,6 @@ class Lister:
             logger.warning("whether the remote has changed cannot be found out; going on by what is known")
             self._listings.drop_next()
         else:
-            raise ListingError(words)
+            raise ListingError(
+                words or f"the process that lists ended {self._deaths} times, with code {code}"
+            )

@@ -118,7 +118,7 @@ class Supervisor:
         self._set_looking(self._look_for_changes)
         self._say("filling")
         if self._job.growing:
-            self._lister.begin(time.monotonic())
+            self._lister.begin()
         for child in self._children:
             child.start(time.monotonic())
 
@@ -201,7 +201,7 @@ class Supervisor:
         """All processes have ended for want of claims: begin another pass, or rest."""
         if self._look_for_changes:
             self._look_for_changes = False
-            self._lister.look_for_changes(now_s)
+            self._lister.look_for_changes()
         if self._lister.running and not self._resting:
             return  # whether this was all will be known at its end
         has_changed = self._lister.promote()
@@ -214,7 +214,7 @@ class Supervisor:
             return
         self._resting = False
         if self._job.growing and not has_changed:
-            self._lister.look_for_changes(now_s)
+            self._lister.look_for_changes()
         for child in self._children:
             child.start(now_s)
 

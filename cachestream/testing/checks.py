@@ -42,13 +42,6 @@ ROUNDS: Final = 4
 WIND_DOWN_S: Final = 5.0
 CACHE_LIMIT: Final = "2GB"
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
-_POOLED: Final = (
-    "socket:",
-    "anon_inode:",
-    "/dev/",
-    "/proc/",
-    "/memfd:",
-)  # of connections that are used again
 
 
 def check_source(

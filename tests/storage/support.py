@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,22 +24,19 @@ from cachestream.sampling.packer import Packer
 from cachestream.sampling.records import to_record
 from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
-from cachestream.storage.locks import lock_file
 from cachestream.storage.publish import Progress, Publisher
 from cachestream.storage.shard import MappedShard, ShardContent, shard_path
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 __all__ = [
     "Child",
-    "Watcher",
     "assert_books_cover_disk",
     "assert_sound",
     "content",
     "disk_bytes",
     "fork",
-    "holding_worker_lock",
     "insert_rows",
     "keys_in",
     "leftovers",
@@ -191,41 +188,6 @@ def assert_readable(snapshot: Snapshot) -> None:
         shard.verify()
         assert shard.num_samples == count
         shard.close()
-
-
-class Watcher:
-    """Looks at a directory without pause from a thread, and keeps the most it ever occupied."""
-
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.most_bytes = 0
-        self.looks = 0
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.most_bytes = max(self.most_bytes, disk_bytes(self._root))
-            self.looks += 1
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-@contextlib.contextmanager
-def holding_worker_lock(cache: Cache) -> Iterator[None]:
-    """As if a worker ran."""
-    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=60)
-    assert lock is not None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 # --- children
