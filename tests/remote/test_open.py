@@ -348,7 +348,7 @@ def test_listing_is_done_once_and_not_by_the_children(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     (tmp_path / "9.bin").write_bytes(b"1")
     assert pickle.loads(pickle.dumps(source)).num_units == 3
-    start = time.monotonic()
+    start = time.process_time()
     for _ in range(1000):
         pickle.loads(pickle.dumps(source))
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2

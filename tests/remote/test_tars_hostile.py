@@ -174,9 +174,9 @@ def test_names_that_lead_out_of_the_archive_are_refused(tmp_path: Path, name: st
 def test_a_name_of_endless_length_is_refused_quickly(tmp_path: Path) -> None:
     name = "/".join(["a" * 60] * 15_000) + ".txt"
     data = tar_bytes([(name, b"1"), ("b.txt", b"2")])
-    begun_s = time.monotonic()
+    begun_s = time.process_time()
     found, problem = read(tmp_path, data)
-    assert time.monotonic() - begun_s < 5
+    assert time.process_time() - begun_s < 5
     assert found == {"1.tar#b": {"txt": "2"}}
     assert "a name of 915,003 characters" in problem
     assert len(problem) < 1000
