@@ -174,7 +174,7 @@ def test_a_detached_worker_outlives_its_command_until_it_is_stopped(images: Path
 def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
     images: Path, cache: Path, number: signal.Signals
 ) -> None:
-    slow = fill_command(images, cache, "--bandwidth-limit", "20kB/s", "--shard-size", "4kB")
+    slow = fill_command(images, cache, "--bandwidth-limit", "1kB/s", "--shard-size", "4kB")  # a minute
     with running(*slow) as process:
         wait_until("a worker", lambda: (cache / "worker").is_dir() and look(cache).num_samples > 0)
         process.send_signal(number)

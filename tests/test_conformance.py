@@ -267,7 +267,7 @@ def test_a_good_source_of_the_users_own_passes_and_so_does_each_check_alone() ->
 )
 def test_a_source_that_breaks_a_promise_is_told_what_to_mend(bad: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message) as caught:
-        check_source(bad, secrets=["hunter2"], timeout_s=120)
+        check_source(bad, secrets=["hunter2"])
     assert "hunter2" not in str(caught.value)
     for fd in Hoarder.hoard:
         os.close(fd)

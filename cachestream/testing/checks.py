@@ -50,7 +50,7 @@ def check_source(
     secrets: Iterable[str] = (),
     transform: Callable[[Any], Any] | None = None,
     max_units: int = 8,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
 ) -> None:
     """Run every check on `source`; AssertionError for the first promise that it does not keep.
 
@@ -96,7 +96,7 @@ class SourceChecks:
     secrets: tuple[str, ...] = ()
     transform: Callable[[Any], Any] | None = None
     max_units: int = 8
-    timeout_s: float = 60.0
+    timeout_s: float = 180.0
     _made: Source | None = field(default=None, init=False)
 
     def make(self) -> Source:

@@ -225,10 +225,13 @@ def test_images_of_a_stream_have_the_shape_that_all_sources_give() -> None:
 
 
 def test_a_stream_goes_on_after_a_stop_with_the_sample_after_the_last(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+
     class Slow:
         def __iter__(self) -> Iterator[dict[str, int]]:
             for number in range(300):
-                threading.Event().wait(0.003)
+                # Before the stop it never comes to the end, however late that is.
+                threading.Event().wait(0.003 if number < 60 or stopped.exists() else 0.5)
                 yield {"x": number}
 
     with cs.Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache:
@@ -236,6 +239,7 @@ def test_a_stream_goes_on_after_a_stop_with_the_sample_after_the_last(tmp_path: 
         cache.wait(50, DEADLINE_S)
         worker.stop()
         assert 50 <= cache.num_samples < 300
+        stopped.touch()
         with cs.start_worker(cache, Slow(), num_workers=1) as worker:
             assert worker.wait(DEADLINE_S)
         with cache.snapshot() as dataset:
