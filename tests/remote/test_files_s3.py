@@ -93,11 +93,9 @@ def test_one_small_object_costs_one_request_on_a_connection_that_is_used_again(
 def test_latency_overlaps_between_threads(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     read_one(source)
-    s3_proxy.latency_s = 0.1
-    start = time.monotonic()
+    s3_proxy.in_flight_peak, s3_proxy.together = 0, 12
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda unit: read_one(source, unit % 40), range(80)))
-    assert time.monotonic() - start < 80 * 0.1 / 3
     assert s3_proxy.in_flight_peak >= 12
 
 
@@ -239,13 +237,15 @@ def test_an_option_that_the_driver_does_not_know_is_a_config_error(s3_server: S3
     ],
 )
 def test_what_is_missing_is_an_error_at_once_that_names_it(
-    s3_server: S3Server, bucket: Path, url: str, message: str
+    s3_server: S3Server, bucket: Path, url: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cachestream.remote.retry.BACKOFF_START_S", 1000.0)
+    monkeypatch.setattr("cachestream.remote.retry.BACKOFF_LIMIT_S", 1000.0)
     start = time.monotonic()
     with pytest.raises(SourceError, match=message) as caught:
         FileSource(url.replace("{bucket}", bucket.name), storage_options=s3_server.storage_options)
     assert not isinstance(caught.value, SourceUnavailableError)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60, "it was tried again"
 
 
 def test_an_empty_bucket_is_an_error(s3_server: S3Server, s3_bucket: Path) -> None:
@@ -280,10 +280,16 @@ def test_a_503_while_listing_is_tried_again(s3_server: S3Server, s3_proxy: Fault
 
 @pytest.mark.parametrize("fault", ["busy", "refuse"])
 def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_does(
-    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, fault: str
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    bucket: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = source_through(s3_proxy, s3_server, bucket)
     read_one(source)
+    monkeypatch.setattr("cachestream.remote.retry.BACKOFF_START_S", 1000.0)
+    monkeypatch.setattr("cachestream.remote.retry.BACKOFF_LIMIT_S", 1000.0)
     start = time.monotonic()
     if fault == "busy":
         s3_proxy.answer_busy(3)
@@ -292,7 +298,8 @@ def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_doe
     for _ in range(3):
         with pytest.raises(SourceUnavailableError, match="does not answer at present"):
             read_one(source)
-    assert time.monotonic() - start < 5  # the caller's back-off is the only one
+    assert time.monotonic() - start < 60  # the caller's back-off is the only one
+    assert s3_proxy.requests == (4 if fault == "busy" else 1)
     s3_proxy.heal()
     assert read_one(source)[0] == "even/000.npy"
 
@@ -320,7 +327,7 @@ def test_a_hanging_request_ends_at_the_read_timeout_and_shows_life_until_then(
             read_one(source)
     finally:
         pulse.install(None)
-    assert 1.5 < time.monotonic() - start < 8
+    assert 1.5 < time.monotonic() - start < 18  # the read timeout is 20 s unless another one is given
     assert len(beats) >= 2
 
 
@@ -332,12 +339,13 @@ def test_a_trickling_body_is_given_up(
     large: npt.NDArray[np.uint8],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetch, "PIECE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(fetch, "RESUMES", 1)
     source = source_through(s3_proxy, s3_server, s3_bucket)
     s3_proxy.bytes_per_s = 200_000
-    with pytest.raises(SourceUnavailableError, match="no answer within"):
-        read_one(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "PIECE_TIMEOUT_S", 0.5)
+        patch.setattr(fetch, "RESUMES", 1)
+        with pytest.raises(SourceUnavailableError, match="no answer within"):
+            read_one(source)
     s3_proxy.bytes_per_s = None
     assert read_one(source)[1]["data"] == large.tobytes()
 
@@ -409,7 +417,7 @@ def test_the_rest_of_a_large_object_comes_in_parts_of_which_several_are_on_their
     fault: str | None,
 ) -> None:
     source = source_through(s3_proxy, s3_server, s3_bucket)
-    s3_proxy.latency_s = 0.05
+    s3_proxy.in_flight_peak, s3_proxy.together, s3_proxy.alone = 0, 4, 3 if fault else 1
     if fault:
         getattr(s3_proxy, fault)(times=2, after_bytes=1 << 20)
     seen: list[int] = []

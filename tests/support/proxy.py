@@ -19,6 +19,7 @@ Fault = Literal["none", "busy", "hang", "reset", "truncate", "drop"]
 
 PIECE_BYTES: Final = 64 << 10
 START_TIMEOUT_S: Final = 60.0
+TOGETHER_TIMEOUT_S: Final = 60.0
 _LENGTH: Final = re.compile(rb"(?i)\r\ncontent-length:\s*(\d+)")
 _CHUNKED: Final = re.compile(rb"(?i)\r\ntransfer-encoding:\s*chunked")
 _IS_LIST: Final = re.compile(rb"GET [^ ]*[?&]list-type=2")
@@ -50,6 +51,7 @@ class FaultyProxy:
     was passed on of bodies, as (monotonic time, bytes). `lists` counts requests for a page of a listing;
     `lists_allowed`: so many more of them are passed on, the rest wait until it is raised (None: all are);
     `others_allowed`: the same for all other requests; `bytes_allowed`: the same for the bytes of bodies.
+    `together`: requests wait until so many do at once, for a minute at most, but for the first `alone` of them.
     """
 
     def __init__(self, target_port: int, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
@@ -66,6 +68,7 @@ class FaultyProxy:
         self.lists_allowed: int | None = None
         self.others_allowed: int | None = None
         self.bytes_allowed: int | None = None
+        self.together = self.alone = 0
         self._in_flight = 0
         self._paid_s = 0.0
         self._plan = _Plan()
@@ -187,6 +190,7 @@ class FaultyProxy:
             self.lists += is_list
             if not await self._may_pass("lists_allowed" if is_list else "others_allowed", client_in):
                 return False
+            await self._wait_for_others(self.requests)
             await asyncio.sleep(self.latency_s / 2)
             if plan.fault == "busy" or (self.busy_above is not None and self._in_flight > self.busy_above):
                 self.refused += 1
@@ -222,6 +226,13 @@ class FaultyProxy:
         if self.bytes_allowed is not None:
             self.bytes_allowed -= nbytes
         return True
+
+    async def _wait_for_others(self, number: int) -> None:
+        give_up_s = time.monotonic() + TOGETHER_TIMEOUT_S
+        while number > self.alone and self.in_flight_peak < self.together:
+            await asyncio.sleep(0.002)
+            if time.monotonic() > give_up_s:
+                return
 
     async def _answer(
         self,
