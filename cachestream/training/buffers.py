@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cachestream.training.memory import UNITS
+from cachestream.training.memory import rows_of
 
 __all__ = ["BufferPool", "Loan", "as_tensor"]
 
@@ -57,10 +57,10 @@ class _Buffer:
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def rows(self, count: int, row_bytes: int, unit: int) -> torch.Tensor:
-        """`[count, row_bytes / unit]` at the start. The last view asked for is kept: batches are alike."""
+        """`rows_of` the start. The last view asked for is kept: batches are alike."""
         rows = self._rows.get((row_bytes, unit))
         if rows is None or len(rows) != count:
-            rows = self.memory[: count * row_bytes].view(UNITS[unit]).view(count, row_bytes // unit)
+            rows = rows_of(self.memory[: count * row_bytes], row_bytes, unit)
             self._rows = {(row_bytes, unit): rows}
         return rows
 
@@ -75,13 +75,9 @@ class Loan:
         self._buffer = buffer
 
     def rows(self, count: int, row_bytes: int, unit: int = 1) -> torch.Tensor:
-        """The first `count * row_bytes` bytes as `[count, row_bytes / unit]`, valid while the loan is held.
-
-        Elements of `unit` bytes are of one of `UNITS`.
-        """
+        """`rows_of` the first `count * row_bytes` bytes, valid while the loan is held."""
         if self._buffer is None:
-            rows = torch.from_numpy(self.array[: count * row_bytes].reshape(count, row_bytes))
-            return rows if unit == 1 else rows.view(UNITS[unit])
+            return rows_of(torch.from_numpy(self.array[: count * row_bytes]), row_bytes, unit)
         return self._buffer.rows(count, row_bytes, unit)
 
 

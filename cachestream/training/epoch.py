@@ -6,12 +6,13 @@ samples than are cached; then further passes follow over snapshots taken anew, u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.maps import EpochMaps
+from cachestream.training.places import Places
 from cachestream.training.plan import Order, Plan
 from cachestream.training.ragged import Ragged
 from cachestream.training.resume import Record
@@ -50,6 +51,7 @@ class Segment:
     checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
     the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
     `with_keys`: batches hold their samples' keys. `ragged`: how fields come whose shape varies.
+    `places`: where the samples of its batches lie, worked out from now on.
     """
 
     request: Request
@@ -65,6 +67,7 @@ class Segment:
     opened_ahead: bool = False
     with_keys: bool = False
     ragged: Ragged = "list"
+    places: Iterable[Places] = ()
 
     @property
     def last(self) -> bool:

@@ -8,30 +8,40 @@ Python; numpy's do not.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from cachestream.model import KEY_FIELD, Field, IntArray
-from cachestream.training.buffers import BufferPool, as_tensor
+from cachestream.training.buffers import BufferPool, Loan, as_tensor
 from cachestream.training.maps import EpochMaps, FieldAddresses, element_bytes
 from cachestream.training.memory import Pieces, SpanLayout, Window, gather_rows
 from cachestream.training.ragged import Ragged, Spans, gather_ragged, layouts_of, wrap_fixed
 
-__all__ = ["LARGE_BYTES", "Block", "Columns", "Copy", "Gatherer", "fixed_row_bytes", "numpy_dtype"]
+__all__ = [
+    "LARGE_BYTES",
+    "Block",
+    "Columns",
+    "Copy",
+    "Gatherer",
+    "find_block",
+    "fixed_row_bytes",
+    "numpy_dtype",
+]
 
 # Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested tensor.
 Columns = dict[str, Any]
 
-# Fields are gathered for as many batches at a time as fit in this: a call for a few kilobytes is all overhead. What
-# is as large for one batch is left to be copied when the batch is completed.
+# A field of which a block has less than this is gathered for all of it: a call for a few kilobytes is all overhead.
 LARGE_BYTES: Final = 1 << 20
 
 
 class Copy(NamedTuple):
-    """A large field still to be gathered: rows `wanted` of `rows`, into `out`. `run` may be called in any thread."""
+    """A field still to be gathered: rows `wanted` of `rows`, into `out`. `run` may be called in any thread."""
 
     rows: torch.Tensor
     wanted: torch.Tensor
@@ -44,12 +54,10 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What is gathered of one field of a block: samples `start` to `stop`, as `[stop - start, *shape]`."""
+    """One field of a block: which pieces of the window, and its values `[n, *shape]` if they are gathered already."""
 
     pieces: Pieces
     index: IntArray
-    start: int = 0
-    stop: int = 0
     values: np.ndarray[Any, Any] | None = None
 
 
@@ -63,96 +71,107 @@ class Block:
     runs: dict[str, _Run]
 
 
+def find_block(maps: EpochMaps, shards: IntArray, rows: IntArray) -> Block:
+    """Samples `rows` of `shards`, both int64 `[n]`, as pieces of the window that `maps` lie in."""
+    window, runs = maps.window, {}
+    for field in maps.snapshot.schema.fields:
+        if row_bytes := fixed_row_bytes(field):
+            offsets = maps.fields[field.name].base[shards] + rows * row_bytes - window.low
+            pieces = Pieces.of(row_bytes, offsets)
+            runs[field.name] = _Run(pieces, pieces.index(offsets))
+    return Block(window, shards, rows, runs)
+
+
 class Gatherer:
     """Gathers samples of one snapshot. Not thread-safe; all shards of a block must be mapped before.
 
-    `batch_size` is what most gathers are for: memory is taken for as much. 0 where they vary. `with_keys` adds the
-    samples' keys as one more field, a list of str. `ragged` says how fields come whose shape varies.
+    `lend_samples` is the most that is gathered at a time: memory is taken for as many. 0 where that varies.
+    `with_keys` adds the samples' keys as one more field, a list of str. `ragged` says how fields come whose shape
+    varies.
     """
 
     def __init__(
         self,
         maps: EpochMaps,
         pool: BufferPool,
-        batch_size: int = 0,
+        lend_samples: int = 0,
         with_keys: bool = False,
         ragged: Ragged = "list",
     ) -> None:
         self.maps = maps
         self._with_keys = with_keys
         self._pool = pool
-        self._batch_size = batch_size
-        self._lend = pool.lend if batch_size else pool.lend_rounded
+        self._lend_samples = lend_samples
+        self._lend = pool.lend if lend_samples else pool.lend_rounded
         self._layouts = layouts_of(ragged, maps.snapshot.schema)
         self._fields = [(field, fixed_row_bytes(field)) for field in maps.snapshot.schema.fields]
 
     def block(self, shards: IntArray, rows: IntArray) -> Block:
         """Prepare for gathering samples `rows` of `shards`, both int64 `[n]`, in parts."""
-        window, runs = self.maps.window, {}
-        for field, row_bytes in self._fields:
-            if row_bytes:
-                offsets = self.maps.fields[field.name].base[shards] + rows * row_bytes - window.low
-                pieces = Pieces.of(row_bytes, offsets)
-                runs[field.name] = _Run(pieces, pieces.index(offsets))
-        return Block(window, shards, rows, runs)
+        return find_block(self.maps, shards, rows)
 
     def gather(self, block: Block, start: int, stop: int) -> Columns:
         """Samples `start` to `stop` of `block`, in memory of their own."""
-        columns, copies = self.begin(block, start, stop)
+        batches, copies = self.begin(block, [start, stop])
         for copy in copies:
             copy.run()
-        return columns
+        return batches[0]
 
-    def begin(self, block: Block, start: int, stop: int) -> tuple[Columns, list[Copy]]:
-        """As `gather`, but large fields are filled only by the copies returned with them.
+    def begin(self, block: Block, bounds: Sequence[int]) -> tuple[list[Columns], list[Copy]]:
+        """Batches of `block` that are gathered together: samples `bounds[0]` to `bounds[1]`, to `bounds[2]`, ...
 
-        The maps must not be dropped before.
+        They are filled by the copies returned with them. The maps must not be dropped before.
         """
-        columns: Columns = {}
+        spans = list(pairwise(bounds))
+        batches: list[Columns] = [{} for _ in spans]
         copies: list[Copy] = []
         for field, row_bytes in self._fields:
-            if field.shape is None:
-                columns[field.name] = self._varying(field, block, start, stop)
-            elif not row_bytes or start == stop:
-                columns[field.name] = torch.empty(
-                    (stop - start, *field.shape), dtype=getattr(torch, field.dtype)
-                )
-            else:
-                run = block.runs[field.name]
-                if run.values is None or stop > run.stop:
-                    copies += self._fill(run, block.window, field, row_bytes, (start, stop))
-                part = run.values[start - run.start : stop - run.start]  # type: ignore[index]
-                columns[field.name] = as_tensor(part, field.dtype)
-                if stop == run.stop:
-                    run.values = None  # the memory belongs to those who have the batch
-            if self._layouts and field.shape is not None and field.name in self._layouts:
-                columns[field.name] = wrap_fixed(columns[field.name], field, self._layouts[field.name])
+            for columns, values in zip(
+                batches, self._values(field, row_bytes, block, spans, copies), strict=True
+            ):
+                columns[field.name] = values
         if self._with_keys:
-            columns[KEY_FIELD] = self.keys(block.shards[start:stop], block.rows[start:stop])
-        return columns, copies
+            for columns, (start, stop) in zip(batches, spans, strict=True):
+                columns[KEY_FIELD] = self.keys(block.shards[start:stop], block.rows[start:stop])
+        return batches, copies
 
-    def _fill(
-        self, run: _Run, window: Window, field: Field, row_bytes: int, wanted: tuple[int, int]
-    ) -> list[Copy]:
-        """Gather the next batches of one field, `wanted` being the first of them, or say what is to be copied."""
-        start, stop = wanted
-        batch = max(stop - start, self._batch_size)
-        rows = max(1, LARGE_BYTES // (batch * row_bytes)) * batch
-        pieces = run.pieces
-        run.start, run.stop = start, max(stop, min(start + rows, len(run.index) // pieces.count))
-        run.values = None  # before the next buffer is taken: it may be the one that this gives back
-        count = run.stop - start
-        loan = self._lend(max(rows, count) * row_bytes)
+    def _values(
+        self, field: Field, row_bytes: int, block: Block, spans: list[tuple[int, int]], copies: list[Copy]
+    ) -> list[Any]:
+        """One field of each batch of `spans`; what is still to be copied is added to `copies`."""
+        first, last = spans[0][0], spans[-1][1]
+        if field.shape is None:
+            return [self._varying(field, block, start, stop) for start, stop in spans]
+        if not row_bytes or first == last:
+            dtype = getattr(torch, field.dtype)
+            return [torch.empty((stop - start, *field.shape), dtype=dtype) for start, stop in spans]
+        run = block.runs[field.name]
+        if run.values is not None:
+            values = run.values[first:last]
+        elif len(block.rows) * row_bytes < LARGE_BYTES:
+            run.values, copy = self._copy(run, block, field, 0, len(block.rows), self._pool.lend_rounded)
+            copy.run()
+            values = run.values[first:last]
+        else:
+            values, copy = self._copy(run, block, field, first, last, self._lend)
+            copies.append(copy)
+        tensors = [as_tensor(values[start - first : stop - first], field.dtype) for start, stop in spans]
+        layout = self._layouts.get(field.name)
+        return tensors if layout is None else [wrap_fixed(tensor, field, layout) for tensor in tensors]
+
+    def _copy(
+        self, run: _Run, block: Block, field: Field, start: int, stop: int, lend: Callable[[int], Loan]
+    ) -> tuple[np.ndarray[Any, Any], Copy]:
+        """Memory for samples `start` to `stop` of one field, `[stop - start, *shape]`, and what fills it."""
+        pieces, count = run.pieces, stop - start
+        row_bytes = pieces.num_bytes * pieces.count
+        loan = lend(max(count, self._lend_samples) * row_bytes)
         copy = Copy(
-            window.rows(pieces.num_bytes, pieces.unit),
-            torch.from_numpy(run.index[start * pieces.count : run.stop * pieces.count]),
+            block.window.rows(pieces.num_bytes, pieces.unit),
+            torch.from_numpy(run.index[start * pieces.count : stop * pieces.count]),
             loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit),
         )
-        run.values = shaped(loan.array[: count * row_bytes], field, count)
-        if count * row_bytes >= LARGE_BYTES and run.stop == stop:
-            return [copy]
-        copy.run()
-        return []
+        return shaped(loan.array[: count * row_bytes], field, count), copy
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """The keys of samples `rows` of `shards`."""

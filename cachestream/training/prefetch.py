@@ -7,14 +7,15 @@ epoch's first batch is there before the last one of the epoch before is consumed
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,10 +23,11 @@ from cachestream.errors import CorruptShardError, EpochError
 from cachestream.training.batches import packed
 from cachestream.training.crew import Crew
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.gather import LARGE_BYTES, Copy, fixed_row_bytes
+from cachestream.training.gather import LARGE_BYTES, Copy
+from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
-from cachestream.training.reading import Gathered, read_batches
+from cachestream.training.reading import Gathered, batch_bytes, read_batches
 from cachestream.training.schedule import Delivery, Parcel, Schedule
 from cachestream.training.sharing import COPIES_A_TURN, Sharing
 from cachestream.training.threads import use_threads
@@ -39,20 +41,16 @@ _EXIT_JOIN_S: Final = 30.0  # longer than a call to the store of the ranks takes
 _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
 _OPEN_AT_ONCE: Final = 16
-_PARCEL_BATCHES: Final = 16
-_PARCEL_S: Final = 0.001
-_PARCEL_BYTES: Final = 4 << 20
 _MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-@dataclass(slots=True, eq=False)
-class _Lot:
-    """Batches that are handed over together, with their numbers in the epoch. It keeps their maps."""
+class _Work(NamedTuple):
+    """Batches to be completed, of `segment`: it keeps their maps."""
 
     segment: Segment
-    batches: list[tuple[int, Gathered]] = field(default_factory=list)
+    gathered: Gathered
 
 
 class Engine:
@@ -75,6 +73,7 @@ class Engine:
         self._closed = closed
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
+        self._executor = ThreadPoolExecutor(1, "cachestream-places")
         self._sharing = Sharing.begin(1)
         self._copied: list[tuple[int, float, bool]] = []
 
@@ -102,6 +101,7 @@ class Engine:
             return
         self._closed.set()
         close_all(self.schedule.stop())
+        self._executor.shutdown(wait=False, cancel_futures=True)
         if not join:
             return
         for thread in self._threads:
@@ -146,6 +146,7 @@ class Engine:
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
         segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
+        segment.places = PlacesAhead(segment.order, segment.plan, segment.place, segment.maps, self._executor)
         if not self.schedule.add(segment):
             segment.close()
 
@@ -180,45 +181,50 @@ class Engine:
                 schedule.fail(segment.request, error)
 
     def _gather(self, segment: Segment) -> None:
-        """Put all batches of `segment` into the queue, a few small ones or a large one at a time."""
+        """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
         threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
         # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
         hands = 1 if self._transform is None else threads
-        row_bytes = max(map(fixed_row_bytes, segment.snapshot.schema.fields))
-        shared = hands == 1 and segment.plan.batch_size * row_bytes >= LARGE_BYTES
-        most = threads if shared else 1
+        most = threads if hands == 1 and batch_bytes(segment) >= LARGE_BYTES else 1
         if self._sharing.most != most:
             self._sharing = Sharing.begin(most)
         use_threads(self._sharing.threads)
         crew = Crew(hands, self._finish, self._deliver)
         batches = read_batches(
-            segment, self.transfer.pool, lambda *damage: self._on_damage(segment, *damage), crew.settle
+            segment,
+            segment.places,
+            self.transfer.pool,
+            lambda *damage: self._on_damage(segment, *damage),
+            crew.settle,
         )
-        if crew.run(_lots(segment, batches)) and segment.last:
+        # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
+        if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
             self.schedule.put(Parcel(segment))
 
-    def _finish(self, lot: _Lot) -> tuple[Parcel, BaseException | None]:
-        """Complete the batches of `lot`, up to the first that fails, and send them where they are trained on."""
-        parcel = Parcel(lot.segment)
+    def _finish(self, work: _Work) -> tuple[Parcel, BaseException | None]:
+        """Complete batches, up to the first that fails, and send them where they are trained on."""
+        segment, gathered = work
+        parcel = Parcel(segment)
         try:
-            for number, gathered in lot.batches:
-                self._add(parcel, number, gathered)
+            for copy in gathered.copies:
+                self._copy(copy)
+            self._send(parcel, gathered)
         except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
             return parcel, error
         return parcel, None
 
-    def _add(self, parcel: Parcel, number: int, gathered: Gathered) -> None:
-        for copy in gathered.copies:
-            self._copy(copy)
-        if gathered.size:
-            batch = packed(gathered.columns, parcel.segment.snapshot.schema)
-            staged = self.transfer.send(batch, self._transform)
-            parcel.batches.append(Delivery(staged, number, gathered.size, gathered.skipped))
-        elif not self.preparer.alone:
-            raise CorruptShardError(
-                f"all samples of a batch of epoch {parcel.segment.request.epoch} lie in damaged shards, and the ranks "
-                "must make the same steps; run 'cachestream verify CACHE --repair' and start again"
-            )
+    def _send(self, parcel: Parcel, gathered: Gathered) -> None:
+        schema, send, transform = parcel.segment.snapshot.schema, self.transfer.send, self._transform
+        done = parcel.segment.request.done + gathered.first
+        for columns, size, skipped in zip(gathered.batches, gathered.sizes, gathered.skipped, strict=True):
+            done += 1
+            if size:
+                parcel.batches.append(Delivery(send(packed(columns, schema), transform), done, size, skipped))
+            elif not self.preparer.alone:
+                raise CorruptShardError(
+                    f"all samples of a batch of epoch {parcel.segment.request.epoch} lie in damaged shards, and the "
+                    "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
+                )
 
     def _copy(self, copy: Copy) -> None:
         """Run `copy` with as many of torch's threads as are quickest now."""
@@ -245,23 +251,6 @@ class Engine:
         if self.schedule.stale(segment.request):
             raise Cancelled  # its lease has ended: the shard may be gone by right
         self._quarantine(shard_id, str(error))
-
-
-def _lots(segment: Segment, batches: Iterator[Gathered]) -> Iterator[_Lot]:
-    """`batches` together as long as they are small: threads wake each other up more slowly than those come."""
-    number, lot, began_s, lot_bytes = segment.request.done, _Lot(segment), time.perf_counter(), 0
-    for gathered in batches:
-        number += 1
-        lot.batches.append((number, gathered))
-        lot_bytes += gathered.waiting_bytes
-        full = len(lot.batches) >= _PARCEL_BATCHES or lot_bytes >= _PARCEL_BYTES
-        if full or time.perf_counter() - began_s > _PARCEL_S:
-            del gathered  # nothing here may keep the memory of a batch that is on its way
-            ready, lot, lot_bytes = [lot], _Lot(segment), 0
-            yield ready.pop()
-            began_s = time.perf_counter()
-    if lot.batches:
-        yield lot
 
 
 def close_all(segments: Iterable[Segment]) -> None:

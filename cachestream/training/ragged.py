@@ -162,7 +162,8 @@ def _select(window: Window, spans: Spans, unit: int, out: torch.Tensor) -> None:
     addresses = (
         np.repeat(spans.addresses - before * unit, counts) + np.arange(len(out), dtype=np.int64) * unit
     )
-    torch.index_select(window.rows(unit), 0, window.index(addresses), out=out)
+    rows = window.rows(unit)
+    torch.index_select(rows, 0, window.index(addresses), out=out.view(-1, *rows.shape[1:]))
 
 
 def _copy_one_by_one(spans: Spans, starts: IntArray, flat: Bytes, window: Window) -> None:

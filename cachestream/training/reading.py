@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -12,83 +12,124 @@ from cachestream.model import IntArray
 from cachestream.training.ahead import ReadAhead
 from cachestream.training.buffers import BufferPool
 from cachestream.training.epoch import Segment
-from cachestream.training.gather import Columns, Copy, Gatherer
+from cachestream.training.gather import Columns, Copy, Gatherer, fixed_row_bytes
+from cachestream.training.places import Places
 
-__all__ = ["Gathered", "read_batches"]
+__all__ = ["Gathered", "batch_bytes", "read_batches"]
 
-_BLOCK: Final = 16_384  # samples whose places are worked out at once: the cost of numpy's calls is shared
+_TOGETHER: Final = (
+    16  # small batches that are gathered, and handed over, at once: threads wake each other up slowly
+)
+_TOGETHER_BYTES: Final = 4 << 20
 
 OnDamage = Callable[[int, CorruptShardError], None]
 
 
 class Gathered(NamedTuple):
-    """One batch: its fields, how many samples it has, and how many it lacks because their shard is damaged.
+    """A few batches, the first of which is number `first` of this rank: their fields, how many samples each has, and
+    how many it lacks because their shard is damaged.
 
-    It is whole when all `copies` have run.
+    They are whole when all `copies` have run.
     """
 
-    columns: Columns
+    first: int
+    batches: list[Columns]
     copies: list[Copy]
-    size: int
-    skipped: int
-
-    @property
-    def waiting_bytes(self) -> int:
-        """How much is still to be copied."""
-        return sum(copy.out.nbytes for copy in self.copies)
+    sizes: list[int]
+    skipped: list[int]
 
 
 def read_batches(
-    segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None]
+    segment: Segment,
+    places: Iterable[Places],
+    pool: BufferPool,
+    on_damage: OnDamage,
+    settle: Callable[[], None],
 ) -> Iterator[Gathered]:
-    """The batches of `segment` for this rank, in order.
+    """The batches of `segment` for this rank, in order; `places` are theirs.
 
     `on_damage(shard id, error)` is told of each damaged shard found on the way; its samples are left out.
     `settle()` returns when no copies of earlier batches run any more: it is called before maps are dropped.
     """
-    ahead = ReadAhead(segment)
+    ahead, reader = ReadAhead(segment), _Reader(segment, pool, on_damage, settle)
     try:
-        yield from _read(segment, pool, on_damage, settle, ahead)
+        for block in places:
+            for part in reader.mapped(block):
+                yield from reader.gather(part, ahead)
     finally:
         ahead.close()
 
 
-def _read(
-    segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None], ahead: ReadAhead
-) -> Iterator[Gathered]:
-    plan, maps = segment.plan, segment.maps
-    gatherer = Gatherer(maps, pool, plan.batch_size, segment.with_keys, segment.ragged)
-    damaged = np.zeros(segment.snapshot.num_shards, np.bool_)
-    at_once = max(1, _BLOCK // plan.batch_size)
-    first = 0
-    while first < plan.num_batches:
-        # Where shards are still to be opened, one batch at a time: the first must not wait for all.
-        count = min(at_once if maps.all_mapped else 1, plan.num_batches - first)
-        spans = [plan.span(segment.place, first + i) for i in range(count)]
-        positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-        shards, rows = maps.locate(segment.order.at(positions))
-        if not maps.all_mapped:
-            for place, error in maps.open(shards[~damaged[shards]], settle):
-                damaged[place] = True
-                on_damage(int(segment.snapshot.shard_ids[place]), error)
-        ends = np.cumsum([stop - start for start, stop in spans])
-        sound = ~damaged[shards]
-        skipped = np.zeros(count, np.int64)
-        if not sound.all():
-            shards, rows, ends, skipped = _without(shards, rows, ends, sound)
-        block = gatherer.block(shards, rows)
+def batch_bytes(segment: Segment) -> int:
+    """What a batch of `segment` holds in fields of one shape."""
+    return segment.plan.batch_size * sum(map(fixed_row_bytes, segment.snapshot.schema.fields))
+
+
+class _Reader:
+    """Gathers one segment, and knows which of its shards are damaged."""
+
+    def __init__(
+        self, segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None]
+    ) -> None:
+        snapshot, batch_size = segment.snapshot, segment.plan.batch_size
+        self._most = max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes(segment))))
+        self._together = 1  # the first batch is not to wait for others
+        self._maps = segment.maps
+        self._gatherer = Gatherer(
+            segment.maps, pool, self._most * batch_size, segment.with_keys, segment.ragged
+        )
+        self._shard_ids = snapshot.shard_ids
+        self._damaged = np.zeros(snapshot.num_shards, np.bool_)
+        self._on_damage = on_damage
+        self._settle = settle
+
+    def mapped(self, block: Places) -> Iterator[Places]:
+        """`block` in parts whose shards are mapped, or damaged: one batch at a time where they are still to be
+        opened, since the first must not wait for all.
+        """
+        if block.block is not None:
+            yield block
+            return
         start = 0
-        for number, (end, lacking) in enumerate(zip(ends.tolist(), skipped.tolist(), strict=True), first):
-            ahead.reach(number)
-            yield Gathered(*gatherer.begin(block, start, end), end - start, lacking)
-            start = end
-        first += count
+        while start < len(block):
+            stop = len(block) if self._maps.all_mapped else start + 1
+            part = block.part(start, stop)
+            if not self._maps.all_mapped:
+                self._open(part.shards)
+            yield part
+            start = stop
+
+    def _open(self, shards: IntArray) -> None:
+        for place, error in self._maps.open(shards[~self._damaged[shards]], self._settle):
+            self._damaged[place] = True
+            self._on_damage(int(self._shard_ids[place]), error)
+
+    def gather(self, part: Places, ahead: ReadAhead) -> Iterator[Gathered]:
+        """The batches of `part`, a few small ones at a time."""
+        shards, rows, bounds = part.shards, part.rows, part.bounds
+        skipped = np.zeros(len(part), np.int64)
+        sound = ~self._damaged[shards]
+        if not sound.all():
+            shards, rows, bounds, skipped = _without(shards, rows, bounds, sound)
+        block = part.block or self._gatherer.block(shards, rows)
+        start = 0
+        while start < len(part):
+            stop = min(start + self._together, len(part))
+            for number in range(part.first + start, part.first + stop):
+                ahead.reach(number)
+            ends = bounds[start : stop + 1]
+            yield Gathered(
+                part.first + start,
+                *self._gatherer.begin(block, ends.tolist()),
+                np.diff(ends).tolist(),
+                skipped[start:stop].tolist(),
+            )
+            start, self._together = stop, min(self._most, 4 * self._together)
 
 
 def _without(
-    shards: IntArray, rows: IntArray, ends: IntArray, sound: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    shards: IntArray, rows: IntArray, bounds: IntArray, sound: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """The samples that are sound, where their batches end now, and how many each batch has lost."""
-    kept = np.concatenate([[0], np.cumsum(sound)])[ends]
-    sizes_before, sizes = np.diff(ends, prepend=0), np.diff(kept, prepend=0)
-    return shards[sound], rows[sound], kept, sizes_before - sizes
+    """The samples that are sound, where their batches begin and end now, and how many each batch has lost."""
+    kept = np.concatenate([[0], np.cumsum(sound)])[bounds]
+    return shards[sound], rows[sound], kept, np.diff(bounds) - np.diff(kept)

@@ -80,6 +80,9 @@ class Schedule:
 
     def __init__(self, prefetch: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._prefetch = prefetch
+        # Once all batches are there, the gathering thread rests until half are gone: each time that it wakes up, it
+        # takes the GIL from the trainer.
+        self._resume = prefetch // 2 + 1
         self._clock = clock
         self._lock = threading.RLock()
         self._batches = threading.Condition(
@@ -145,7 +148,8 @@ class Schedule:
             parcel = self._queue.popleft()
             self._waiting -= len(parcel.batches)
             self._pace.note(len(parcel.batches))
-            self._room.notify()
+            if self._waiting < self._resume:
+                self._room.notify()
             self._wake_if_due()
             return parcel
 
@@ -270,8 +274,10 @@ class Schedule:
     def put(self, parcel: Parcel) -> bool:
         """Queue `parcel` when there is room; False when nobody wants it any more."""
         with self._lock:
-            while self._waiting >= self._prefetch and parcel.batches and not self._unwanted(parcel):
+            full = self._prefetch
+            while self._waiting >= full and parcel.batches and not self._unwanted(parcel):
                 self._room.wait()
+                full = self._resume
             if self._unwanted(parcel):
                 return False
             self._queue.append(parcel)

@@ -467,7 +467,7 @@ def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
     next(iter(loader))
     gone = weakref.ref(loader)
     mine = ours()
-    assert len(mine) == 2
+    assert len(mine) == 3
     del loader
     gc.collect()
     assert gone() is None

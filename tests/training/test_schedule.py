@@ -72,6 +72,20 @@ class Trainer:
         return asked[1]
 
 
+def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_are_gone() -> None:
+    trainer = Trainer(batches=100)
+    trainer.gather(4)
+    gathering = threading.Thread(target=trainer.gather, daemon=True)
+    gathering.start()
+    for number in (1, 2):
+        gathering.join(0.2)
+        assert gathering.is_alive(), f"{4 - number + 1} of 4 are there"
+        assert trainer.schedule.take(0, 1.0).batches[0].number == number
+    gathering.join(60.0)
+    assert not gathering.is_alive()
+    assert trainer.schedule.take(0, 1.0).batches[0].number == 3
+
+
 def test_the_next_epoch_is_prepared_when_what_is_left_lasts_for_a_second() -> None:
     trainer = Trainer(batches=1000)
     trainer.gather(4)
