@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
-from cachestream.remote import pulse, ranges, retry
+from cachestream.remote import pulse, ranges
 from cachestream.remote.arrays import ArraySource
 from cachestream.remote.ranges import merge_spans
 from cachestream.testing import check_source
@@ -56,20 +56,6 @@ def zarr_has_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
 def bucket(s3_bucket: Path) -> Path:
     write_all(s3_bucket)
     return s3_bucket
-
-
-@pytest.fixture
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_START_S", 0.02)
-    monkeypatch.setattr(retry, "BACKOFF_LIMIT_S", 0.02)
-
-
-@pytest.fixture
-def fetched() -> Iterator[list[int]]:
-    seen: list[int] = []
-    pulse.install(seen.append)
-    yield seen
-    pulse.install(None)
 
 
 def open_through(

@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ import pytest
 from PIL import Image
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
-from cachestream.remote import pulse, tables
+from cachestream.remote import tables
 from cachestream.remote.open import open_source
 from cachestream.remote.tables import ParquetSource
 from cachestream.testing import check_source
@@ -52,14 +51,6 @@ def png(value: int, size: tuple[int, int] = (6, 4)) -> bytes:
     sink = io.BytesIO()
     Image.new("RGB", size, (value, value, value)).save(sink, "PNG")
     return sink.getvalue()
-
-
-@pytest.fixture
-def fetched() -> Iterator[list[int]]:
-    seen: list[int] = []
-    pulse.install(seen.append)
-    yield seen
-    pulse.install(None)
 
 
 # --- values ------------------------------------------------------------------------------------

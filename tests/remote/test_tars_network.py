@@ -20,7 +20,7 @@ import pytest
 
 import cachestream as cs
 from cachestream.errors import SourceError, SourceUnavailableError
-from cachestream.remote import pulse, retry, stream_network
+from cachestream.remote import pulse, stream_network
 from cachestream.remote.tars import TarSource
 from cachestream.storage.board import Board
 from cachestream.testing.observing import cached_keys
@@ -30,12 +30,6 @@ from tests.support.s3 import S3Server
 
 SAMPLES: Final = 300
 FILES: Final = numbered(SAMPLES, 50_000)  # 15 MB
-
-
-@pytest.fixture
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_START_S", 0.02)
-    monkeypatch.setattr(retry, "BACKOFF_LIMIT_S", 0.02)
 
 
 @pytest.fixture

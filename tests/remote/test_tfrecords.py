@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
-from cachestream.remote import pulse, retry
+from cachestream.remote import retry
 from cachestream.remote.examples import parse_example
 from cachestream.remote.open import open_source
 from cachestream.remote.tfrecords import TFRecordSource
@@ -414,14 +414,6 @@ print(len(list(remote.open_source(sys.argv[1], check_crc=False).read(0, None))))
 
 
 # --- S3 ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fetched() -> Iterator[list[int]]:
-    seen: list[int] = []
-    pulse.install(seen.append)
-    yield seen
-    pulse.install(None)
 
 
 def test_a_file_on_s3_is_read_once_and_resumed_where_it_breaks(
