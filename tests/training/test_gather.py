@@ -16,6 +16,7 @@ import cachestream as cs
 from cachestream import Cache, EpochDataset, EpochLoader
 from cachestream.model import Schema, Snapshot
 from cachestream.training.buffers import BufferPool
+from cachestream.training import maps as maps_module
 from cachestream.training.gather import Gatherer
 from cachestream.training.maps import EpochMaps
 from cachestream.training.memory import SpanLayout, Window
@@ -177,11 +178,16 @@ def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cach
     lease.release()
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any))
-def test_the_shard_of_a_sample_is_found_whatever_the_sizes_of_the_shards(counts: list[int]) -> None:
+@pytest.mark.parametrize("listed", [0, 1 << 18])
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any))
+def test_the_shard_of_a_sample_is_found_whatever_the_sizes_of_the_shards(
+    listed: int, counts: list[int]
+) -> None:
     places = np.arange(len(counts), dtype=np.int64)
     snapshot = Snapshot("id", "/nowhere", "/nowhere", Schema(()), places, np.array(counts, np.int64))
-    shards, rows = EpochMaps(snapshot).locate(np.arange(sum(counts), dtype=np.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(maps_module, "_LISTED_SAMPLES", listed)  # as if there were more samples than have an entry each
+        shards, rows = EpochMaps(snapshot).locate(np.arange(sum(counts), dtype=np.int64))
     expected = [(shard, row) for shard, count in enumerate(counts) for row in range(count)]
     assert list(zip(shards.tolist(), rows.tolist(), strict=True)) == expected
 
