@@ -124,7 +124,9 @@ def test_a_folder_behind_many_files_of_another_is_not_foreseen_and_its_images_ar
         next(worker.read(unit["a/z/1.jpg"], np.random.default_rng(0)))
     assert next(worker.read(unit["a/z/2.txt"], np.random.default_rng(0))) == ("a/z/2.txt", {"text": "x"})
     assert source.num_units == worker.num_units
-    assert list(source.label_names) == ["a", "b", "z"], "all is listed here, so that nothing has to be foreseen"
+    assert list(source.label_names) == ["a", "b", "z"], (
+        "all is listed here, so that nothing has to be foreseen"
+    )
 
 
 def test_what_is_wrong_is_said_at_once(server: S3Server) -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 import cachestream as cs
 from cachestream import Cache, EpochDataset, EpochLoader
 from cachestream.model import Schema, Snapshot
-from cachestream.training.buffers import BufferPool
 from cachestream.training import maps as maps_module
+from cachestream.training.buffers import BufferPool
 from cachestream.training.gather import Gatherer
 from cachestream.training.maps import EpochMaps
 from cachestream.training.memory import SpanLayout, Window
@@ -186,7 +186,7 @@ def test_the_shard_of_a_sample_is_found_whatever_the_sizes_of_the_shards(
     places = np.arange(len(counts), dtype=np.int64)
     snapshot = Snapshot("id", "/nowhere", "/nowhere", Schema(()), places, np.array(counts, np.int64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maps_module, "_LISTED_SAMPLES", listed)  # as if there were more samples than have an entry each
+        patch.setattr(maps_module, "_LISTED_SAMPLES", listed)  # 0: as if there were more samples
         shards, rows = EpochMaps(snapshot).locate(np.arange(sum(counts), dtype=np.int64))
     expected = [(shard, row) for shard, count in enumerate(counts) for row in range(count)]
     assert list(zip(shards.tolist(), rows.tolist(), strict=True)) == expected
