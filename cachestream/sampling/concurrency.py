@@ -7,7 +7,7 @@ from typing import Final
 
 __all__ = ["Concurrency"]
 
-FIRST_READS: Final = 4
+FIRST_READS: Final = 4  # as many as soon as units come whole: then they are small
 TURN_S: Final = 0.3
 GAIN: Final = 1.3
 STARVED: Final = 0.5
@@ -25,7 +25,8 @@ class Concurrency:
     the disk or the bandwidth does, more threads only take the interpreter from each other. So a process that
     keeps a processor busy tries fewer, too, and stays there if they bring as much. Bytes count as they are fetched,
     not samples as they are packed: large units that share a slow network come all at once, and late.
-    `settled` reads brought `rate`; `active` are being tried; `rest` turns until the next try.
+    `settled` reads brought `rate`; `active` are being tried; `rest` turns until the next try. It begins with one:
+    several large units that share a slow network would bring the first sample as many times later.
 
     A remote that asks to slow down (503, 429) gets half as many at once, and then one more a second, up to
     `goal`, as many as there were: additive increase, multiplicative decrease, by which all who share the
@@ -64,6 +65,13 @@ class Concurrency:
             return replace(self, rate=rate, rest=self.rest - 1)
         more = min(most, 2 * self.active) if waiting >= STARVED else self.active
         return Concurrency(more, self.active, rate)
+
+    def came(self, most: int) -> Concurrency:
+        """What to do when a unit came whole: twice the reads, up to `FIRST_READS`, before any more were tried."""
+        if self.active >= min(FIRST_READS, most) or self.active != self.settled or self.rest or self.goal:
+            return self
+        more = min(2 * self.active, FIRST_READS, most)
+        return Concurrency(more, more)
 
     @staticmethod
     def _fewer(settled: int, rate: float, busy: float) -> Concurrency:

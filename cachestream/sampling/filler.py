@@ -17,7 +17,7 @@ from cachestream.errors import (
 )
 from cachestream.remote.growing import stored_names
 from cachestream.sampling.claims import Assignment, NotYetError, next_claim
-from cachestream.sampling.concurrency import FIRST_READS, TURN_S, Concurrency
+from cachestream.sampling.concurrency import TURN_S, Concurrency
 from cachestream.sampling.coverage import is_whole
 from cachestream.sampling.fetch import Delivery, Fetcher, Flight
 from cachestream.sampling.job import Job, Payload
@@ -53,10 +53,8 @@ class Filler:
             job, payload.source, cache.directory, slot, stop, in_rows=payload.transform is None
         )
         self._fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.beat)
-        # Under a limit one read tells first how much the others will bring.
-        first_reads = min(FIRST_READS if job.bandwidth_bytes_per_s is None else 1, job.concurrency)
-        self._concurrency = Concurrency(first_reads, first_reads)
-        self._fetcher.use(first_reads)
+        self._concurrency = Concurrency(1, 1)
+        self._fetcher.use(1)
         self._begin_turn()
         self._assignment: Assignment | None = None
         self._todo: deque[Flight] = deque()
@@ -84,7 +82,7 @@ class Filler:
 
     def _step(self) -> None:
         begun_s = time.monotonic()
-        delivery = self._fetcher.next(_TICK_S)
+        delivery = self._fetcher.next(min(_TICK_S, self._packing.due_in_s()))
         self._slot["fetch_wait_s"] += time.monotonic() - begun_s
         if delivery is not None:
             self._deliver(delivery)
@@ -109,6 +107,14 @@ class Filler:
                 throttled=throttled,
             )
             self._fetcher.use(self._concurrency.active)
+            self._begin_turn()
+
+    def _came(self) -> None:
+        """A unit came whole. Under a limit, how much more reads bring is seen turn by turn."""
+        concurrency = self._concurrency.came(self._job.concurrency)
+        if concurrency is not self._concurrency and self._job.bandwidth_bytes_per_s is None:
+            self._concurrency = concurrency
+            self._fetcher.use(concurrency.active)
             self._begin_turn()
 
     def _begin_turn(self) -> None:
@@ -220,6 +226,7 @@ class Filler:
             self._refuse(flight)
             return
         if not flight.covered:
+            self._came()
             self._settle_refused()
         self._packing.finish(flight, was_suspect=flight.position in self._suspects)
 

@@ -7,7 +7,7 @@ from typing import Final
 __all__ = ["is_due", "max_age_s", "target_bytes"]
 
 FIRST_BYTES: Final = 256 * 1024
-FIRST_AGE_S: Final = 0.25
+FIRST_AGE_S: Final = 0.1
 USUAL_AGE_S: Final = 2.0
 LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: later the cache is large, and freshness relative

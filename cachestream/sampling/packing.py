@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from cachestream.sampling.fetch import Flight
 from cachestream.sampling.job import Job
 from cachestream.sampling.lots import Lot, runs
 from cachestream.sampling.outbox import OpenShard, Outbox
-from cachestream.sampling.pace import is_due, target_bytes
+from cachestream.sampling.pace import is_due, max_age_s, target_bytes
 from cachestream.sampling.records import to_record
 from cachestream.sampling.table import Table
 from cachestream.storage.board import Slot
@@ -173,6 +174,13 @@ class Packing:
         if self._open.since_s is None:
             assert self.row is not None
             self._open.since_s, self._open.row = time.monotonic(), self.row
+
+    def due_in_s(self) -> float:
+        """How long the open shard may still wait for more samples, as it is."""
+        if self._open.since_s is None or not self._open.has_news:
+            return math.inf
+        now_s = time.monotonic()
+        return max(0.0, self._open.since_s + max_age_s(now_s - self._started_s) - now_s)
 
     def flush_if_due(self) -> None:
         """Hand the open shard over if it has waited, or grown, for long enough."""

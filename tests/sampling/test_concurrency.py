@@ -32,6 +32,21 @@ def test_reads_double_while_that_pays_and_go_back_when_it_does_not() -> None:
     assert state.active == 4
 
 
+def test_small_units_get_more_reads_as_soon_as_they_come_and_large_ones_have_to_pay() -> None:
+    state = Concurrency(1, 1)
+    for active in (2, 4, 4):
+        state = state.came(64)
+        assert state.active == active
+    assert Concurrency(1, 1).came(1).active == 1
+    assert Concurrency(2, 2).came(3).active == 3
+    state = Concurrency(1, 1)
+    for active in (1, 2, 1):  # a slow network: two share it
+        state = state.next(100.0, 1.0, 64)
+        assert state.active == active
+    assert state.came(64).active == 1
+    assert Concurrency(2, 1, 100.0).came(64).active == 2, "a trial is not disturbed"
+
+
 def test_as_long_as_nothing_comes_nothing_is_known() -> None:
     """A slow network: more reads would only share it."""
     state = Concurrency(4, 4)
