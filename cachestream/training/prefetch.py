@@ -146,9 +146,15 @@ class Engine:
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
         segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
-        segment.places = PlacesAhead(segment.order, segment.plan, segment.place, segment.maps, self._executor)
-        if not self.schedule.add(segment):
-            segment.close()
+        wanted = False
+        try:
+            segment.places = PlacesAhead(
+                segment.order, segment.plan, segment.place, segment.maps, self._executor
+            )
+            wanted = self.schedule.add(segment)
+        finally:
+            if not wanted:
+                segment.close()
 
     def _open_some(self) -> None:
         """Open a few more shards of the running segment, before its batches ask for them."""
