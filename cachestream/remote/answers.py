@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cachestream.remote.s3 import get_object
 from cachestream.remote.versions import s3_target
 
 __all__ = ["Answer", "Facts", "ask_s3", "ask_web"]
@@ -33,7 +34,7 @@ class Answer:
 async def ask_s3(filesystem: Any, path: str, range_header: str) -> Answer:
     """The bytes of `range_header` ("bytes=0-99"; "": all) of an object. Raises the driver's errors."""
     wanted = {"Range": range_header} if range_header else {}
-    answer = await filesystem._call_s3("get_object", **s3_target(filesystem, path), **wanted)
+    answer = await get_object(filesystem, s3_target(filesystem, path), **wanted)
     body = answer["Body"]
     try:
         data = await body.read()

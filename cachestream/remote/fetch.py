@@ -21,6 +21,7 @@ from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.ranges import Facts, RangedFile
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge, redact
+from cachestream.remote.s3 import get_object
 from cachestream.remote.versions import s3_target, version_of
 from cachestream.remote.waiting import run
 
@@ -174,7 +175,7 @@ class _S3Stream:
             raise ChangedError(f"{self.etag} became {etag}")
 
     async def _get(self, wanted: dict[str, str]) -> Any:
-        return await self._filesystem._call_s3("get_object", **self._target, **wanted)
+        return await get_object(self._filesystem, self._target, **wanted)
 
     def _drop_body(self) -> None:
         if self._body is not None:
