@@ -136,8 +136,12 @@ class Worker:
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
             _release(held)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Let the worker go: it stops unless another process needs it, or it is detached."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Let the worker go: it stops unless another process needs it, or it is detached.
+
+        That takes up to 5 s, and longer on a machine that is busy; raises WorkerError if it is still there at the
+        deadline.
+        """
         if self._warden is None:
             return
         _release(self._warden)

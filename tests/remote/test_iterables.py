@@ -237,7 +237,7 @@ def test_a_stream_goes_on_after_a_stop_with_the_sample_after_the_last(tmp_path: 
     with cs.Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache:
         worker = cs.start_worker(cache, Slow(), num_workers=1)
         cache.wait(50, DEADLINE_S)
-        worker.stop()
+        worker.stop(DEADLINE_S)
         assert 50 <= cache.num_samples < 300
         stopped.touch()
         with cs.start_worker(cache, Slow(), num_workers=1) as worker:

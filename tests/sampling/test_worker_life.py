@@ -164,7 +164,7 @@ def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
     assert attached.attached
     attached.close()
     assert cache.has_worker(), "who attached may go, too"
-    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()
+    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
     processes.wait_until_gone()
 
 
@@ -175,7 +175,7 @@ def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, pr
         assert other.attached
     count = cache.wait(1, DEADLINE_S)
     cache.wait(count + 1, DEADLINE_S)
-    other.stop()
+    other.stop(DEADLINE_S)
     processes.wait_until_gone()
 
 
@@ -198,7 +198,7 @@ def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Ca
         worker = cs.start_worker(cache, source, num_workers=2, concurrency=2)
         before = cache.num_samples
         cache.wait(before + 30, DEADLINE_S)
-        worker.stop()
+        worker.stop(DEADLINE_S)
         assert not worker.is_alive()
         only_once(cache)
     with cs.start_worker(cache, source, num_workers=2) as worker:
@@ -282,7 +282,7 @@ def test_the_worker_stays_when_the_handle_is_dropped(cache: Cache) -> None:
     cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
     count = cache.wait(1, DEADLINE_S)
     cache.wait(count + 1, DEADLINE_S)
-    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()
+    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
 
 
 def test_a_cache_filled_from_one_source_refuses_another(cache: Cache) -> None:

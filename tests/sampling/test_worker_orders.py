@@ -75,7 +75,7 @@ def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache)
     for _ in range(2):
         worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=RandomSampler(range(200)))
         cache.wait(cache.num_samples + 20, DEADLINE_S)
-        worker.stop()
+        worker.stop(DEADLINE_S)
     fill(cache, source, order=RandomSampler(range(200)))
     assert only_once(cache) == source.keys()
 
@@ -96,7 +96,7 @@ def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache
     source = Numbers(200, pause_s=0.01, journal=str(journal))
     worker = cs.start_worker(cache, source, num_workers=1, order="shuffle")
     cache.wait(50, DEADLINE_S)
-    worker.stop()
+    worker.stop(DEADLINE_S)
     fill(cache, source, order="sequential")
     assert only_once(cache) == source.keys()
     assert len(journal.read_text().split()) < 300
@@ -106,7 +106,7 @@ def test_a_lost_catalogue_costs_no_sample_and_brings_none_twice(cache: Cache) ->
     source = Numbers(200, 3, pause_s=0.01)
     worker = cs.start_worker(cache, source, num_workers=2)
     cache.wait(100, DEADLINE_S)
-    worker.stop()
+    worker.stop(DEADLINE_S)
     kept = set(keys_of(cache))
     cache.close()
     Path(cache.directory.catalogue).unlink()

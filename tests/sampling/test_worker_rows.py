@@ -41,7 +41,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_rows_goes_on_there(cache: Cac
     options: dict[str, Any] = {"num_workers": 1, "shard_size": "16KB"}
     with cs.start_worker(cache, source, **options) as worker:
         cache.wait(30, timeout_s=DEADLINE_S)
-        worker.stop()
+        worker.stop(DEADLINE_S)
     assert 0 < len(only_once(cache)) < 4 * 201
     with cs.start_worker(cache, source, **options) as worker:
         assert worker.wait(DEADLINE_S)

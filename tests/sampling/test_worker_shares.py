@@ -109,7 +109,7 @@ def test_a_curriculum_goes_on_after_a_stop_and_anew_with_another_function(
         worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=rising)
         cache.wait(cache.num_samples + 20, DEADLINE_S)
         assert worker.status().pass_number == 1
-        worker.stop()
+        worker.stop(DEADLINE_S)
     with cs.start_worker(cache, source, num_workers=1, concurrency=2, order=falling) as worker:
         assert worker.status().pass_number == 2
         assert worker.wait(DEADLINE_S)
