@@ -42,7 +42,7 @@ def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) ->
             return key, {**fields, "unit": unit}
 
     source = WithUnit(100)
-    with cs.start_worker(cache, source, num_workers=2, transform=transform, hang_timeout_s=1.0) as worker:
+    with cs.start_worker(cache, source, num_workers=2, transform=transform, hang_timeout_s=2.0) as worker:
         assert worker.wait(DEADLINE_S)
         status = worker.status()
     assert only_once(cache) == keys_but(set(dict(FAULTS)))
@@ -61,7 +61,7 @@ def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) ->
 
 def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None:
     source = Faulty(100, faults=FAULTS)
-    with cs.start_worker(cache, source, num_workers=2, hang_timeout_s=1.0) as worker:
+    with cs.start_worker(cache, source, num_workers=2, hang_timeout_s=2.0) as worker:
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys_but(set(dict(FAULTS)))
     assert failures_of(cache) == {"source": 3, "sample": 1, "quarantined": len(KILLERS)}
@@ -135,7 +135,7 @@ def test_a_transform_that_always_raises_ends_with_its_error_not_with_the_data(ca
 
 def test_a_process_that_is_stopped_is_replaced_and_accuses_nobody(cache: Cache) -> None:
     source = Numbers(300, pause_s=0.01)
-    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=1.0) as worker:
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=2.0) as worker:
         cache.wait(1, DEADLINE_S)
         (pid,) = sampling_pids(cache)
         os.kill(pid, signal.SIGSTOP)
@@ -211,7 +211,7 @@ def test_a_stop_during_an_outage_gives_nothing_up(tmp_path: Path, cache: Cache) 
     for _ in range(2):
         worker = cs.start_worker(cache, source, num_workers=1)
         wait_until(lambda: cache.status().worker.totals.retries > 4, "it is tried")  # type: ignore[union-attr]
-        worker.stop()
+        worker.stop(DEADLINE_S)
     switch.write_text("ok", encoding="utf-8")
     with cs.start_worker(cache, source, num_workers=1) as worker:
         assert worker.wait(DEADLINE_S)

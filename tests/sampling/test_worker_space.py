@@ -66,7 +66,7 @@ def test_a_pass_fetches_only_what_is_not_cached(tmp_path: Path, cache: Cache) ->
         assert worker.wait(DEADLINE_S)
     assert len(journal.read_text().split()) == 200
     cache.evict(to=cache.size_bytes - 500_000)
-    lost = source.keys() - only_once(cache)
+    lost, kept = source.keys() - only_once(cache), cache.num_shards
     assert lost
     with cs.start_worker(cache, source, num_workers=2, shard_size="100KB") as worker:
         assert worker.wait(DEADLINE_S)
@@ -75,7 +75,7 @@ def test_a_pass_fetches_only_what_is_not_cached(tmp_path: Path, cache: Cache) ->
     missing = {key.partition("/")[0] for key in lost}
     assert missing <= fetched
     # A shard may be published before its last unit has said that there is no more: then that is asked again.
-    assert len(fetched - missing) <= len(lost) // 10
+    assert len(fetched - missing) <= kept
 
 
 def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
@@ -206,10 +206,22 @@ def test_the_bandwidth_limit_holds_for_all_processes_together(cache: Cache) -> N
             status = worker.status().worker
             return 0 if status is None else status.totals.fetched_bytes
 
-        begun_s, before = time.monotonic(), fetched()
-        wait_until(lambda: fetched() - before > 2 * MB, "2 MB have come")
-        rate = (fetched() - before) / (time.monotonic() - begun_s)
-    assert 0.5 * MB < rate < 1.3 * MB
+        looks: list[tuple[float, int, float]] = []  # seconds before, bytes, seconds after
+
+        def has_come() -> bool:
+            looks.append((time.monotonic(), fetched(), time.monotonic()))
+            return looks[-1][1] - looks[0][1] > 4 * MB
+
+        wait_until(has_come, "4 MB have come")
+    assert looks[-1][1] - looks[0][1] < 1.3 * MB * (looks[-1][2] - looks[0][0])
+    # The machine may be busy for a while: some stretch of a second or more is as fast as it may be.
+    stretches = [
+        (other[1] - one[1]) / (other[2] - one[0])
+        for one in looks[::10]
+        for other in looks[::10]
+        if other[0] > one[2] + 1
+    ]
+    assert max(stretches) > 0.5 * MB
 
 
 def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
