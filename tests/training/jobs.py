@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -17,14 +17,19 @@ from cachestream.training import loader as loader_module
 from cachestream.training.meeting import Line
 from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
 
-__all__ = ["DEADLINE_S", "Job"]
+__all__ = ["PATIENCE_S", "Job"]
 
-DEADLINE_S = 1.5
+PATIENCE_S: Final = 180.0  # longer than any rank takes, also on a busy machine
 _jobs = itertools.count()
 
 
 class Job:
-    """A job of `size` ranks, each a thread with a loader of its own."""
+    """A job of `size` ranks, each a thread with a loader of its own.
+
+    `deadline_s`: how long a rank waits for the others once all have met.
+    """
+
+    deadline_s: float = PATIENCE_S
 
     def __init__(self, server: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._server = server
@@ -38,8 +43,10 @@ class Job:
     ) -> Ranks:
         # Called in the loader's own thread: which rank it is for was noted when the loader was made.
         rank = next(r for r, made in self.events.items() if made is closed)
-        client = TCPStore("127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=20))
-        deadlines = Deadlines(min(deadlines_s.first, 10), DEADLINE_S)
+        client = TCPStore(
+            "127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
+        )
+        deadlines = Deadlines(deadlines_s.first, self.deadline_s)
         line = Line(PrefixStore(self._name, client))
         ranks = StoreRanks(line, rank, self.size, deadlines, closed)
         ranks.meet(settings, cache_id)
@@ -53,7 +60,7 @@ class Job:
             made: list[EpochLoader] = []
 
             def make(cache: Cache, *args: Any, **options: Any) -> EpochLoader:
-                loader = EpochLoader(cache, *args, **{"timeout_s": 20, **options})
+                loader = EpochLoader(cache, *args, **{"timeout_s": PATIENCE_S, **options})
                 self.events[rank] = loader._engine._closed
                 made.append(loader)
                 return loader
@@ -63,7 +70,7 @@ class Job:
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 return error
             finally:
-                self.done.wait(20)
+                self.done.wait(PATIENCE_S)
                 for loader in made:
                     loader.close()
 

@@ -44,7 +44,7 @@ def epochs(cache: cs.Cache, rank: int) -> dict[str, Any]:
 
 def survive(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
     """Train until the loader says that a rank is gone; no collectives, which would fail first."""
-    with cs.EpochLoader(cache, 4, epoch_size=24, timeout_s=8) as loader:
+    with cs.EpochLoader(cache, 4, epoch_size=24, timeout_s=12) as loader:
         for epoch in range(100_000):
             if epoch == 3:
                 (out / f"{rank}.pid").write_text(str(os.getpid()))
