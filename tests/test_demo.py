@@ -102,7 +102,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(TIMEOUT_S)
     assert process.returncode == -signal.SIGINT
-    assert not processes_of(tmp_path)
+    wait_until("all of it ends", lambda: not processes_of(tmp_path))
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")}
     assert left == {"demo-output"}
 
