@@ -49,6 +49,18 @@ app = typer.Typer(
 CacheArgument = Annotated[
     str, typer.Argument(metavar="CACHE", envvar="CACHESTREAM_CACHE", help="The cache's directory.")
 ]
+OrderOption = Annotated[
+    str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
+]
+PartitionOption = Annotated[
+    str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
+]
+StorageOption = Annotated[
+    list[str] | None, typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable.")
+]
+SourceOption = Annotated[
+    list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
+]
 FormatOption = Annotated[str | None, typer.Option(help="Of what no ending tells: mds, litdata, files, ….")]
 ResizeOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: the shorter side, or HEIGHTxWIDTH.")
@@ -120,22 +132,13 @@ def worker(
     workers: Annotated[int | None, typer.Option(help="Sampling processes.")] = None,
     transform: Annotated[str | None, typer.Option(help="module:function, run before caching.")] = None,
     shard_size: Annotated[str | None, typer.Option(help="Size of a full shard.")] = None,
-    order: Annotated[
-        str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
-    ] = "shuffle",
+    order: OrderOption = "shuffle",
     seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
-    partition: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
-    ] = None,
-    storage_option: Annotated[
-        list[str] | None,
-        typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable."),
-    ] = None,
-    source_option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
-    ] = None,
+    partition: PartitionOption = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
     resize: ResizeOption = None,
     crop: CropOption = None,
@@ -164,12 +167,17 @@ def worker(
         )
         if detach:
             terminal.say(f"filling {filled.path} in the background; see: cachestream status {cache}")
-            return
-        try:
-            with started:
-                terminal.follow(started)
-        finally:  # also after Ctrl-C: what is there stays, and can be gone on with
-            terminal.say(terminal.one_line(filled.status()))
+        else:
+            _follow(started, filled)
+
+
+def _follow(started: Worker, filled: Cache) -> None:
+    """Show progress until the worker is done, or Ctrl-C; then what there is: it stays, and can be gone on with."""
+    try:
+        with started:
+            terminal.follow(started)
+    finally:
+        terminal.say(terminal.one_line(filled.status()))
 
 
 @app.command()
@@ -285,12 +293,8 @@ def refetch(
     *,
     transform: Annotated[str | None, typer.Option(help="module:function, as the worker had it.")] = None,
     size_limit: Annotated[str | None, typer.Option(help='Such as "200GB".')] = None,
-    storage_option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE for the storage driver; repeatable.")
-    ] = None,
-    source_option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE for the source; repeatable.")
-    ] = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
     resize: ResizeOption = None,
     crop: CropOption = None,

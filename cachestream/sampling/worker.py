@@ -219,39 +219,39 @@ def start_worker(
         cache: a Cache, or the path of one.
         source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4).
-        transform: `transform(sample) -> sample | None`, run in the background before caching; None drops
-            the sample. Lambdas and closures work.
+        transform: `transform(sample) -> sample | None` (None drops it), run before caching; closures work.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
-        order: "shuffle" (a new permutation each pass), "sequential", a sequence of weights (one a unit,
-            drawn with replacement), a torch Sampler over units, or a curriculum: a function of the
-            progress, in passes, that gives the weights by which units, each once a pass, come next.
+        order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler over
+            units, or a curriculum: weights as a function of the progress in passes, by which units come once a pass.
         seed: of the order, and of the generators that sources get.
         bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
         when_full: "evict", "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64.
         hang_timeout_s: a process in which one sample takes longer is killed and restarted.
-        partition: `(i, n)`: read only the share of node i of n, counted from 0. The shares of all n are
-            disjoint and complete in every pass, also if nodes differ in order, seed or pass.
-        linger_s: how long the worker goes on after this process has died of an error or a signal, seconds: a job
-            that is started again finds it at work. A process that ends in order lets it go at once.
+        partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
+        linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
+            end in order): a job that is started again finds it at work.
         unknown: refused, with the name that is meant.
 
-    Raises ConfigError for what cannot work: a limit below one shard, a cache filled from another source,
-    something that cannot be sent to another process.
+    Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
     """
     reject_unknown("start_worker", unknown, ("cache", "source", *_KEYWORDS))
     cache = cache if isinstance(cache, Cache) else Cache(cache)
-    source = open_source(source)
-    if not 0 <= linger_s <= LINGER_AT_MOST_S:
-        raise ConfigError(f"linger_s={linger_s!r}: give seconds, from 0 to {LINGER_AT_MOST_S:.0f}")
     options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
     )
-    return _start_or_attach(cache, options.job(cache, source, transform, int(seed)), detach, linger_s)
+    job = options.job(cache, open_source(source), transform, int(seed))
+    return _start_or_attach(cache, job, detach, linger_s)
+
+
+def _check_linger(linger_s: float) -> None:
+    if not 0 <= linger_s <= LINGER_AT_MOST_S:
+        raise ConfigError(f"linger_s={linger_s!r}: give seconds, from 0 to {LINGER_AT_MOST_S:.0f}")
 
 
 def _start_or_attach(cache: Cache, job: Job, detach: bool, linger_s: float) -> Worker:
+    _check_linger(linger_s)
     wardens = Wardens(cache.directory)
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
