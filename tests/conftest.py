@@ -30,7 +30,14 @@ WIND_DOWN_S: Final = 30.0
 # Threads that live as long as the interpreter, whoever starts them first.
 LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_dummy")
 LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")
+# One of these begun last leaves the other processes of a run with nothing to do for a minute or two.
+LONGEST: Final = ("test_kills.py", "test_matrix.py", "test_examples.py", "test_demo.py", "test_docs.py")
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@pytest.hookimpl(trylast=True)  # after they were put in random order
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(autouse=True)
