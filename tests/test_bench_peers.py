@@ -43,16 +43,25 @@ def test_the_table_is_made_from_processes_and_tells_what_failed(tmp_path: Path) 
 
 
 def test_the_best_number_of_workers_is_bold_and_ours_is_compared_with_the_fastest_peer() -> None:
-    entries = [Entry("ours", "ours", kind="ours"), Entry("slow", "files"), Entry("fast", "memmap")]
-    rates = {"ours": (8e3, 4e3, 2e3), "slow": (1e3, 1.5e3, 1e3), "fast": (4e3, 2e3, 4e3)}
+    entries = [*OURS, Entry("slow", "files"), Entry("fast", "memmap")]
+    loader, dataset = (entry.title for entry in OURS)
+    rates = {dataset: (4e3, 4e3, 2e3), "slow": (1e3, 1.5e3, 1e3), "fast": (4e3, 2e3, 4e3)}
     results = {(title, "B", i): rate for title, by in rates.items() for i, rate in enumerate(by)}
-    table = markdown(entries, ["B"], results)
+    table = markdown(entries, ["B"], results | {(loader, "B", 0): 8e3})
     assert "| slow | 1 | **1.5** | 1 |" in table
     assert "B: `EpochLoader` reaches 5.33 × slow; 2 × fast." in table
     assert (
         "B, 2 workers: `DataLoader(EpochDataset)` is 0.5 × the fastest peer under a DataLoader (fast)."
         in table
     )
+
+
+@pytest.mark.parametrize(("ran", "other"), [OURS, OURS[::-1]], ids=["loader", "dataset"])
+def test_only_what_ran_of_ours_is_named_in_the_comparison(ran: Entry, other: Entry) -> None:
+    results = {(ran.title, "B", 0): 8e3, ("slow", "B", 0): 1e3}
+    table = markdown([ran, Entry("slow", "files")], ["B"], results)
+    assert f"B: `{ran.option}" in table
+    assert other.option not in table.replace("under a DataLoader", "")
 
 
 class _Wrong:

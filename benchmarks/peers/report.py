@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -45,7 +46,7 @@ def _cells(entry: Entry, work: str, results: Results) -> list[str]:
 
 
 def _ratios(entries: Sequence[Entry], work: str, results: Results) -> list[str]:
-    """How ours compares: with the limit, with the best peer, and worker by worker."""
+    """How ours compares: the first of ours with the limit and the peers, and a DataLoader worker by worker."""
     lines = []
     ours = [entry for entry in entries if entry.kind == "ours"]
     others = [entry for entry in entries if entry.kind != "ours"]
@@ -53,21 +54,28 @@ def _ratios(entries: Sequence[Entry], work: str, results: Results) -> list[str]:
         ratios = [
             f"{rate / other:.3g} × {entry.title}" for entry in others if (other := best(entry, work, results))
         ]
-        lines.append(f"- {work}: `EpochLoader` reaches " + "; ".join(ratios) + ".")
-    for workers in _WORKERS:
+        if ratios:
+            lines.append(f"- {work}: {_name(ours[0])} reaches " + "; ".join(ratios) + ".")
+    datasets = [entry for entry in ours if entry.option == "DataLoader"]
+    for under, workers in itertools.product(datasets, _WORKERS):
         rates = {
             entry.title: rate
             for entry in entries
             if entry.kind == "peer" and (rate := results.get((entry.title, work, workers)))
         }
-        mine = results.get((ours[-1].title, work, workers)) if ours else None
+        mine = results.get((under.title, work, workers))
         if mine and rates:
             title = max(rates, key=rates.__getitem__)
             lines.append(
-                f"- {work}, {workers} workers: `DataLoader(EpochDataset)` is {mine / rates[title]:.3g} × the fastest "
-                f"peer under a DataLoader ({title})."
+                f"- {work}, {workers} workers: {_name(under)} is {mine / rates[title]:.3g} × the fastest peer under a "
+                f"DataLoader ({title})."
             )
     return lines
+
+
+def _name(entry: Entry) -> str:
+    """What one of ours is called in a sentence."""
+    return entry.title.strip("*").removeprefix("cachestream ")
 
 
 def markdown(entries: Sequence[Entry], works: Sequence[str], results: Results) -> str:
