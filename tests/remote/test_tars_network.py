@@ -22,9 +22,9 @@ import cachestream as cs
 from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.remote import pulse, stream_network
 from cachestream.remote.tars import TarSource
-from cachestream.storage.board import Board
 from cachestream.testing.observing import cached_keys
 from tests.remote.tarmaking import RNG, make, numbered, read_all, read_unit
+from tests.sampling.support import sampling_pids
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -273,11 +273,6 @@ def test_a_tar_that_is_not_there_is_a_sample_error(web: str, tmp_path: Path) -> 
 # --- through a worker --------------------------------------------------------------------------
 
 
-def pids_of(cache: cs.Cache, processes: int) -> list[int]:
-    board = Board(cache.directory.worker_file("board"))
-    return [int(board.slot(index)["pid"]) for index in range(processes)]
-
-
 @pytest.mark.parametrize("samples_per_visit", [None, 40])
 def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_lost(
     tmp_path: Path, samples_per_visit: int | None
@@ -293,7 +288,7 @@ def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_
             killed = set()
             for goal in (30, 200):
                 cache.wait(goal, timeout_s=180)
-                for pid in pids_of(cache, 2):
+                for pid in sampling_pids(cache):
                     if pid not in killed:
                         with suppress(ProcessLookupError):  # it has just ended by itself
                             os.kill(pid, signal.SIGKILL)

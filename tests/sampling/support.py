@@ -93,9 +93,11 @@ def listing_files(cache: Cache) -> tuple[str, ...]:
 
 
 def sampling_pids(cache: Cache) -> list[int]:
-    """The sampling processes, as the board names them."""
+    """The sampling processes, as the board names them once all of them have begun: until then it says 0."""
     board = Board(cache.directory.worker_file("board"))
-    return [int(board.slot(index)["pid"]) for index in range(board.processes)]
+    slots = [board.slot(index) for index in range(board.processes)]
+    wait_until(lambda: all(slot["pid"] for slot in slots), "all sampling processes have begun")
+    return [int(slot["pid"]) for slot in slots]
 
 
 def supervisor_pid(cache: Cache) -> int:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -265,13 +266,22 @@ def test_a_worker_ends_when_another_cache_has_taken_the_place_of_its_own(
     cache.recover()
 
 
+def open_in(pid: int) -> set[str]:
+    """What the process has open."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.readlink(fd))
+    return found
+
+
 def test_processes_hold_no_named_shared_memory_and_none_of_our_files(cache: Cache, tmp_path: Path) -> None:
     with open(tmp_path / "ours", "w", encoding="utf-8") as ours:
         os.set_inheritable(ours.fileno(), True)
         with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1):
             cache.wait(1, DEADLINE_S)
             for pid in (supervisor_pid(cache), *sampling_pids(cache)):
-                targets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(fd)}
+                targets = open_in(pid)
                 assert not [t for t in targets if "/dev/shm" in t or t == ours.name]
                 assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
                 modules = Path(f"/proc/{pid}/maps").read_text()
