@@ -209,7 +209,9 @@ def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
         wait_until(lambda: plan_of(cache).ordinal == first.ordinal + 1, "another pass begins")
         wait_until(lambda: cache.num_samples == len(keys), "all is there again")
         assert worker.wait(DEADLINE_S)
-        assert cache.status().worker.totals.units == units + gone  # type: ignore[union-attr]
+        again = cache.status().worker.totals.units - units  # type: ignore[union-attr]
+        # The last one of each process may have been published before it was known that its unit has no more.
+        assert gone <= again <= gone + 2
     assert only_once(cache) == keys
     second = plan_of(cache)
     assert (second.num_units, second.listing, second.segments) == (len(keys), first.listing, ())
