@@ -19,7 +19,6 @@ from tests.sampling.sources import Numbers
 from tests.sampling.support import DEADLINE_S, keys_of, only_once, wait_until
 from tests.sampling.test_worker_orders import fill, units_in_order
 
-
 # The last samples of a fill may be published before their unit has said that it has no more: it is asked again.
 ASKED_AGAIN = 1
 
