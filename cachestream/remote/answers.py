@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cachestream.remote import pulse
+from cachestream.remote.retry import ChangedError
 from cachestream.remote.s3 import get_object
 from cachestream.remote.versions import s3_target
 
-__all__ = ["Answer", "Facts", "ask_s3", "ask_web"]
+__all__ = ["Answer", "Facts", "Version", "ask_s3", "ask_web"]
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
@@ -27,25 +30,47 @@ class Answer:
     """Bytes from `start` on, and what the server says of the whole file (None: nothing)."""
 
     start: int
-    data: bytes
+    data: bytes | memoryview
     facts: Facts | None
 
 
-async def ask_s3(filesystem: Any, path: str, range_header: str) -> Answer:
-    """The bytes of `range_header` ("bytes=0-99"; "": all) of an object. Raises the driver's errors."""
+@dataclass(slots=True)
+class Version:
+    """Which version of a file is read: as the first answer tells. Answers of another one raise ChangedError."""
+
+    facts: Facts | None = None
+
+    def note(self, answer: Answer) -> None:
+        """Report `answer`, and see that it is of this version."""
+        pulse.fetched(len(answer.data))
+        if self.facts is None:
+            self.facts = answer.facts
+        elif answer.facts is not None and answer.facts != self.facts:
+            raise ChangedError(f"version {self.facts.version} became {answer.facts.version}")
+
+
+async def ask_s3(filesystem: Any, path: str, range_header: str, out: memoryview | None = None) -> Answer:
+    """The bytes of `range_header` ("bytes=0-99"; "": all) of an object. Raises the driver's errors.
+
+    `out` has room for just the range: they are put there where that is what the server sends.
+    """
     wanted = {"Range": range_header} if range_header else {}
     answer = await get_object(filesystem, s3_target(filesystem, path), **wanted)
     body = answer["Body"]
+    told, length = answer.get("ContentRange"), int(answer["ContentLength"])
     try:
-        data = await body.read()
+        if told and out is not None and length == len(out):
+            data = await _read_into(body.read, out)
+        else:
+            data = await body.read()
     finally:
         body.close()
-    if len(data) < int(answer["ContentLength"]):
-        raise ConnectionError(f"the body ended after {len(data)} of {answer['ContentLength']} bytes")
-    return _answer(data, answer.get("ContentRange"), str(answer.get("ETag", "")))
+    if len(data) < length:
+        raise ConnectionError(f"the body ended after {len(data)} of {length} bytes")
+    return _answer(data, told, str(answer.get("ETag", "")))
 
 
-async def ask_web(filesystem: Any, path: str, range_header: str) -> Answer:
+async def ask_web(filesystem: Any, path: str, range_header: str, out: memoryview | None = None) -> Answer:
     """The same of a file of a web server; a server without ranges sends all of it."""
     session = await filesystem.set_session()
     options = dict(filesystem.kwargs)
@@ -55,13 +80,29 @@ async def ask_web(filesystem: Any, path: str, range_header: str) -> Answer:
         if response.status != 416:  # that one has a meaning of its own to us
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
-        data = await response.read()
+        told = response.headers.get("Content-Range") if response.status == 206 else None
+        if told and out is not None and response.content_length == len(out):
+            data = await _read_into(response.content.read, out)
+            if len(data) < len(out):
+                raise ConnectionError(f"the body ended after {len(data)} of {len(out)} bytes")
+        else:
+            data = await response.read()
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-        content_range = response.headers.get("Content-Range") if response.status == 206 else None
-    return _answer(data, content_range, version)
+    return _answer(data, told, version)
 
 
-def _answer(data: bytes, content_range: str | None, version: str) -> Answer:
+async def _read_into(read: Callable[[int], Coroutine[Any, Any, bytes]], out: memoryview) -> memoryview:
+    """Read until `out` is full, and past the end; what was read of it, `out` itself where that is all."""
+    have = 0
+    while part := await read(max(1, len(out) - have)):
+        if have + len(part) > len(out):
+            raise ConnectionError(f"more than the {len(out)} bytes that were announced came")
+        out[have : have + len(part)] = part
+        have += len(part)
+    return out if have == len(out) else out[:have]
+
+
+def _answer(data: bytes | memoryview, content_range: str | None, version: str) -> Answer:
     match = _CONTENT_RANGE.match(content_range or "")
     if match is None:
         return Answer(0, data, Facts(len(data), version))

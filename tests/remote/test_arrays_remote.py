@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
-from cachestream.remote import pulse, ranges
+from cachestream.remote import parts, pulse
 from cachestream.remote.arrays import ArraySource
 from cachestream.remote.ranges import merge_spans
 from cachestream.testing import check_source
@@ -139,13 +139,13 @@ def test_latency_overlaps_within_a_window_of_many_chunks(
 def test_large_windows_come_in_parts_at_once(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "PART_BYTES", 100_000)
+    monkeypatch.setattr(parts, "PART_BYTES", 100_000)
     source = open_through(s3_proxy, s3_server, bucket, "a.npy", window=400)
     s3_proxy.in_flight_peak = 0
     s3_proxy.latency_s = 0.05
     check(read(source, 3))
     assert s3_proxy.requests == 8
-    assert s3_proxy.in_flight_peak == ranges.PARALLEL
+    assert s3_proxy.in_flight_peak == parts.PARALLEL
 
 
 def test_near_spans_become_one_request() -> None:
@@ -197,8 +197,8 @@ def test_a_part_that_breaks_is_asked_for_again_by_itself(
     fetched: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranges, "PART_BYTES", 100_000)
-    monkeypatch.setattr(ranges, "PARALLEL", 1)
+    monkeypatch.setattr(parts, "PART_BYTES", 100_000)
+    monkeypatch.setattr(parts, "PARALLEL", 1)
     source = open_through(s3_proxy, s3_server, bucket, "a.npy", window=400)
     fetched.clear()
     broken: list[int] = []

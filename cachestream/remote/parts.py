@@ -1,0 +1,187 @@
+"""Requests for parts of one remote file, several on their way at once, each reported to `pulse` as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import random
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from cachestream.errors import SampleError
+from cachestream.remote import pulse
+from cachestream.remote.answers import Answer, Facts, Version, ask_s3, ask_web
+from cachestream.remote.filesystem import Remote
+from cachestream.remote.hedge import first_answer
+from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
+from cachestream.remote.versions import version_of
+from cachestream.remote.waiting import result_of
+
+__all__ = ["ATTEMPTS", "PARALLEL", "PART_BYTES", "PART_TIMEOUT_S", "RemoteParts", "Span", "submit"]
+
+T = TypeVar("T")
+Span = tuple[int, int]
+
+PART_BYTES: Final = 4 << 20
+PARALLEL: Final = 4
+PART_TIMEOUT_S: Final = 300.0  # a stalled connection is noticed sooner, by the driver
+ATTEMPTS: Final = 4
+
+
+class RemoteParts:
+    """Reads `path`, of the version that `version` tells, and learns from the first answer. Thread-safe and picklable.
+
+    Raises as `RangedFile` does.
+    """
+
+    def __init__(self, remote: Remote, path: str, shown: str, version: Version) -> None:
+        self._remote, self._path, self._shown, self._version = remote, path, shown, version
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether an answer tells the size and the version of the whole file."""
+        return self._remote.is_s3 or self._remote.is_web
+
+    def look_up(self) -> Facts:
+        """The size and the version that the file has now."""
+        if self.tells_all:
+            self.one("bytes=0-0")
+            assert self._version.facts is not None
+            return self._version.facts
+        filesystem = self._remote.filesystem()
+        if filesystem.async_impl:
+            info = result_of(submit(filesystem, filesystem._info(self._path)), PART_TIMEOUT_S)
+        else:
+            info = filesystem.info(self._path)
+        return Facts(int(info["size"]), "|".join(version_of(info)))
+
+    def one(self, range_header: str) -> bytes | memoryview:
+        """The bytes that the server sends for one range; none where the file is empty."""
+        filesystem = self._remote.filesystem()
+        try:
+            answer: Answer = result_of(
+                submit(filesystem, self._request(filesystem, range_header, 0)), PART_TIMEOUT_S
+            )
+        except Exception as error:
+            if classify(error) != "range":
+                raise
+            answer = Answer(0, b"", Facts(0, ""))
+        self._version.note(answer)
+        return answer.data
+
+    def fetch(self, spans: Sequence[Span]) -> list[memoryview]:
+        """The bytes of each span."""
+        filesystem = self._remote.filesystem()
+        if not filesystem.async_impl:
+            return list(self._read_opened(filesystem, spans))
+        outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
+        self._arrive(filesystem, spans, outs)
+        return outs
+
+    def fetch_into(self, start: int, out: memoryview) -> None:
+        """The bytes from `start` on, of a file of which something was read before."""
+        self._arrive(self._remote.filesystem(), [(start, start + len(out))], [out], begun=True)
+
+    # --- requests
+
+    def _arrive(
+        self, filesystem: Any, spans: Sequence[Span], outs: Sequence[memoryview], begun: bool = False
+    ) -> None:
+        """Bring `spans` into `outs`, a few requests ahead of the next that is waited for.
+
+        A request that fails after others came through (or had before, if `begun`) is tried again here; what never began is
+        retried from outside, with the whole unit's back-off.
+        """
+        pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
+        todo = deque(_cuts(spans, outs))
+        came, failures, delays = begun, 0, backoff_delays(random)
+        try:
+            while pending or todo:
+                while todo and len(pending) < PARALLEL:
+                    span, out = todo.popleft()
+                    pulse.asking(len(out))
+                    pending.append((span, out, submit(filesystem, self._part(filesystem, span, out))))
+                span, out, future = pending[0]
+                try:
+                    answer = result_of(future, PART_TIMEOUT_S)
+                except Exception as error:
+                    failures, kind = failures + 1, judge(error)
+                    if kind == "range" and self._version.facts is not None:
+                        raise ChangedError("the file is shorter now") from None
+                    if kind != "unavailable" or not came or failures >= ATTEMPTS:
+                        raise
+                    pulse.wait(next(delays))
+                    pending[0] = span, out, submit(filesystem, self._part(filesystem, span, out))
+                    continue
+                pending.popleft()
+                came, failures = True, 0
+                self._version.note(answer)
+                self._settle(answer, span, out)
+        finally:
+            for _, _, future in pending:
+                future.cancel()
+
+    async def _part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
+        start, stop = span
+        if self.tells_all:
+            wanted = self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
+            return await asyncio.wait_for(wanted, PART_TIMEOUT_S)
+        data: bytes = await asyncio.wait_for(
+            first_answer(
+                self._remote.hedge,
+                stop - start,
+                lambda: filesystem._cat_file(self._path, start=start, end=stop),
+            ),
+            PART_TIMEOUT_S,
+        )
+        return Answer(start, data, None)
+
+    async def _request(
+        self, filesystem: Any, range_header: str, nbytes: int, out: memoryview | None = None
+    ) -> Answer:
+        ask = ask_s3 if self._remote.is_s3 else ask_web
+        hedge = self._remote.hedge
+        into = out if hedge is None else None  # two answers may be of two versions
+        return await first_answer(hedge, nbytes, lambda: ask(filesystem, self._path, range_header, into))
+
+    def _settle(self, answer: Answer, span: Span, out: memoryview) -> None:
+        """See that `out` has the bytes of `span`: a server without ranges sends all of the file."""
+        if answer.data is out:
+            return
+        start, stop = span
+        data = answer.data[start - answer.start : stop - answer.start]
+        if len(data) != stop - start:
+            raise self._truncated(answer.start + len(answer.data), stop)
+        out[:] = data
+
+    def _read_opened(self, filesystem: Any, spans: Sequence[Span]) -> Iterator[memoryview]:
+        with filesystem.open(self._path, "rb", cache_type="none") as file:
+            for start, stop in spans:
+                file.seek(start)
+                data = bytearray()
+                while piece := file.read(min(PART_BYTES, stop - start - len(data))):
+                    data += piece
+                    pulse.fetched(len(piece))
+                if len(data) < stop - start:
+                    raise self._truncated(start + len(data), stop)
+                yield memoryview(data)
+
+    def _truncated(self, have: int, want: int) -> SampleError:
+        return SampleError(f"{self._shown}: ends after {have} of at least {want} bytes")
+
+
+def _cuts(spans: Sequence[Span], outs: Sequence[memoryview]) -> Iterator[tuple[Span, memoryview]]:
+    """The parts that are asked for one by one, and where each goes."""
+    part_bytes = pulse.at_most(PART_BYTES)
+    for (start, stop), out in zip(spans, outs, strict=True):
+        for cut in range(start, stop, part_bytes):
+            end = min(cut + part_bytes, stop)
+            yield (cut, end), out[cut - start : end - start]
+
+
+def submit(filesystem: Any, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Run `coroutine` on the loop of `filesystem`."""
+    return asyncio.run_coroutine_threadsafe(coroutine, filesystem.loop)
