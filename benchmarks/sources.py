@@ -1,6 +1,6 @@
 """How fast each source fills a cache, beside its library that reads the same: `python -m benchmarks.sources [part …]`.
 
-A part is words of a row: `python -m benchmarks.sources tar s3`. Rows are formats × places: a local disk, a real
+A part is words of a row: `python -m benchmarks.sources tar s3 --processes 1,2`. Rows are formats × places: a local disk, a real
 S3 server (rclone) on this machine, and the same with 50 ms of latency. "fill" is one sampling process (more in
 further columns), from the first 5 % of the samples to 90 %, decoded, packed, checksummed and on the disk; "directly"
 is one process that reads the samples with the format's own library, through s3fs where they are remote, for at most
@@ -9,12 +9,12 @@ three seconds, and keeps nothing.
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import os
 import pickle
 import struct
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -312,9 +312,12 @@ def measure(
     return " | ".join(cells)
 
 
-def main(words: list[str]) -> None:
-    processes = [int(word) for word in words if word.isdigit()] or [1]
-    words = [word for word in words if not word.isdigit()]
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How fast each source fills, beside its library.")
+    parser.add_argument("words", nargs="*", help="of the rows to measure")
+    parser.add_argument("--processes", default="1", help="such as 1,2: a column for each")
+    arguments = parser.parse_args()
+    words, processes = arguments.words, [int(count) for count in arguments.processes.split(",")]
     more = "".join(f" {count} processes, MB/s |" for count in processes[1:])
     rates = " | ".join(f"{what}, MB/s | samples/s" for what in ("directly", "kept", "fill"))
     print(f"| source | place | {rates} | to directly | to kept |{more}")
@@ -341,4 +344,4 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
-    main(sys.argv[1:])
+    main()
