@@ -12,15 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import cloudpickle
-import numpy as np
 
 from cachestream.errors import CacheStreamError, SampleError, WorkerError
 from cachestream.remote.source import Rows, RowsSource, Source
-from cachestream.sampling.records import Record, to_record
+from cachestream.sampling.records import to_record
 from cachestream.sampling.table import to_table
 from cachestream.sampling.worker import start_worker
 from cachestream.storage.cache import Cache
@@ -32,10 +30,9 @@ from cachestream.testing.observing import (
     open_files,
     threads,
 )
+from cachestream.testing.reading import CheckedSource, Samples, expect, is_text, rng_of
 
 __all__ = ["CHECKS", "SourceChecks", "check_source"]
-
-Samples = list[tuple[str, Record]]
 
 THREADS: Final = 8
 ROUNDS: Final = 4
@@ -67,89 +64,45 @@ def check_source(
         check(checks)
 
 
-def _expect(kept: bool, message: str) -> None:
-    if not kept:
-        raise AssertionError(message)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2
-
-
-def _rng(unit: int, seed: int = 0) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=seed * 1_000_003 + unit))
-
-
-@dataclass(slots=True)
-class SourceChecks:
+class SourceChecks(CheckedSource):
     """The checks one by one, for a test of each; see `check_source` for the fields."""
 
-    source: Source | Callable[[], Source]
-    secrets: tuple[str, ...] = ()
-    transform: Callable[[Any], Any] | None = None
-    max_units: int = 8
-    timeout_s: float = 180.0
-    _made: Source | None = field(default=None, init=False)
-
-    def make(self) -> Source:
-        """The source; a new one each time where a function was given."""
-        given: Any = self.source
-        if is_source(given):
-            return given
-        made: Source = given()
-        _expect(is_source(made), f"{type(made).__name__} has not all of fingerprint, num_units and read")
-        return made
-
-    @property
-    def subject(self) -> Source:
-        """One source, for all checks that need no new one."""
-        if self._made is None:
-            self._made = self.make()
-        return self._made
-
-    def units(self, source: Source) -> range:
-        """The units that are read."""
-        count = source.num_units
-        return range(self.max_units if count is None else min(count, self.max_units))
+    __slots__ = ()
 
     # --- what it says of itself
 
     def check_description(self) -> None:
         """`fingerprint`, `num_units` and `repr` are what they should be, and hold no secrets."""
         source = self.subject
-        _expect(_is_text(source.fingerprint), "fingerprint must be a text")
+        expect(is_text(source.fingerprint), "fingerprint must be a text")
         count = source.num_units
-        _expect(
+        expect(
             count is None or _is_count(count),
             f"num_units is {count!r}: it must be an int above 0, or None for an endless source",
         )
         address = _ADDRESS.search(source.fingerprint)
-        _expect(
+        expect(
             address is None,
             f"fingerprint {source.fingerprint!r} holds an address, which differs in every process: "
             "name the data by values, not by repr() of objects",
         )
         for name, text in (("fingerprint", source.fingerprint), ("repr()", repr(source))):
-            self._expect_no_secret(name, text)
+            self.expect_no_secret(name, text)
 
     def check_fingerprint(self) -> None:
         """The fingerprint is the same of a source made anew, and in another process."""
         first = self.subject.fingerprint
-        _expect(
+        expect(
             self.make().fingerprint == first,
             f"the fingerprint changed from {first!r} when the source was made again",
         )
         made = self.subject if is_source(self.source) else self.source
         other = fingerprint_elsewhere(made, self.timeout_s)
-        _expect(
+        expect(
             other == first,
             f"the fingerprint is {first!r} here and {other!r} in another process: use no hash(), id() or time",
         )
@@ -166,10 +119,10 @@ class SourceChecks:
                     "connections, files and locks at their first use, and leave them out in __getstate__"
                 ) from error
             same = (copy.fingerprint, copy.num_units) == (source.fingerprint, source.num_units)
-            _expect(same, "a pickled copy has another fingerprint or num_units")
+            expect(same, "a pickled copy has another fingerprint or num_units")
             for unit in self.units(source):
-                self._expect_same(
-                    self._read(source, unit), self._read(copy, unit), f"unit {unit} of a pickled copy"
+                self.expect_same(
+                    self.read(source, unit), self.read(copy, unit), f"unit {unit} of a pickled copy"
                 )
 
     # --- what it gives
@@ -178,26 +131,26 @@ class SourceChecks:
         """Keys are texts, each once; samples can be stored; the same `rng` brings the same samples."""
         source = self.subject
         units = self.units(source)
-        first = {unit: self._read(source, unit) for unit in units}
-        _expect(any(first.values()), f"none of the units 0 to {units[-1]} has a sample that can be used")
+        first = {unit: self.read(source, unit) for unit in units}
+        expect(any(first.values()), f"none of the units 0 to {units[-1]} has a sample that can be used")
         counts = Counter(key for samples in first.values() for key, _ in samples)
         twice = [key for key, count in counts.items() if count > 1]
-        _expect(
+        expect(
             not twice,
             f"{len(twice)} keys come more than once, such as {twice[:1]}: put the unit into the key",
         )
         for unit in reversed(units):
-            self._expect_same(first[unit], self._read(source, unit), f"unit {unit}, read again")
+            self.expect_same(first[unit], self.read(source, unit), f"unit {unit}, read again")
 
     def check_threads(self) -> None:
         """Threads that read at once, some of them the same unit, read what one does alone."""
         source = self.subject
         units = [*self.units(source)] * 2
-        alone = {unit: self._read(source, unit) for unit in units}
+        alone = {unit: self.read(source, unit) for unit in units}
         with ThreadPoolExecutor(THREADS) as pool:
-            together = list(pool.map(lambda unit: self._read(source, unit), units))
+            together = list(pool.map(lambda unit: self.read(source, unit), units))
         for unit, samples in zip(units, together, strict=True):
-            self._expect_same(alone[unit], samples, f"unit {unit}, read by several threads at once")
+            self.expect_same(alone[unit], samples, f"unit {unit}, read by several threads at once")
 
     def check_abandoning(self) -> None:
         """A read that is given up after its first sample leaves no thread and no open file."""
@@ -205,7 +158,7 @@ class SourceChecks:
         before: tuple[set[str], set[str]] | None = None
         for _ in range(ROUNDS):
             for unit in self.units(source):
-                self._begin(source, unit)
+                self.begin(source, unit)
             if before is None:
                 before = threads(), open_files()  # what is there now may stay: pools, caches
         assert before is not None
@@ -228,9 +181,9 @@ class SourceChecks:
         source = self.subject
         for unit in [-1] + ([] if source.num_units is None else [source.num_units]):
             try:
-                samples = list(source.read(unit, _rng(0)))
+                samples = list(source.read(unit, rng_of(0)))
             except (CacheStreamError, IndexError) as error:
-                self._expect_no_secret(f"the error of read({unit})", f"{error} {error!r}")
+                self.expect_no_secret(f"the error of read({unit})", f"{error} {error!r}")
             except Exception as error:
                 raise AssertionError(
                     f"read({unit}) of {source.num_units} units raised {type(error).__name__}: raise IndexError"
@@ -248,21 +201,19 @@ class SourceChecks:
         for unit in self.units(source):
             found: Samples = []
             with suppress(SampleError):
-                for item in source.read_rows(unit, _rng(unit)):
+                for item in source.read_rows(unit, rng_of(unit)):
                     if isinstance(item, Rows):
                         stored = to_table(item).schema
                         samples = list(item.samples)
                     else:
                         stored, samples = None, [item]
-                    records = [(self._key(unit, key), to_record(sample)) for key, sample in samples]
-                    _expect(
+                    records = [(self.key(unit, key), to_record(sample)) for key, sample in samples]
+                    expect(
                         stored is None or all(record.schema == stored for _, record in records),
                         f"rows of unit {unit} are stored as {stored}, their samples otherwise",
                     )
                     found += records
-            self._expect_same(
-                self._read(source, unit, untransformed=True), found, f"unit {unit}, read in rows"
-            )
+            self.expect_same(self.read(source, unit, untransformed=True), found, f"unit {unit}, read in rows")
 
     # --- the whole way
 
@@ -270,17 +221,17 @@ class SourceChecks:
         """A real worker with two processes brings every sample of every unit into a cache once."""
         source = self.subject
         units = self.units(source)
-        expected = {unit: [key for key, _ in self._read(source, unit)] for unit in units}
+        expected = {unit: [key for key, _ in self.read(source, unit)] for unit in units}
         with tempfile.TemporaryDirectory(prefix="cachestream-check-") as folder:
             found = Counter(self._fill(os.path.join(folder, "cache"), NumberedSource(source, len(units))))
         twice = [place for place, count in found.items() if count > 1]
-        _expect(not twice, f"(unit, sample) {twice[:3]} lie in the cache more than once")
+        expect(not twice, f"(unit, sample) {twice[:3]} lie in the cache more than once")
         came = {unit: sorted(offset for other, offset in found if other == unit) for unit in units}
         lost = [unit for unit in units if expected[unit] and not came[unit]]
-        _expect(not lost, f"units {lost} gave samples here, and none in the worker's processes")
+        expect(not lost, f"units {lost} gave samples here, and none in the worker's processes")
         for unit in units if self.transform is None else ():  # that may drop some
             whole = came[unit] == list(range(len(came[unit])))
-            _expect(whole, f"of unit {unit} only the samples {came[unit]} came")
+            expect(whole, f"of unit {unit} only the samples {came[unit]} came")
 
     def _fill(self, path: str, source: NumberedSource) -> list[tuple[int, int]]:
         """Fill a new cache; the unit and the place in it of every sample that came."""
@@ -290,77 +241,10 @@ class SourceChecks:
                     complete = worker.wait(self.timeout_s)
             except WorkerError as error:
                 raise AssertionError(f"the worker that was to read the source failed: {error}") from error
-            _expect(complete, f"the worker did not read {source.num_units} units in {self.timeout_s:.0f} s")
+            expect(complete, f"the worker did not read {source.num_units} units in {self.timeout_s:.0f} s")
             failures = [row for row in cache.status().failures if row.kind in ("schema", "transform")]
-            _expect(not failures, f"samples were refused on their way into the cache: {failures}")
+            expect(not failures, f"samples were refused on their way into the cache: {failures}")
             return [source.place(key) for key in cached_keys(cache)]
-
-    # --- reading
-
-    def _read(self, source: Source, unit: int, *, untransformed: bool = False) -> Samples:
-        """The samples of `unit` as they would be stored; those before a SampleError, if there is one.
-
-        `untransformed`: as the source gives them.
-        """
-        samples: Samples = []
-        try:
-            for item in source.read(unit, _rng(unit)):
-                _expect(_is_pair(item), f"read({unit}) yielded {item!r}, not (key, sample)")
-                record = to_record(item[1]) if untransformed else self._record(unit, item[1])
-                samples.append((self._key(unit, item[0]), record))
-        except SampleError as error:  # a unit, or the rest of it, that cannot be used: allowed, and counted
-            self._expect_no_secret(f"the error of read({unit})", f"{error} {error!r}")
-        except (CacheStreamError, AssertionError):
-            raise
-        except Exception as error:
-            raise AssertionError(
-                f"read({unit}) raised {type(error).__name__}: {error}; raise cachestream.SampleError for what "
-                "cannot be used, SourceUnavailableError for a remote that does not answer"
-            ) from error
-        return samples
-
-    def _key(self, unit: int, key: Any) -> str:
-        _expect(_is_text(key), f"read({unit}) yielded the key {key!r}: it must be a text")
-        try:
-            key.encode()
-        except UnicodeEncodeError as error:
-            raise AssertionError(
-                f"read({unit}) yielded the key {key!r}, which is no UTF-8: {error}"
-            ) from error
-        self._expect_no_secret(f"a key of unit {unit}", key)
-        return str(key)
-
-    def _record(self, unit: int, sample: Any) -> Record:
-        if self.transform is not None:
-            sample = self.transform(sample)
-            sample = True if sample is None else sample
-        try:
-            return to_record(sample)
-        except SampleError as error:
-            raise AssertionError(f"a sample of unit {unit} cannot be stored: {error}") from error
-
-    def _begin(self, source: Source, unit: int) -> None:
-        samples = source.read(unit, _rng(unit))
-        with suppress(SampleError):
-            next(samples, None)
-        close = getattr(samples, "close", None)
-        if close is not None:
-            close()
-
-    def _expect_same(self, one: Samples, other: Samples, what: str) -> None:
-        keys = [key for key, _ in one]
-        _expect(keys == [key for key, _ in other], f"{what}: other keys, or in another order")
-        for (key, record), (_, again) in zip(one, other, strict=True):
-            same = (record.schema, record.shapes) == (again.schema, again.shapes) and all(
-                bytes(value) == bytes(other) for value, other in zip(record.values, again.values, strict=True)
-            )
-            _expect(
-                same, f"{what}: sample {key!r} differs; draw all that is random from `rng`, share no state"
-            )
-
-    def _expect_no_secret(self, where: str, text: str) -> None:
-        # The secret itself is not repeated: this text may be logged.
-        _expect(not any(secret in text for secret in self.secrets), f"{where} holds a secret: redact it")
 
 
 CHECKS: Final[tuple[Callable[[SourceChecks], None], ...]] = (
