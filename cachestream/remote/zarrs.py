@@ -39,7 +39,7 @@ MAX_METADATA_BYTES: Final = 16 << 20
 
 def zarr_library() -> Any:
     """The module zarr, version 3; ConfigError says how to get it."""
-    zarr = require("zarr", "zarr", "a Zarr array")
+    zarr = require("zarr", "zarr", "a Zarr array (from Python 3.11 on)")
     if int(zarr.__version__.partition(".")[0]) < 3:
         raise ConfigError(f"zarr {zarr.__version__} is too old: zarr 3 is needed (for Python 3.11 or newer)")
     return zarr
