@@ -10,13 +10,18 @@ __all__ = ["ENTRIES", "OURS", "Entry"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the plot: `module` of this folder with `option`."""
+    """A line of the plot: `module` of this folder with `option`, over what the module `data` (or it itself) prepared."""
 
     title: str
     module: str
     option: str = ""
     colour: str = "0.5"
     line: str = "-"
+    data: str = ""
+
+    @property
+    def prepared_by(self) -> str:
+        return self.data or self.module
 
 
 OURS: Final = "cachestream"
@@ -26,5 +31,6 @@ ENTRIES: Final = (
     Entry("MosaicML Streaming", "mosaic", "", "C2"),
     Entry("LitData", "lit", "", "C3"),
     Entry("LitData, `subsample=0.1`", "lit", "0.1", "C3", "--"),
-    Entry(OURS, "ours", "", "C0"),
+    Entry(OURS, "ours", "", "C0", data="tars"),
+    Entry(f"{OURS}, MosaicML's shards", "ours", "mds", "C0", "--", data="mosaic"),
 )

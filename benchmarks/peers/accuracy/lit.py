@@ -11,16 +11,7 @@ from typing import Final
 import litdata
 from litdata.streaming import downloader
 
-from benchmarks.peers.accuracy.views import (
-    BATCH,
-    LOADER_WORKERS,
-    SHARD_SAMPLES,
-    Batches,
-    Remote,
-    endless,
-    stack,
-    views,
-)
+from benchmarks.peers.accuracy import views
 
 BUCKET: Final = "lit"
 _SMALL: Final = "5MB"  # as chunks are small it would fetch 64 at once, the first of which then come last
@@ -31,10 +22,12 @@ def _sample(view: tuple[int, bytes, int]) -> dict[str, object]:
 
 
 def prepare(views_at: Path, bucket: Path) -> None:
-    litdata.optimize(_sample, list(views(views_at)), str(bucket), chunk_size=SHARD_SAMPLES, num_workers=1)
+    litdata.optimize(
+        _sample, list(views.read(views_at)), str(bucket), chunk_size=views.SHARD_SAMPLES, num_workers=1
+    )
 
 
-def batches(remote: Remote, seed: int, option: str) -> Batches:
+def batches(remote: views.Remote, seed: int, option: str) -> views.Batches:
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # else it refuses an endpoint without TLS
     dataset = litdata.StreamingDataset(
         f"s3://{BUCKET}",
@@ -46,7 +39,5 @@ def batches(remote: Remote, seed: int, option: str) -> Batches:
         max_cache_size="20GB" if option else _SMALL,
         storage_options=remote.boto_options,
     )
-    loader = litdata.StreamingDataLoader(
-        dataset, batch_size=BATCH, num_workers=LOADER_WORKERS, persistent_workers=True, collate_fn=stack
-    )
-    yield from endless(loader)
+    loader = litdata.StreamingDataLoader(dataset, **views.LOADER)
+    yield from views.endless(loader)

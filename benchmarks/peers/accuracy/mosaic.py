@@ -14,35 +14,26 @@ from typing import Final
 from torch.utils.data import DataLoader
 
 import benchmarks.peers.mosaic  # noqa: F401  (lets `streaming` be imported without what it does not need)
-from benchmarks.peers.accuracy.views import (
-    BATCH,
-    LOADER_WORKERS,
-    SHARD_SAMPLES,
-    Batches,
-    Remote,
-    endless,
-    stack,
-    views,
-)
+from benchmarks.peers.accuracy import views
 
 BUCKET: Final = "mds"
-_SHUFFLE_BLOCK: Final = 8 * SHARD_SAMPLES
+_SHUFFLE_BLOCK: Final = 8 * views.SHARD_SAMPLES
 
 
 def prepare(views_at: Path, bucket: Path) -> None:
     streaming = import_module("streaming")
     columns = {"jpg": "bytes", "cls": "int"}
     with streaming.MDSWriter(out=str(bucket), columns=columns, size_limit=_shard_bytes(views_at)) as writer:
-        for _, jpeg, place in views(views_at):
+        for _, jpeg, place in views.read(views_at):
             writer.write({"jpg": jpeg, "cls": place})
 
 
 def _shard_bytes(views_at: Path) -> int:
-    sizes = [len(jpeg) for _, jpeg, _ in views(views_at)]
-    return SHARD_SAMPLES * sum(sizes) // len(sizes)
+    sizes = [len(jpeg) for _, jpeg, _ in views.read(views_at)]
+    return views.SHARD_SAMPLES * sum(sizes) // len(sizes)
 
 
-def batches(remote: Remote, seed: int, option: str) -> Batches:
+def batches(remote: views.Remote, seed: int, option: str) -> views.Batches:
     os.environ["S3_ENDPOINT_URL"] = remote.endpoint_url
     os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = remote.key, remote.secret
     os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
@@ -54,16 +45,9 @@ def batches(remote: Remote, seed: int, option: str) -> Batches:
         shuffle=True,
         shuffle_seed=seed,
         shuffle_block_size=_SHUFFLE_BLOCK,
-        batch_size=BATCH,
+        batch_size=views.BATCH,
     )
     for stream in dataset.streams:
         stream._downloader.clean_up()
-    loader = DataLoader(
-        dataset,
-        batch_size=BATCH,
-        num_workers=LOADER_WORKERS,
-        persistent_workers=True,
-        collate_fn=stack,
-        drop_last=True,
-    )
-    yield from endless(loader)
+    loader = DataLoader(dataset, drop_last=True, **views.LOADER)
+    yield from views.endless(loader)

@@ -1,36 +1,37 @@
-"""cachestream: `cs.stream` over WebDataset's tars; decoded views are cached, epochs run over what is there."""
+"""cachestream: `cs.stream`; decoded views are cached, epochs run over what is there.
+
+Options: "" reads WebDataset's tars, "mds" the shards that MosaicML Streaming wrote.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import cachestream as cs
-from benchmarks.peers.accuracy.views import BATCH, LOADER_WORKERS, Batches, Remote
-from cachestream.demo.data import shrink
+from benchmarks.peers.accuracy import views
+from benchmarks.peers.accuracy.shrinking import shrink_jpeg, shrink_view
+from cachestream import stream
 
 BUCKET: Final = "tars"
 
 
 def prepare(views_at: Path, bucket: Path) -> None:
-    """The tars are there."""
+    """It reads what others prepared."""
 
 
-def _shrink(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return shrink({"image": sample["jpg"], "label": sample["cls"]})
-
-
-def batches(remote: Remote, seed: int, option: str) -> Batches:
-    with cs.stream(
-        f"s3://{BUCKET}/{{000000..{remote.shards - 1:06d}}}.tar",
+def batches(remote: views.Remote, seed: int, option: str) -> views.Batches:
+    what: dict[str, Any] = {
+        "source": f"s3://{BUCKET}/{{000000..{remote.shards - 1:06d}}}.tar",
+        "transform": shrink_view,
+    }
+    if option == "mds":
+        what = {"source": "s3://mds/", "format": "mds", "transform": shrink_jpeg}
+    with stream(
+        **what,
         cache=remote.folder / "cache",
         size_limit="2GB",
-        batch_size=BATCH,
-        transform=_shrink,
-        num_workers=LOADER_WORKERS,
-        samples_per_visit=16,
-        concurrency=2,
+        batch_size=views.BATCH,
+        num_workers=views.LOADER_WORKERS,
         seed=seed,
         storage_options={
             "key": remote.key,

@@ -94,7 +94,7 @@ def markdown(runs: Sequence[Run]) -> str:
             f"{100 * statistics.mean(run.outcome.waited for run in group):.0f}",
             f"{statistics.mean(run.outcome.first_batch_s for run in group):.1f}",
             f"{statistics.mean(run.fetched_bytes for run in group) / 1e6:.0f}",
-            "" if entry.title == OURS else _shares(group, ours),
+            "" if entry.module == "ours" else _shares(group, ours),
         )
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

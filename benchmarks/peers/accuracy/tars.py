@@ -17,26 +17,19 @@ import boto3
 import webdataset as wds
 from botocore.config import Config
 
-from benchmarks.peers.accuracy.views import (
-    BATCH,
-    LOADER_WORKERS,
-    SHARD_SAMPLES,
-    Batches,
-    Remote,
-    endless,
-    stack,
-    views,
-)
+from benchmarks.peers.accuracy import views
 
 BUCKET: Final = "tars"
-_SHUFFLE_BUFFER: Final = 1000
+_SHUFFLE_BUFFER: Final = (
+    256  # samples: as the remote is slow, a larger one would hold back most of what has come
+)
 _VALID_S: Final = 24 * 3600
 
 
 def prepare(views_at: Path, bucket: Path) -> None:
-    samples = views(views_at)
+    samples = views.read(views_at)
     for shard in itertools.count():
-        group = list(itertools.islice(samples, SHARD_SAMPLES))
+        group = list(itertools.islice(samples, views.SHARD_SAMPLES))
         if not group:
             return
         with tarfile.open(bucket / f"{shard:06d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -47,7 +40,7 @@ def prepare(views_at: Path, bucket: Path) -> None:
                     tar.addfile(member, io.BytesIO(content))
 
 
-def batches(remote: Remote, seed: int, option: str) -> Batches:
+def batches(remote: views.Remote, seed: int, option: str) -> views.Batches:
     addresses = _presigned(remote)
     if option == "cache":
         cache = remote.folder / "tars"
@@ -58,14 +51,16 @@ def batches(remote: Remote, seed: int, option: str) -> Batches:
     random.seed(seed)
     dataset = (
         wds.WebDataset(addresses, seed=seed, empty_check=False, **kept)
-        .shuffle(_SHUFFLE_BUFFER, initial=BATCH)
-        .batched(BATCH, collation_fn=stack, partial=False)
+        .shuffle(_SHUFFLE_BUFFER, initial=views.BATCH)
+        .batched(views.BATCH, collation_fn=views.stack, partial=False)
     )
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=LOADER_WORKERS, persistent_workers=True)
-    yield from endless(loader)
+    loader = wds.WebLoader(
+        dataset, batch_size=None, num_workers=views.LOADER_WORKERS, persistent_workers=True
+    )
+    yield from views.endless(loader)
 
 
-def _presigned(remote: Remote) -> list[str]:
+def _presigned(remote: views.Remote) -> list[str]:
     config = Config(signature_version="s3v4", s3={"addressing_style": "path"})
     client = boto3.client("s3", config=config, **remote.boto_options)
     addresses = [

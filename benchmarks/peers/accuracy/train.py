@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.peers.accuracy.views import BATCH, Batches, Feed, Remote, decode, views
+from benchmarks.peers.accuracy.views import BATCH, Batches, Feed, Remote, decode, read
 from cachestream.demo.network import augment, make_network, normalise
 
 __all__ = ["Outcome", "Settings"]
@@ -105,7 +105,7 @@ class _Run:
 
     def outcome(self, held_out: Path) -> Outcome:
         self.keep(self.seconds)
-        found = [*views(held_out)]
+        found = [*read(held_out)]
         images = normalise(torch.stack([decode(jpeg) for _, jpeg, _ in found]))
         labels = torch.tensor([place for _, _, place in found])
         return Outcome(

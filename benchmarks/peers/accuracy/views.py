@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from cachestream.demo.data import PLACES, SIDE
+from benchmarks.peers.accuracy.shrinking import shrink_jpeg
+from cachestream.demo.data import PLACES
 
 __all__ = [
     "BATCH",
+    "LOADER",
     "LOADER_WORKERS",
     "SHARD_SAMPLES",
     "Batches",
@@ -24,8 +23,8 @@ __all__ = [
     "Remote",
     "decode",
     "endless",
+    "read",
     "stack",
-    "views",
 ]
 
 SHARD_SAMPLES: Final = (
@@ -70,7 +69,7 @@ class Feed(Protocol):
         """Shuffled batches without end: uint8 `[BATCH, 3, SIDE, SIDE]` and int64 `[BATCH]`."""
 
 
-def views(folder: Path) -> Iterator[tuple[int, bytes, int]]:
+def read(folder: Path) -> Iterator[tuple[int, bytes, int]]:
     """The number of each view in `folder`, its JPEG file and its place; neighbours show different places."""
     for path in sorted(folder.glob("*/*.jpg"), key=lambda path: path.stem):
         number = int(path.stem)
@@ -79,9 +78,7 @@ def views(folder: Path) -> Iterator[tuple[int, bytes, int]]:
 
 def decode(jpeg: bytes) -> Tensor:
     """uint8 `[3, SIDE, SIDE]`: just what the demo's `shrink` makes of the decoded view."""
-    with Image.open(io.BytesIO(jpeg)) as view:
-        small = view.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0)
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(small).transpose(2, 0, 1)))
+    return torch.from_numpy(shrink_jpeg({"jpg": jpeg, "cls": 0})["image"])
 
 
 def stack(samples: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
@@ -89,6 +86,14 @@ def stack(samples: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
     samples = list(samples)
     images = torch.stack([decode(sample["jpg"]) for sample in samples])
     return images, torch.tensor([int(sample["cls"]) for sample in samples])
+
+
+LOADER: Final[dict[str, Any]] = {  # what torch's DataLoader and those that are like it are told
+    "batch_size": BATCH,
+    "num_workers": LOADER_WORKERS,
+    "persistent_workers": True,
+    "collate_fn": stack,
+}
 
 
 def endless(loader: Iterable[Any]) -> Batches:
