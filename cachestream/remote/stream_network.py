@@ -17,6 +17,7 @@ from cachestream.remote import pulse
 from cachestream.remote.filesystem import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
+from cachestream.remote.s3 import get_object
 from cachestream.remote.stream import PIECE_BYTES, Stream
 from cachestream.remote.versions import s3_target, version_of
 from cachestream.remote.waiting import result_of
@@ -250,7 +251,7 @@ class S3Stream(_BodyStream):
 
     async def _get(self, target: dict[str, str], begin: int, stop: int | None) -> Any:
         last = "" if stop is None else max(begin, stop - 1)
-        return await self._filesystem._call_s3("get_object", **target, Range=f"bytes={begin}-{last}")
+        return await get_object(self._filesystem, target, Range=f"bytes={begin}-{last}")
 
     def _close_body(self, body: Any) -> None:
         body.close()
