@@ -10,7 +10,7 @@ from typing import Final
 __all__ = ["Death", "Suspicion", "hanging_positions", "is_crash_loop", "longest_pause_s", "suspicions"]
 
 BREAKER_CRASHES: Final = 5
-BREAKER_ISOLATIONS: Final = 8
+BREAKER_ISOLATIONS: Final = 16  # two a unit: eight bad ones in a row
 BREAKER_KILLS: Final = 25
 BREAKER_WINDOW_S: Final = 600.0
 START_DEADLINE_S: Final = 120.0
