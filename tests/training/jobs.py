@@ -26,8 +26,10 @@ _jobs = itertools.count()
 class Job:
     """A job of `size` ranks, each a thread with a loader of its own.
 
-    `deadline_s`: how long a rank waits for the others once all have met.
+    `deadline_s`: how long a rank waits for the others once all have met, `meeting_s` until then.
     """
+
+    meeting_s: float = PATIENCE_S
 
     deadline_s: float = PATIENCE_S
 
@@ -46,7 +48,7 @@ class Job:
         client = TCPStore(
             "127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
         )
-        deadlines = Deadlines(deadlines_s.first, self.deadline_s)
+        deadlines = Deadlines(min(deadlines_s.first, self.meeting_s), self.deadline_s)
         line = Line(PrefixStore(self._name, client))
         ranks = StoreRanks(line, rank, self.size, deadlines, closed)
         ranks.meet(settings, cache_id)

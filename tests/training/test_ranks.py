@@ -329,9 +329,11 @@ def test_a_rank_that_never_comes_is_named_by_the_others(new_cache: NewCache, new
     cache = new_cache(2, 12)
 
     def work(rank: int, make: Callable[..., EpochLoader]) -> Any:
-        return None if rank == 1 else epochs_of(make(cache, 2, timeout_s=6), 1)
+        return None if rank == 1 else epochs_of(make(cache, 2), 1)
 
-    first, _, third = new_job(3).run(work)
+    job = new_job(3)
+    job.meeting_s = 5.0
+    first, _, third = job.run(work)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
         assert "rank 1 has not come to its EpochLoader" in str(error)
