@@ -68,6 +68,10 @@ ResizeOption = Annotated[
 CropOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
 ]
+SizeLimitOption = Annotated[
+    str | None,
+    typer.Option(help='Such as "200GB". Else as it was, or for a new cache 80 % of the free disk.'),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
 
 
@@ -126,12 +130,16 @@ def worker(
     ],
     cache: CacheArgument,
     *,
-    size_limit: Annotated[str | None, typer.Option(help='Such as "200GB".')] = None,
-    min_free: Annotated[str | None, typer.Option(help="What stays free on the disk.")] = None,
-    eviction: Annotated[str | None, typer.Option(help="lru, fifo, least-fresh or none.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Sampling processes.")] = None,
+    size_limit: SizeLimitOption = None,
+    min_free: Annotated[str | None, typer.Option(help="What stays free on the disk: 1GB unless set.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="lru (unless set), fifo, least-fresh or none.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Sampling processes. Else one a core, 4 at most.")
+    ] = None,
     transform: Annotated[str | None, typer.Option(help="module:function, run before caching.")] = None,
-    shard_size: Annotated[str | None, typer.Option(help="Size of a full shard.")] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Of a full shard: 64MB, or less in a small cache, unless set.")
+    ] = None,
     order: OrderOption = "shuffle",
     seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
@@ -292,16 +300,16 @@ def refetch(
     cache: CacheArgument,
     *,
     transform: Annotated[str | None, typer.Option(help="module:function, as the worker had it.")] = None,
-    size_limit: Annotated[str | None, typer.Option(help='Such as "200GB".')] = None,
+    size_limit: SizeLimitOption = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
     resize: ResizeOption = None,
     crop: CropOption = None,
 ) -> None:
-    """Bring the shards of recorded epochs back into CACHE, identical, to replay them.
+    """Bring the shards of recorded epochs back into CACHE.
 
-    Needed shards that are cached stay, others may be evicted for those that come. CACHE may be a new directory.
+    They come back identical, to replay those epochs. Needed shards that are cached stay, others may be evicted for those that come. CACHE may be a new directory.
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
@@ -338,7 +346,10 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the loader over CACHE: alone, with your batch transform, onto the GPU; beside memcpy and the disk."""
+    """Measure the loader over CACHE.
+
+    Alone, with your batch transform and onto the GPU, beside memcpy and the disk.
+    """
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     with _open(cache) as filled:
         report = _late("bench").bench(filled, batch_size, seconds, function)

@@ -34,7 +34,7 @@ def wait_for_samples(
         if state in _ENDED:
             why = f"the filling is {state}"
         elif deadline is not None and time.monotonic() >= deadline:
-            why = f"after {timeout_s:.0f} s the filling is '{state}'"
+            why = f"after {timeout_s:g} s the filling is '{state}'"
         else:
             time.sleep(_WATCH_S)  # SQLite cannot notify
             continue
