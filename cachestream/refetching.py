@@ -29,7 +29,7 @@ from cachestream.errors import (
     SourceUnavailableError,
 )
 from cachestream.model import Span
-from cachestream.remote.growing import begins_with
+from cachestream.remote.growing import as_growing, begins_with
 from cachestream.remote.retry import backoff_delays
 from cachestream.remote.source import Source
 from cachestream.sampling.coverage import END, Coverage
@@ -38,6 +38,7 @@ from cachestream.sampling.packer import Packer
 from cachestream.sampling.passes import order_file
 from cachestream.sampling.reader import unit_generator
 from cachestream.sampling.records import to_record
+from cachestream.sampling.storing import list_all
 from cachestream.storage.admission import Owner
 from cachestream.storage.contents import Content, Contents
 from cachestream.storage.leases import Lease
@@ -110,6 +111,8 @@ def refetch(
         raise CacheError(f"a worker is filling {cache.path}; stop it first ('cachestream stop {cache.path}')")
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
+        if (growing := as_growing(source)) is not None:
+            source = list_all(growing, cache)  # by the labels and the names that a worker would have
         shelf = stack.enter_context(_Shelf(cache, source))
         missing = shelf.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)

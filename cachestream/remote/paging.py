@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from fsspec import get_filesystem_class
-from fsspec.asyn import sync
 from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceError
@@ -17,12 +16,15 @@ from cachestream.remote.decode import extension_of
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.listing import MAGIC, expand_braces, visible
 from cachestream.remote.retry import map_errors, redact
+from cachestream.remote.waiting import run
 
 __all__ = ["Page", "Pages", "UnorderedError", "open_pages"]
 
 PAGE_NAMES: Final = 1000  # as many as S3 gives
+PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
 MOST_REQUESTS: Final = 512  # for the names of folders, before the first sample
-MOST_PROBES: Final = 32
+MOST_PROBES: Final = 16  # of so many names: to take a page apart takes 0.1 s
+PROBE_NAMES: Final = 200
 _AT_ONCE: Final = 16
 
 
@@ -116,7 +118,8 @@ class Pages:
         }
         while True:
             with map_errors(self._shown, secrets=self.remote.secrets):
-                answer = sync(filesystem.loop, filesystem._call_s3, "list_objects_v2", **options)
+                asking = filesystem._call_s3("list_objects_v2", **options)
+                answer = run(filesystem.loop, asking, PAGE_TIMEOUT_S)
             yield answer
             if not answer.get("IsTruncated"):
                 return
@@ -164,11 +167,11 @@ class _Look:
         return folder not in empty and (self._fits is None or self._fits(path) is not None)
 
     def at_beginnings(self, folders: list[str]) -> dict[str, _Seen]:
-        """The first page of some of `folders`, from all over them."""
+        """The first names of some of `folders`, from all over them."""
         step = -(-len(folders) // MOST_PROBES)
         some = folders[::step]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(some, pool.map(lambda one: self._folder(one, 1), some), strict=True))
+            return dict(zip(some, pool.map(lambda one: self._folder(one, 1, PROBE_NAMES), some), strict=True))
 
     def through(self, folders: list[str]) -> list[_Seen] | None:
         """All of `folders`; None where there are too many pages of them."""
@@ -178,9 +181,9 @@ class _Look:
             seen = list(pool.map(lambda one: self._folder(one, MOST_REQUESTS), folders))
         return seen if all(one.is_all for one in seen) else None
 
-    def _folder(self, folder: str, most_pages: int) -> _Seen:
+    def _folder(self, folder: str, most_pages: int, page_names: int = PAGE_NAMES) -> _Seen:
         holds_files, inner, is_all = False, list[str](), False
-        pages = self._pages.answers(folder, "/", "", PAGE_NAMES, self._filesystem)
+        pages = self._pages.answers(folder, "/", "", page_names, self._filesystem)
         for number, answer in enumerate(pages, 1):
             self._asked += most_pages > 1  # probes are few, and are not counted
             files = [f"{self._bucket}/{entry['Key']}" for entry in answer.get("Contents", ())]

@@ -63,18 +63,18 @@ class StoredNames(Sequence[str]):
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._names = Names([])
         self._mark: Mark | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredNames, (self._path,)
+        return StoredNames, (self.path,)
 
     def look(self) -> Mark | None:
         """The mark as it is now; what it says is there can be used from now on."""
-        mark = read_mark(self._path)
+        mark = read_mark(self.path)
         if mark is not None and mark != self._mark:
-            self._names = _map(os.path.dirname(self._path), mark)
+            self._names = _map(os.path.dirname(self.path), mark)
             self._mark = mark
         return mark
 
@@ -84,7 +84,7 @@ class StoredNames(Sequence[str]):
             self.look()
         if count > len(self._names):
             raise SourceError(
-                f"{self._path}: {len(self._names):,} names are listed and {count:,} were; start the worker again"
+                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; start the worker again"
             )
 
     def digest_of(self, count: int) -> str | None:
@@ -110,7 +110,7 @@ class StoredNames(Sequence[str]):
         return iter(self._names)
 
     def __repr__(self) -> str:
-        return f"<StoredNames {self._path}: {len(self):,}>"
+        return f"<StoredNames {self.path}: {len(self):,}>"
 
 
 AnyNames = Names | StoredNames

@@ -9,11 +9,13 @@ import numpy as np
 
 from cachestream.model import IntArray, Span
 from cachestream.sampling.order import Order
+from cachestream.sampling.renamed import EarlierOrder
 
-__all__ = ["END", "Coverage", "Offsets", "gaps", "is_covered", "is_whole", "merge_spans"]
+__all__ = ["END", "AnyOrder", "Coverage", "Offsets", "gaps", "is_covered", "is_whole", "merge_spans"]
 
 END: Final = 1 << 62  # an offset past the last sample of any unit
 
+AnyOrder = Order | EarlierOrder
 Offsets = Sequence[tuple[int, int]]
 
 
@@ -31,7 +33,7 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
 class _PassCoverage:
     """The spans of one pass, asked by position."""
 
-    def __init__(self, order: Order, spans: list[Span]) -> None:
+    def __init__(self, order: AnyOrder, spans: list[Span]) -> None:
         self._order = order
         merged = merge_spans(spans)
         # Positions that are covered from their first sample to their last, as ranges.
@@ -63,7 +65,7 @@ class _PassCoverage:
 class Coverage:
     """Which samples of a unit the cache holds, from whichever pass they came."""
 
-    def __init__(self, passes: Mapping[Order, list[Span]]) -> None:
+    def __init__(self, passes: Mapping[Order, list[Span]] | Mapping[AnyOrder, list[Span]]) -> None:
         self._passes = [_PassCoverage(order, spans) for order, spans in passes.items()]
 
     def of(self, units: IntArray) -> list[Offsets]:

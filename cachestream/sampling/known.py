@@ -10,12 +10,16 @@ from typing import Final
 
 import numpy as np
 
-from cachestream.model import IntArray
+from cachestream.model import IntArray, Span
 from cachestream.remote.growing import begins_with
-from cachestream.sampling.coverage import Coverage, Offsets, is_covered
+from cachestream.remote.names import Names
+from cachestream.remote.stored import StoredNames
+from cachestream.sampling.coverage import AnyOrder, Coverage, Offsets, is_covered
 from cachestream.sampling.job import Payload
+from cachestream.sampling.listings import Listings, is_over
 from cachestream.sampling.order import Order, PassPlan
 from cachestream.sampling.passes import order_file
+from cachestream.sampling.renamed import EarlierNames, EarlierOrder
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
 
@@ -31,6 +35,7 @@ class KnownOrders:
         self._payload = payload
         self._cache = cache
         self._orders: dict[PassPlan, Order] = {}
+        self._earlier_names: dict[str, EarlierNames] = {}
         self._coverage: Coverage | None = None
         self._load_at_s = 0.0
 
@@ -58,17 +63,30 @@ class KnownOrders:
             spans = tables.spans()
         if current_row.evicted_before >= 0 and set(spans) <= {current_row.id}:
             return None  # the first pass: nothing of it is cached but what its own progress says
-        usable = {
-            pass_id: plan
-            for pass_id, plan in plans.items()
-            if plan.is_permutation and self._is_known(plan) and self._names_same(plan, current)
-        }
-        return Coverage({self.of(plan): spans.get(pass_id, []) for pass_id, plan in usable.items()})
+        found: dict[AnyOrder, list[Span]] = {}
+        for pass_id, plan in plans.items():
+            if plan.is_permutation and self._is_known(plan):
+                order = self.of(plan) if self._names_same(plan, current) else self._earlier(plan)
+                if order is not None:
+                    found[order] = spans.get(pass_id, [])
+        return Coverage(found)
 
     def _names_same(self, plan: PassPlan, current: PassPlan) -> bool:
         """Whether its units are those of the current pass, or the first of them."""
         same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
         return same or begins_with(self._payload.source, plan.num_units, plan.listing)
+
+    def _earlier(self, plan: PassPlan) -> EarlierOrder | None:
+        """The order of a pass over an earlier listing, if its names are kept and those of this one are known."""
+        names = getattr(self._payload.source, "first_names", None)
+        if not isinstance(names, Names | StoredNames):
+            return None
+        for listing in Listings(self._cache.directory).earlier():
+            if is_over(listing, plan):
+                if listing.path not in self._earlier_names:
+                    self._earlier_names[listing.path] = EarlierNames(listing)
+                return EarlierOrder(self.of(plan), self._earlier_names[listing.path], names)
+        return None
 
     def _is_known(self, plan: PassPlan) -> bool:
         """Whether its order is there still: files of drawn orders do not outlive the catalogue."""

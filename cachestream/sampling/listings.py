@@ -1,23 +1,29 @@
-"""The stored listings of a cache: the one that is read by, and the one that may take its place."""
+"""The stored listings of a cache: the one that is read by, the one that may take its place, and earlier ones."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
-from cachestream.remote.stored import Mark, StoredNames, file_names, read_mark
+from cachestream.remote.stored import AnyNames, Mark, StoredNames, file_names, read_mark
 from cachestream.sampling.job import Job
+from cachestream.sampling.order import PassPlan
 from cachestream.storage.directory import Directory, remove_if_there
 
-__all__ = ["Listings"]
+__all__ = ["Listings", "is_over"]
 
-_PREFIX = "listing"
+_PREFIX: Final = "listing"
+_EARLIER: Final = re.compile(r"listing-[0-9a-f]{12}\.json")
+_MOST_EARLIER: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Listings:
-    """The listings in the cache's folder of the worker. Only the supervisor changes them, and the lister that it runs."""
+    """The listings in the cache's folder of the worker. Only the supervisor changes them, and the processes that it runs."""
 
     directory: Directory
 
@@ -45,12 +51,12 @@ class Listings:
 
     def is_of(self, job: Job) -> bool:
         """Whether the current listing is of the job's source, and begins as that does now."""
-        mark, count = read_mark(self.current), job.num_units or 0
-        return (
-            mark is not None
-            and mark.fingerprint == job.fingerprint
-            and self.load().digest_of(count) == job.listing
-        )
+        return self.begins(job.fingerprint, job.num_units or 0, job.listing)
+
+    def begins(self, fingerprint: str, count: int, digest: str) -> bool:
+        """Whether the current listing is of this source, and its first `count` names have this digest."""
+        mark = read_mark(self.current)
+        return mark is not None and mark.fingerprint == fingerprint and self.load().digest_of(count) == digest
 
     def new_mark(self, fingerprint: str) -> Mark:
         """The mark of a listing that is to be made."""
@@ -64,7 +70,30 @@ class Listings:
 
     def promote(self) -> None:
         """Read by the next listing from now on. No sampling process may run."""
+        self.retire()
         os.replace(self.next, self.current)
+        self._clean()
+
+    def retire(self) -> None:
+        """Keep the current listing as an earlier one: what is cached of it is found by its names."""
+        mark = read_mark(self.current)
+        if mark is not None:
+            os.replace(self.current, self.directory.worker_file(f"{mark.stem}.json"))
+
+    def earlier(self) -> list[StoredNames]:
+        """Earlier listings, the last one first."""
+        paths = {path: os.stat(path).st_mtime_ns for path in self._earlier_marks()}
+        found = [StoredNames(path) for path in sorted(paths, key=paths.__getitem__, reverse=True)]
+        return [names for names in found if names.look() is not None]
+
+    def keep_earlier(self, plans: Iterable[PassPlan]) -> None:
+        """Forget earlier listings but those of the passes `plans`, and these too beyond the last few."""
+        wanted = list(plans)
+        kept = [names for names in self.earlier() if any(is_over(names, plan) for plan in wanted)]
+        paths = {names.path for names in kept[:_MOST_EARLIER]}
+        for path in self._earlier_marks():
+            if path not in paths:
+                remove_if_there(path)
         self._clean()
 
     def drop_next(self) -> None:
@@ -73,13 +102,27 @@ class Listings:
 
     def drop(self) -> None:
         """Forget all listings."""
-        remove_if_there(self.current)
+        for path in (self.current, *self._earlier_marks()):
+            remove_if_there(path)
         self.drop_next()
 
+    def _earlier_marks(self) -> list[str]:
+        names = [name for name in os.listdir(self.directory.worker) if _EARLIER.fullmatch(name)]
+        return [self.directory.worker_file(name) for name in names]
+
     def _clean(self) -> None:
-        marks = [read_mark(path) for path in (self.current, self.next)]
+        paths = [self.current, self.next, *self._earlier_marks()]
+        marks = [read_mark(path) for path in paths]
         kept = {name for mark in marks if mark is not None for name in file_names(mark.stem)}
-        kept |= {os.path.basename(self.current), os.path.basename(self.next)}
+        kept |= set(map(os.path.basename, paths))
         for name in os.listdir(self.directory.worker):
             if name.startswith(_PREFIX) and name not in kept:
                 remove_if_there(self.directory.worker_file(name))
+
+
+def is_over(names: AnyNames, plan: PassPlan) -> bool:
+    """Whether the units of a pass are those of `names`, or the first of them."""
+    count = plan.num_units
+    return (
+        bool(count) and count is not None and count <= len(names) and names.digest_of(count) == plan.listing
+    )

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from cachestream.errors import CacheFullError, ConfigError
-from cachestream.model import IntArray
+from cachestream.model import IntArray, Schema
 from cachestream.remote.names import Names
 from cachestream.sampling.job import Job
 from cachestream.sampling.listings import Listings
@@ -58,8 +58,10 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
     was_complete = False
     with cache.catalogue.reading() as tables:
         was_cleared = not tables.passes()
-    if not job.growing or was_cleared or not listings.is_of(job):
+    if was_cleared:
         listings.drop()
+    elif not listings.is_of(job):
+        listings.retire()
     plan = first_plan(job, listings)
     with cache.catalogue.transaction() as tables:
         _check_source(cache, tables, job)
@@ -137,8 +139,9 @@ def _check_source(cache: Cache, tables: Tables, job: Job) -> None:
 
 def _check_labels(cache: Cache, tables: Tables, names: Sequence[str]) -> None:
     """Refuse to add samples whose labels mean something else than those of what is cached."""
-    known = tables.meta("label_names")
-    if known is not None and tables.totals()[0]:
+    known, schema = tables.meta("label_names"), tables.meta("schema")
+    has_labels = schema is not None and "label" in Schema.from_json(schema).names
+    if known is not None and has_labels and tables.totals()[0]:
         count, digest = json.loads(known)
         if count > len(names) or Names(names[:count]).digest != digest:
             raise ConfigError(
@@ -155,8 +158,9 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
     plan = replace(plan, ordinal=max((known.ordinal for known in plans.values()), default=-1) + 1)
     # Those by which units that are still cached are found.
-    kept = {known.ordinal for pass_id, known in plans.items() if pass_id in spans and known.is_permutation}
-    _remove_orders(cache.directory, kept)
+    cached = [known for pass_id, known in plans.items() if pass_id in spans and known.is_permutation]
+    _remove_orders(cache.directory, {known.ordinal for known in cached})
+    Listings(cache.directory).keep_earlier(cached)
     if plan.is_drawn:
         drawn = draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))

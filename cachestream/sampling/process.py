@@ -24,6 +24,7 @@ from cachestream.sampling.filler import Filler
 from cachestream.sampling.job import Job, load_shared, read_frame, unpack
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.outbox import StartAgainError
+from cachestream.sampling.storing import keep_names
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
@@ -76,6 +77,8 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
         cache = Cache(job.root, eviction=payload.eviction)
         if (source := as_growing(payload.source)) is not None:
             payload = replace(payload, source=source.over(Listings(cache.directory).load()))
+        elif index == 0:
+            keep_names(payload.source, cache)
         gc.collect()
         gc.freeze()  # what is there now stays: it is not to be looked through again and again
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cachestream import Cache
 from cachestream.remote.stored import file_names, read_mark
+from cachestream.sampling.listings import Listings
 from cachestream.storage.board import Board
 from cachestream.storage.shard import MappedShard, shard_path
 from tests.sampling.sources import content
@@ -83,6 +84,10 @@ def left_files(cache: Cache) -> list[str]:
     with cache.catalogue.reading() as tables:
         found += [f"reservation {row.id}" for row in tables.reservations()]
     stored = {"listing.json", *listing_files(cache)}
+    for names in Listings(cache.directory).earlier():  # kept while something is cached by them
+        mark = read_mark(names.path)
+        assert mark is not None
+        stored |= {os.path.basename(names.path), *file_names(mark.stem)}
     return [name for name in found if not name.startswith("order-0") and name not in stored]
 
 

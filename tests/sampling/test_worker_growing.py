@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,20 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.refetching import refetch
 from cachestream.remote.files import FileSource
 from cachestream.remote.stored import read_mark
+from cachestream.sampling.job import share
+from cachestream.sampling.lister import Lister
+from cachestream.sampling.listings import Listings
+from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.order import PassPlan
 from cachestream.storage.shard import MappedShard, shard_path
 from tests.sampling.support import (
     DEADLINE_S,
+    ROOT,
     Processes,
     keys_of,
-    listing_files,
     only_once,
     supervisor_pid,
     wait_until,
@@ -156,6 +165,69 @@ def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
     assert only_once(cache) == keys
 
 
+def lister_pids(processes: Processes) -> list[int]:
+    """The processes that list; there is one, or none while another is about to start."""
+    found = []
+    for pid in processes.pids():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if b"cachestream.sampling.listing" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
+    cache: Cache, remote: Remote, processes: Processes
+) -> None:
+    keys = put(remote.folder, names_in(NAMES))
+    source = remote.open()
+    seen: set[int] = set()
+
+    def has_stored_a_page() -> bool:
+        if (
+            new := set(lister_pids(processes)) - seen
+        ):  # one that was ended as the machine was busy has lost its page
+            seen.update(new)
+            remote.proxy.lists_allowed = 1
+        return listed(cache) == FIRST + PAGE // 10
+
+    def has_ended(pid: int) -> bool:
+        if pid in lister_pids(processes):
+            os.kill(pid, signal.SIGSTOP)  # again and again: whoever continues it is no part of this
+            return False
+        return True
+
+    remote.proxy.lists_allowed = 0
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=8.0) as worker:
+        wait_until(has_stored_a_page, "a page is stored")
+        stopped = next(iter(lister_pids(processes)))
+        wait_until(lambda: has_ended(stopped), "it is ended")
+        assert listed(cache) == FIRST + PAGE // 10
+        remote.proxy.lists, remote.proxy.lists_allowed = 0, None
+        assert worker.wait(DEADLINE_S)
+    ended = Path(cache.directory.worker_file("log.txt")).read_text().count("no sign of life")
+    assert 1 <= remote.proxy.lists <= ended, "the page that was missing, and no other"
+    assert only_once(cache) == keys
+
+
+def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(cache: Cache, remote: Remote) -> None:
+    put(remote.folder, names_in(NAMES))
+    source = remote.open()
+    remote.proxy.lists_allowed = 1
+    options = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None)
+    job = options.job(cache, source, None, 0)
+    lister = Lister(job, share(job), Listings(cache.directory))
+    lister.begin()
+    try:
+        wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
+        life_s = lister.life_s
+        assert life_s is not None
+        wait_until(lambda: (lister.life_s or 0) > life_s + 2, "it lives, though nothing comes")
+        assert listed(cache) == FIRST + PAGE // 10
+    finally:
+        lister.stop()
+        cache.recover()
+
+
 def test_when_the_catalogue_is_lost_in_mid_listing_what_is_cached_is_not_fetched_again(
     cache: Cache, remote: Remote, processes: Processes
 ) -> None:
@@ -190,9 +262,78 @@ def test_a_start_on_a_complete_cache_finds_objects_that_were_added_and_rests_if_
         keys |= put(remote.folder, ["b/new.bin", "c/new.bin"])
         with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
             assert worker.wait(DEADLINE_S)
-        assert set(keys_of(cache)) == keys
+            assert cache.status().worker.totals.units == 2  # type: ignore[union-attr]
+        assert only_once(cache) == keys
         assert plan_of(cache).num_units == len(keys)
         assert plan_of(cache).segments == ()
+        keys |= put(remote.folder, ["a-a/first.bin", "b/another.bin"])
+        (remote.folder / "a/00000.bin").unlink()
+        with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
+            assert worker.wait(DEADLINE_S)
+            assert cache.status().worker.totals.units == 2  # type: ignore[union-attr]
+        assert only_once(cache) == keys, "what has gone from the remote stays until it is evicted"
+        assert plan_of(cache).num_units == len(keys) - 1
+
+
+def shard_digests(cache: Cache) -> set[str]:
+    """What the shards' files hold."""
+    return {hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(cache.path, "shards").iterdir()}
+
+
+def trained(cache: Cache, **options: Any) -> list[list[str]]:
+    """The keys of the batches of an epoch."""
+    with cs.EpochLoader(cache, 8, with_keys=True, **options) as loader:
+        return [batch["__key__"] for batch in loader]
+
+
+def test_epochs_over_a_pass_that_grew_come_back_byte_for_byte_in_other_caches_and_processes(
+    cache: Cache, remote: Remote, tmp_path: Path
+) -> None:
+    keys = put(remote.folder, names_in(NAMES))
+    options: dict[str, Any] = {"shard_size": "4kB", "num_workers": 2}
+    source = remote.open()
+    remote.proxy.lists_allowed = 1
+    with cs.start_worker(cache, source, **options) as worker:
+        cache.wait(FIRST + PAGE // 10, DEADLINE_S)
+        batches = [trained(cache, record=tmp_path / "early")]
+        early = cache.num_shards
+        remote.proxy.lists_allowed = None
+        assert worker.wait(DEADLINE_S)
+    assert len(plan_of(cache).segments) > 1
+    before = shard_digests(cache)
+    batches.append(trained(cache, record=tmp_path / "late"))
+    cache.evict(0)
+    report = refetch(tmp_path / "early", cache, remote.open())
+    assert (report.failed, report.brought) == ([], early)
+    assert trained(cache, replay=tmp_path / "early") == batches[0]
+    cache.recover()  # removes the files of leases that have ended
+
+    with Cache(tmp_path / "other", size_limit="50MB", min_free=0) as other:
+        command = [
+            sys.executable,
+            "-m",
+            "cachestream.cli",
+            "refetch",
+            str(tmp_path / "late"),
+            remote.url,
+            other.path,
+        ]
+        command += [
+            f"--storage-option={name}={remote.options[name]}" for name in ("key", "secret", "endpoint_url")
+        ]
+        command += ["--storage-option=client_kwargs.region_name=us-east-1"]
+        command += [f"--source-option=first_names={FIRST}", '--source-option=extensions=["bin", "jpg"]']
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert shard_digests(other) == before
+        assert trained(other, replay=tmp_path / "late") == batches[1]
+        remote.proxy.requests = remote.proxy.lists = 0
+        with cs.start_worker(other, remote.open(), **options) as worker:
+            assert worker.wait(DEADLINE_S)
+        assert remote.proxy.requests == remote.proxy.lists, (
+            "a worker that goes on there fetches nothing twice"
+        )
+        assert only_once(other) == keys
 
 
 def test_the_second_pass_is_over_all_units_and_reads_only_what_was_evicted(
@@ -263,7 +404,23 @@ def test_a_deeper_folder_that_could_not_be_foreseen_leaves_its_images_out_and_th
     assert labels_in(cache) == {**dict.fromkeys(names, 0), "b/1.jpg": 1}
 
 
-def test_what_needs_all_units_lists_them_before_and_stores_no_listing(cache: Cache, remote: Remote) -> None:
+def test_files_that_come_among_others_of_a_folder_are_all_that_is_read(cache: Cache, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    for number, names in enumerate([["b", "d", "e"], ["a", "c"], ["bb", "f"]]):
+        keys = put(folder, [f"{name}.bin" for name in names])
+        with cs.start_worker(cache, folder, num_workers=1 + number % 2) as worker:
+            assert worker.wait(DEADLINE_S)
+            assert cache.status().worker.totals.units == len(keys)  # type: ignore[union-attr]
+    assert len(only_once(cache)) == 7
+    (folder / "a.bin").unlink()
+    cache.evict(0)
+    with cs.start_worker(cache, folder, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert len(only_once(cache)) == 6
+    assert len(Listings(cache.directory).earlier()) == 0, "nothing is cached of earlier passes"
+
+
+def test_what_needs_all_units_lists_them_before(cache: Cache, remote: Remote) -> None:
     keys = put(remote.folder, names_in(450))
     source = remote.open()
     weights = [1.0] * source.num_units
@@ -271,4 +428,4 @@ def test_what_needs_all_units_lists_them_before_and_stores_no_listing(cache: Cac
     assert {source.key(unit) for unit in range(source.num_units)} == keys
     with cs.start_worker(cache, source, num_workers=1, order=weights) as worker:
         assert worker.wait(DEADLINE_S)
-    assert listing_files(cache) == ()
+    assert set(keys_of(cache)) <= keys
