@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 import cachestream as cs
 from benchmarks.measure import emit, scratch
@@ -51,7 +52,7 @@ def windows() -> object:
     """A function that cuts random windows of 128 KiB out of an array in memory."""
     signal = np.random.default_rng(0).random(1 << 22, dtype=np.float32)
 
-    def window(rng: np.random.Generator) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    def window(rng: np.random.Generator) -> npt.NDArray[np.float32]:
         start = int(rng.integers(0, len(signal) - FLOATS))
         return signal[start : start + FLOATS]
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import cachestream as cs
@@ -43,7 +44,7 @@ def orders() -> dict[str, Order]:
     }
 
 
-def entropy_bits(labels: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+def entropy_bits(labels: npt.NDArray[np.int64]) -> float:
     """The entropy of the classes among `labels`, in bits."""
     share = np.bincount(labels, minlength=CLASSES) / len(labels)
     share = share[share > 0]

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pyarrow.parquet as pq
 import tfrecord
 import zarr
@@ -74,7 +75,8 @@ def picture() -> np.ndarray[Any, Any]:
     """float32 [4096, 4096] that packs to about a half, as measured data do."""
     rng = np.random.default_rng(0)
     smooth = np.add.outer(np.linspace(0, 9, SIDE), np.linspace(0, 5, SIDE))
-    return np.round(np.sin(smooth) * 1000 + rng.normal(size=(SIDE, SIDE))).astype(np.float32)
+    measured: npt.NDArray[Any] = np.sin(smooth) * 1000 + rng.normal(size=(SIDE, SIDE))
+    return measured.round().astype(np.float32)
 
 
 def npy_line(folder: Path) -> Case:

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Final
 import fsspec
 import h5py
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tfrecord
@@ -143,7 +144,8 @@ def read_tfrecords(files: Any, path: str) -> Iterator[Any]:
 def picture() -> np.ndarray[Any, Any]:
     """float32 [4096, 4096] that packs to about a half, as measured data do."""
     smooth = np.add.outer(np.linspace(0, 9, SIDE), np.linspace(0, 5, SIDE))
-    return np.round(np.sin(smooth) * 1000 + RNG.normal(size=(SIDE, SIDE))).astype(np.float32)
+    measured: npt.NDArray[Any] = np.sin(smooth) * 1000 + RNG.normal(size=(SIDE, SIDE))
+    return measured.round().astype(np.float32)
 
 
 def windows_of(array: Any) -> Iterator[Any]:

@@ -50,6 +50,7 @@ TEXT_EXTENSIONS: Final = _extensions(
 MAX_ARCHIVE_BYTES: Final = 4 << 30  # of one .npz, unpacked: a zip bomb unpacks to a thousand times its size
 
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
+_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _Data = TypeVar("_Data", bound=Buffer)
 # An object's place in memory differs from file to file: reasons that hold it could not be counted together.
 _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
@@ -73,7 +74,7 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     fields = ast.literal_eval(header.decode("latin1"))
     if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
         raise ValueError("the .npy header does not hold descr, fortran_order and shape")
-    dtype = np.lib.format.descr_to_dtype(fields["descr"])
+    dtype = _to_dtype(fields["descr"])
     shape = fields["shape"]
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"the .npy header holds shape {shape!r}")

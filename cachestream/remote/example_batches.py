@@ -67,7 +67,7 @@ def parse_examples(
     """
     first, last = np.array(starts, np.int64), np.array(stops, np.int64)
     spans: dict[tuple[str, int], tuple[_Places, _Places]] = {}
-    left = np.arange(len(first))
+    left: _Places = np.arange(len(first))
     for _ in range(_ORDERS):
         one = int(left[0])
         layout = layout_of(data[starts[one] : stops[one]])

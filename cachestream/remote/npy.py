@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ HEAD_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 1 << 16
 LOCAL_GAP_BYTES: Final = 32 << 10  # copied about as fast as a read call of its own is made
 BATCH_BYTES: Final = 32 << 20  # of bands that hold other bytes too, in memory at a time
+_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def parse_header(head: memoryview) -> Layout | int:
     shape = fields["shape"]
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
         raise ValueError(f"the .npy header holds shape {shape!r}")
-    dtype = np.lib.format.descr_to_dtype(fields["descr"])
+    dtype = _to_dtype(fields["descr"])
     return Layout(first + header_bytes, shape, dtype, bool(fields["fortran_order"]))
 
 

@@ -97,7 +97,7 @@ def _words(padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDA
             continue
         # `take` copies what overlaps: no more than these numbers' own bytes.
         kind = more_bits.dtype.newbyteorder("<")
-        every = np.ndarray((int(starts[-1]) + 1,), kind, padded, base, (1,))
+        every: npt.NDArray[Any] = np.ndarray((int(starts[-1]) + 1,), kind, padded, base, (1,))
         words = every.take(starts)
         last = ~words
         last &= more_bits  # the lowest of these bits is that of the number's last byte

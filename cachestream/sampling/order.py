@@ -196,7 +196,7 @@ def check_weights(
 
 def check_drawn(drawn: Any, num_units: int | None, partition: Partition | None = None) -> IntArray:
     """What a sampler gave, but for other nodes' units; raises ConfigError for none, or units not there."""
-    units = np.asarray(drawn, np.int64).reshape(-1)
+    units: IntArray = np.asarray(drawn, np.int64).reshape(-1)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
             f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"

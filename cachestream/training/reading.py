@@ -107,7 +107,7 @@ class _Reader:
     def gather(self, part: Places, ahead: ReadAhead) -> Iterator[Gathered]:
         """The batches of `part`, a few small ones at a time."""
         shards, rows, bounds = part.shards, part.rows, part.bounds
-        skipped = np.zeros(len(part), np.int64)
+        skipped: IntArray = np.zeros(len(part), np.int64)
         sound = ~self._damaged[shards]
         if not sound.all():
             shards, rows, bounds, skipped = _without(shards, rows, bounds, sound)

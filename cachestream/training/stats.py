@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from cachestream.model import Snapshot
+from cachestream.model import IntArray, Snapshot
 
 __all__ = ["LoaderStats", "Meter", "Reuse"]
 
@@ -51,7 +51,7 @@ class Reuse:
     """
 
     def __init__(self) -> None:
-        self._ids = np.empty(0, np.int64)
+        self._ids: IntArray = np.empty(0, np.int64)
         self._unseen = np.empty(0)  # for each shard the share of its samples that was never drawn
         self._pending: list[tuple[Snapshot, float]] = []
         self._drawn = 0.0
@@ -87,7 +87,7 @@ class _Drawn:
     """The shards of the snapshots that an epoch's passes are drawn from, each of them once."""
 
     def __init__(self) -> None:
-        self._ids = np.empty(0, np.int64)
+        self._ids: IntArray = np.empty(0, np.int64)
         self.shards = 0
         self.samples = 0
 

@@ -42,7 +42,7 @@ class KeyWeights:
     def __init__(self, initial: Mapping[str, float] | None = None) -> None:
         self._lock = threading.Lock()
         self._hashes: Hashes = np.empty(0, np.uint64)
-        self._weights = np.empty(0, np.float32)
+        self._weights: npt.NDArray[np.float32] = np.empty(0, np.float32)
         self._pending: list[tuple[Hashes, npt.NDArray[np.float32]]] = []
         self._sent = 0
         self._of_shards: dict[int, Hashes] = {}

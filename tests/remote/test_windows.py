@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ def test_bands_hold_the_window_and_little_else(
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     data = array.tobytes()
     bands = plan_bands(shape, 4, start, size, gap_bytes)
-    found = [
+    found: list[npt.NDArray[np.int32]] = [
         np.ndarray(bands.shape, np.int32, data[one : one + bands.nbytes], 0, bands.strides)
         for one in bands.starts
     ]

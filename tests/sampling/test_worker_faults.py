@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import pytest
 
 import cachestream as cs
@@ -33,7 +34,7 @@ def keys_but(units: set[int], count: int = 100) -> set[str]:
 
 
 def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) -> None:
-    def transform(sample: dict[str, np.ndarray]) -> object:
+    def transform(sample: dict[str, npt.NDArray[Any]]) -> object:
         return misbehave(dict(FAULTS).get(int(sample["unit"]), ""), sample)
 
     class WithUnit(Numbers):
@@ -68,7 +69,7 @@ def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None
 
 
 def test_one_bad_sample_in_a_large_unit_costs_nothing_that_came_before(cache: Cache) -> None:
-    def transform(sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def transform(sample: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         if sample["n"] == 30:
             raise ValueError("bad")
         return sample

@@ -265,7 +265,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def run(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
+    machine_test: Any = run_state_machine_as_test  # has no types in the release for Python 3.10
+    machine_test(
         CacheMachine,
         settings=settings(
             max_examples=examples,
