@@ -9,6 +9,7 @@ server answers with that may be due to the pattern (a redirect, a refusal), the 
 from __future__ import annotations
 
 import contextvars
+import logging
 import re
 import weakref
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 __all__ = ["get_object"]
+
+logger = logging.getLogger("cachestream")
 
 MAX_STRIKES: Final = 3  # in a row: answers that only the client got
 _EVENT: Final = "before-sign.s3.GetObject"
@@ -81,7 +84,14 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     bucket = _buckets[client].setdefault(target["Bucket"], _Bucket())
     failed = False
     if bucket.pattern is not None and bucket.strikes < MAX_STRIKES:
-        answer = await _get(client, bucket.pattern, target["Key"], wanted)
+        try:
+            answer = await _get(client, bucket.pattern, target["Key"], wanted)
+        except (
+            AttributeError,
+            TypeError,
+        ):  # another release of the client: what is used of it is not promised
+            logger.debug("requests to %s are left to the client", target["Bucket"], exc_info=True)
+            answer, bucket.strikes = None, MAX_STRIKES
         if answer is not None:
             bucket.strikes = 0
             return answer
@@ -140,9 +150,10 @@ class _Body:
 
     def __init__(self, response: Any) -> None:
         self._response = response
+        self._content = response.content
 
     async def read(self, nbytes: int = -1) -> bytes:
-        data: bytes = await self._response.content.read(nbytes)
+        data: bytes = await self._content.read(nbytes)
         return data
 
     def close(self) -> None:

@@ -166,6 +166,22 @@ def test_where_the_pattern_does_not_do_the_client_is_asked_and_in_the_end_only_t
     assert bucket.composed == 5
 
 
+@pytest.mark.parametrize("missing", [AttributeError, TypeError])
+def test_a_client_of_another_release_is_asked_in_its_own_way(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, missing: type[Exception]
+) -> None:
+    """What is used of the client is not promised: it may have another name tomorrow."""
+
+    async def not_there(*_: Any) -> None:
+        raise missing("http_session")
+
+    monkeypatch.setattr(s3, "_get", not_there)
+    for asked in (2, 3):
+        assert bucket.get("first")[0] == b"first"
+        assert bucket.composed == asked
+    assert bucket.known.strikes >= s3.MAX_STRIKES
+
+
 def test_a_pattern_that_does_again_has_no_strikes(bucket: Bucket) -> None:
     bucket.known.pattern = dataclasses.replace(bucket.known.pattern, signing_name=None)
     bucket.get("first")
