@@ -175,6 +175,7 @@ def lister_pids(processes: Processes) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # it waits for a process to be taken for dead: on a busy machine others are, too
 def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
     cache: Cache, remote: Remote, processes: Processes
 ) -> None:
@@ -183,9 +184,8 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
     seen: set[int] = set()
 
     def has_stored_a_page() -> bool:
-        if (
-            new := set(lister_pids(processes)) - seen
-        ):  # one that was ended as the machine was busy has lost its page
+        # One that was ended as the machine was busy has lost its page.
+        if new := set(lister_pids(processes)) - seen:
             seen.update(new)
             remote.proxy.lists_allowed = 1
         return listed(cache) == FIRST + PAGE // 10
