@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.model import ShardRow, Snapshot
+from cachestream.storage import space
 from cachestream.storage.admission import HEADROOM_BYTES, Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.leases import Lease
@@ -266,16 +267,20 @@ class CacheMachine(RuleBasedStateMachine):
 
 def run(examples: int, steps: int) -> None:
     machine_test: Any = run_state_machine_as_test  # has no types in the release for Python 3.10
-    machine_test(
-        CacheMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            space, "_WRITERS_TIMEOUT_S", 0.0
+        )  # those who write here go on only when they are told to
+        machine_test(
+            CacheMachine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                print_blob=True,
+            ),
+        )
 
 
 def test_the_invariants_hold_after_every_step_of_sixty_histories() -> None:
