@@ -151,6 +151,26 @@ def test_the_worker_is_gone_within_seconds_of_its_owner_and_leaves_nothing(
     assert cache.fill_state() == "stopped"
 
 
+@pytest.mark.slow  # a busy machine takes longer, which is no fault
+@pytest.mark.parametrize("how", ["stop", "terminate", "orphan"])
+def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
+    cache: Cache, tmp_path: Path, processes: Processes, how: str
+) -> None:
+    with script(tmp_path / "owner.py", ATTACHING, cache.path) as run:
+        assert run.line() == "started"
+        cache.wait(1, DEADLINE_S)
+        if how == "stop":
+            cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()  # raises after 5 s
+            assert not cache.has_worker()
+        elif how == "terminate":
+            os.kill(supervisor_pid(cache), signal.SIGTERM)
+            wait_until(lambda: not cache.has_worker(), "it is gone", 5.0)
+        run.process.kill()
+        run.process.wait(DEADLINE_S)
+        processes.wait_until_gone(5.0)
+    assert cache.fill_state() == "stopped"
+
+
 def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
     cache: Cache, tmp_path: Path, processes: Processes
 ) -> None:
