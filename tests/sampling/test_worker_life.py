@@ -159,15 +159,18 @@ def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
     with script(tmp_path / "owner.py", ATTACHING, cache.path) as run:
         assert run.line() == "started"
         cache.wait(1, DEADLINE_S)
-        if how == "stop":
-            cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()  # raises after 5 s
-            assert not cache.has_worker()
-        elif how == "terminate":
-            os.kill(supervisor_pid(cache), signal.SIGTERM)
-            wait_until(lambda: not cache.has_worker(), "it is gone", 5.0)
-        run.process.kill()
-        run.process.wait(DEADLINE_S)
-        processes.wait_until_gone(5.0)
+        if how == "orphan":
+            run.process.kill()
+            run.process.wait(DEADLINE_S)
+            processes.wait_until_gone(5.0)
+        else:
+            if how == "stop":
+                cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()  # raises after 5 s
+            else:
+                os.kill(supervisor_pid(cache), signal.SIGTERM)
+                wait_until(lambda: not cache.has_worker(), "it is gone", 5.0)
+            run.tell()
+            run.end()
     assert cache.fill_state() == "stopped"
 
 
