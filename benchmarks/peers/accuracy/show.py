@@ -61,7 +61,7 @@ def _shown(runs: Sequence[Run]) -> list[tuple[Entry, list[Run]]]:
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Write the picture: the mean over the seeds as a line, each seed as a thin one."""
     mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 5.5), layout="constrained")
     for entry, group in _shown(runs):
         curves = np.array([[0.0, *run.outcome.accuracy] for run in group])
         times_s = [0.0, *group[0].outcome.times_s]
@@ -74,7 +74,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(0, 100)
     axes.grid(visible=True, alpha=0.25)
-    axes.legend(frameon=False, loc="best")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
