@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="the budget of a run")
     parser.add_argument("--only", default="", help="parts of the names of loaders, separated by commas")
-    parser.add_argument("--draw", type=Path, nargs="*", help="measure nothing; draw the runs in these files")
+    parser.add_argument("--draw", type=Path, nargs="+", help="measure nothing; draw the runs in these files")
     parser.add_argument("--output", type=Path, default=OUTPUT / "accuracy.png")
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
