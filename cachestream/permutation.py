@@ -30,6 +30,7 @@ _HALF: Final = np.uint64(32)
 _ROUNDS: Final = 6
 _BLOCK: Final = 16_384  # numbers at a time: the intermediate arrays stay in the processor's cache
 _TABLE_UP_TO: Final = 1024
+_MOST_DIGITS: Final = 4096  # of one base, whose hashes are looked up: 32 KiB a round
 
 
 def mix_key(*parts: int) -> int:
@@ -47,7 +48,7 @@ def mix_key(*parts: int) -> int:
 class Permutation:
     """A bijection of range(n), chosen by `key` (any integer; see `mix_key`); immutable and thread-safe."""
 
-    __slots__ = ("_a", "_b", "_inverse_table", "_round_keys", "_table", "key", "n")
+    __slots__ = ("_a", "_b", "_digit_hashes", "_inverse_table", "_round_keys", "_table", "key", "n")
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n < 1 << 62:
@@ -58,6 +59,7 @@ class Permutation:
         self._b = -(-n // self._a)
         state = mix_key(key, n)
         self._round_keys = tuple(_splitmix(state + i) for i in range(_ROUNDS))
+        self._digit_hashes: tuple[_U64, ...] = ()
         self._table: IntArray | None = None
         self._inverse_table: IntArray | None = None
         if n <= _TABLE_UP_TO:
@@ -103,25 +105,37 @@ class Permutation:
 
     def _encrypt(self, numbers: _U64) -> _U64:
         left, right = self._digits(numbers)
-        for i, key in enumerate(self._round_keys):
+        for i in range(_ROUNDS):
             if i % 2 == 0:
-                left = _add(left, _scaled_hash(right, key, self._a), self._a)
+                left = _add(left, self._hashed(i, right), self._a)
             else:
-                right = _add(right, _scaled_hash(left, key, self._b), self._b)
+                right = _add(right, self._hashed(i, left), self._b)
         left *= np.uint64(self._b)
         left += right
         return left
 
     def _decrypt(self, numbers: _U64) -> _U64:
         left, right = self._digits(numbers)
-        for i, key in reversed(tuple(enumerate(self._round_keys))):
+        for i in reversed(range(_ROUNDS)):
             if i % 2 == 0:
-                left = _subtract(left, _scaled_hash(right, key, self._a), self._a)
+                left = _subtract(left, self._hashed(i, right), self._a)
             else:
-                right = _subtract(right, _scaled_hash(left, key, self._b), self._b)
+                right = _subtract(right, self._hashed(i, left), self._b)
         left *= np.uint64(self._b)
         left += right
         return left
+
+    def _hashed(self, i: int, digits: _U64) -> _U64:
+        """What round `i` adds to the other digits: of many, each hash is computed once and looked up."""
+        if not self._digit_hashes:
+            if self._a > min(_MOST_DIGITS, len(digits)):
+                return self._hash_of_round(i, digits)
+            every = np.arange(self._a, dtype=np.uint64)  # a is the larger base
+            self._digit_hashes = tuple(self._hash_of_round(number, every) for number in range(_ROUNDS))
+        return np.take(self._digit_hashes[i], digits.view(np.int64), mode="clip")
+
+    def _hash_of_round(self, i: int, digits: _U64) -> _U64:
+        return _scaled_hash(digits, self._round_keys[i], self._b if i % 2 else self._a)
 
     def _digits(self, numbers: _U64) -> tuple[_U64, _U64]:
         base = np.uint64(self._b)

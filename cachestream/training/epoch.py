@@ -6,13 +6,13 @@ samples than are cached; then further passes follow over snapshots taken anew, u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.maps import EpochMaps
-from cachestream.training.places import Places
+from cachestream.training.places import PlacesAhead
 from cachestream.training.plan import Order, Plan
 from cachestream.training.ragged import Ragged
 from cachestream.training.resume import Record
@@ -67,7 +67,7 @@ class Segment:
     opened_ahead: bool = False
     with_keys: bool = False
     ragged: Ragged = "list"
-    places: Iterable[Places] = ()
+    places: PlacesAhead | None = None
 
     @property
     def last(self) -> bool:

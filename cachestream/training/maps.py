@@ -7,6 +7,7 @@ someone holds the map behind it.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -264,6 +265,7 @@ def _check_offsets(shard: MappedShard) -> None:
             )
 
 
+@functools.cache
 def _default_max_open() -> int:
     """A quarter of the maps that the kernel grants a process; the rest is for everything else in it."""
     try:

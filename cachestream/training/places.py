@@ -55,10 +55,10 @@ class Places:
 
 def find_places(order: Order, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int) -> Places:
     """The places of batches `first` to `stop` of rank number `rank`."""
-    spans = [plan.span(rank, number) for number in range(first, stop)]
-    positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+    starts, stops = plan.spans(rank, first, stop)
+    bounds = np.concatenate([[0], np.cumsum(stops - starts)])
+    positions = np.repeat(starts - bounds[:-1], stops - starts) + np.arange(bounds[-1])
     shards, rows = maps.locate(order.at(positions))
-    bounds = np.cumsum([0] + [end - start for start, end in spans])
     return Places(first, shards, rows, bounds, find_block(maps, shards, rows) if maps.all_mapped else None)
 
 
@@ -71,17 +71,26 @@ class PlacesAhead:
         self._rank = rank
         self._maps = maps
         self._executor = executor
-        self._next = self._submit(0)
+        self._first = 0
+        self._next: Future[Places] | None = None
+        self.work_ahead()
 
-    def _submit(self, first: int) -> Future[Places] | None:
+    def work_ahead(self) -> None:
+        """Begin with the next block, if that has not been done; raises Cancelled when the executor is shut down.
+
+        To be called when this thread is about to copy: numpy's short calls hardly let another thread have the GIL.
+        """
         plan = self._plan
-        if first >= plan.num_batches:
-            return None
-        stop = min(plan.num_batches, first + max(1, _BLOCK // plan.batch_size))
+        if self._next is not None or self._first >= plan.num_batches:
+            return
+        stop = min(plan.num_batches, self._first + max(1, _BLOCK // plan.batch_size))
         try:
-            return self._executor.submit(find_places, self._order, plan, self._rank, self._maps, first, stop)
+            self._next = self._executor.submit(
+                find_places, self._order, plan, self._rank, self._maps, self._first, stop
+            )
         except RuntimeError as error:  # shut down, and the loader with it
             raise Cancelled from error
+        self._first = stop
 
     def __iter__(self) -> Iterator[Places]:
         """Raises Cancelled when the executor is shut down."""
@@ -90,5 +99,6 @@ class PlacesAhead:
                 places = self._next.result(_TIMEOUT_S)
             except CancelledError as error:
                 raise Cancelled from error
-            self._next = self._submit(places.first + len(places))
+            self._next = None
             yield places
+            self.work_ahead()

@@ -143,6 +143,17 @@ class Plan:
         first = start + rank * share + min(rank, extra)
         return first, first + share + (rank < extra)
 
+    def spans(self, rank: int, first: int, stop: int) -> tuple[IntArray, IntArray]:
+        """As `span`, of batches `first` to `stop`: their first positions, and those after their last, int64 `[n]`."""
+        whole = min(stop, self.num_full) if self.bounds is None else first
+        starts = (np.arange(first, whole) * self.ranks + rank) * self.batch_size
+        rest = [self.span(rank, number) for number in range(max(first, whole), stop)]
+        others = np.array(rest, np.int64).reshape(-1, 2)
+        return (
+            np.concatenate([starts, others[:, 0]]),
+            np.concatenate([starts + self.batch_size, others[:, 1]]),
+        )
+
 
 def batch_positions(plan: Plan, rank: int, batch_index: int) -> IntArray:
     """The positions in the order that make up batch `batch_index` of `rank`, int64 `[batch]`."""

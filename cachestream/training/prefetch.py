@@ -196,6 +196,7 @@ class Engine:
             self._sharing = Sharing.begin(most)
         use_threads(self._sharing.threads)
         crew = Crew(hands, self._finish, self._deliver)
+        assert segment.places is not None
         batches = read_batches(
             segment,
             segment.places,

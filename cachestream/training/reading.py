@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from cachestream.training.ahead import ReadAhead
 from cachestream.training.buffers import BufferPool
 from cachestream.training.epoch import Segment
 from cachestream.training.gather import Columns, Copy, Gatherer, fixed_row_bytes
-from cachestream.training.places import Places
+from cachestream.training.places import Places, PlacesAhead
 
 __all__ = ["Gathered", "batch_bytes", "read_batches"]
 
@@ -41,7 +41,7 @@ class Gathered(NamedTuple):
 
 def read_batches(
     segment: Segment,
-    places: Iterable[Places],
+    places: PlacesAhead,
     pool: BufferPool,
     on_damage: OnDamage,
     settle: Callable[[], None],
@@ -55,7 +55,9 @@ def read_batches(
     try:
         for block in places:
             for part in reader.mapped(block):
-                yield from reader.gather(part, ahead)
+                for gathered in reader.gather(part, ahead):
+                    places.work_ahead()
+                    yield gathered
     finally:
         ahead.close()
 

@@ -46,6 +46,9 @@ def test_a_block_computed_alone_equals_its_place_in_the_whole(
 def test_the_order_is_pinned_so_that_old_checkpoints_resume() -> None:
     assert mix_key(0, 0) == 0xA7F72697A2731486
     assert Permutation(10, 7).at(np.arange(10)).tolist() == [7, 2, 0, 3, 1, 9, 8, 6, 5, 4]
+    whole = np.arange(60_000)
+    assert Permutation(60_000, 7).at([0, 1, 2, 59_999]).tolist() == [36687, 21277, 59108, 9335]
+    assert int((Permutation(60_000, 7).at(whole) * whole).sum()) == 53_955_717_865_497
     assert Permutation(10**9, 7).at([0, 1, 2, 10**9 - 1]).tolist() == [
         465366731,
         869999481,

@@ -85,10 +85,13 @@ def test_the_next_block_is_worked_out_while_one_is_used() -> None:
     order, plan = plan_of(100_000, 100, 1)
     asked = threading.Semaphore(0)
     with ThreadPoolExecutor(1) as executor:
-        blocks = iter(PlacesAhead(Watched(order, asked), plan, 0, maps_of([1000] * 100), executor))
+        ahead = PlacesAhead(Watched(order, asked), plan, 0, maps_of([1000] * 100), executor)
         assert asked.acquire(timeout=DEADLINE_S), "the first, before anyone wants it"
-        next(blocks)
+        next(iter(ahead))
+        ahead.work_ahead()
+        ahead.work_ahead()
         assert asked.acquire(timeout=DEADLINE_S), "the second, before anyone wants it"
+    assert not asked.acquire(blocking=False), "the executor has ended: there was no third"
 
 
 def test_when_its_thread_is_ended_there_is_nothing_more() -> None:

@@ -69,6 +69,23 @@ def test_the_position_of_a_batch_is_where_the_batches_before_it_end(
     assert plan.position(before) == drawn
 
 
+@given(SAMPLES, BATCH, RANKS, st.booleans(), st.booleans(), st.data())
+def test_the_spans_of_several_batches_are_those_of_each(
+    samples: int, batch: int, ranks: int, drop_last: bool, cut: bool, data: st.DataObject
+) -> None:
+    plan = whole_plan(samples, batch, ranks, drop_last)
+    if cut:
+        ends = sorted(data.draw(st.lists(st.integers(0, samples), min_size=1, max_size=30)))
+        plan = Plan(samples, batch, ranks, (len(ends) - 1) // ranks, np.array(ends, np.int64))
+    rank = data.draw(st.integers(0, ranks - 1))
+    first = data.draw(st.integers(0, plan.num_batches))
+    stop = data.draw(st.integers(first, plan.num_batches))
+    starts, stops = plan.spans(rank, first, stop)
+    assert starts.dtype == stops.dtype == np.int64
+    each = [plan.span(rank, number) for number in range(first, stop)]
+    assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == each
+
+
 def test_one_rank_drops_nothing_without_drop_last() -> None:
     assert [len(ranked[0]) for ranked in all_batches(whole_plan(10, 4, 1, drop_last=False))] == [4, 4, 2]
 
