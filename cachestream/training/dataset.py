@@ -18,7 +18,7 @@ from cachestream.model import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.training.batches import SampleBatch, packed
 from cachestream.training.buffers import BufferPool
-from cachestream.training.gather import Columns, Gatherer
+from cachestream.training.gather import Block, Columns, Gatherer, Listing
 from cachestream.training.maps import EpochMaps
 from cachestream.training.threads import one_thread
 
@@ -57,6 +57,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._lock = threading.Lock()
         self._pool = BufferPool(_KEEP_BUFFERS)
         self._gatherer: Gatherer | None = None
+        self._listing: Listing | None = None
 
     def __len__(self) -> int:
         return self.snapshot.num_samples
@@ -77,8 +78,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         found: list[str] = []
         for start in range(0, len(where), _KEYS_AT_ONCE):
             part = where[start : start + _KEYS_AT_ONCE]
-            with self._opened(part) as (gatherer, shards, rows), one_thread():
-                found += gatherer.keys(shards, rows)
+            with self._opened() as gatherer, one_thread():
+                found += gatherer.keys(*_mapped(gatherer.maps, part))
         return found
 
     def close(self) -> None:
@@ -86,6 +87,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._closed = True
         self._maps = None
         self._gatherer = None
+        self._listing = None
         if self._lease is not None:
             self._lease.release()
 
@@ -117,12 +119,19 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return where
 
     def _gather(self, where: IntArray) -> Columns:
-        with self._opened(where) as (gatherer, shards, rows), one_thread():
-            return gatherer.gather(gatherer.block(shards, rows), 0, len(rows))
+        with self._opened() as gatherer, one_thread():
+            return gatherer.gather(self._block(gatherer, where), 0, len(where))
+
+    def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
+        if (listing := self._listing) is not None:
+            return listing.block(where)
+        block = gatherer.block(*_mapped(gatherer.maps, where))
+        self._listing = Listing.of(gatherer.maps)
+        return block
 
     @contextlib.contextmanager
-    def _opened(self, where: IntArray) -> Iterator[tuple[Gatherer, IntArray, IntArray]]:
-        """All that is needed to gather the samples `where`, mapped, and to this thread alone."""
+    def _opened(self) -> Iterator[Gatherer]:
+        """The gatherer, to this thread alone."""
         if self._pid != os.getpid():
             self._follow_fork()
         with self._lock:
@@ -131,12 +140,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             if self._gatherer is None:
                 self._maps = EpochMaps(self.snapshot, self._maps)
                 self._gatherer = Gatherer(self._maps, self._pool)
-            maps = self._gatherer.maps
-            shards, rows = maps.locate(where)
-            damaged = maps.open(shards)
-            if damaged:
-                raise damaged[0][1]
-            yield self._gatherer, shards, rows
+            yield self._gatherer
 
     def _follow_fork(self) -> None:
         """In a forked child: hold the lease oneself; the parent's locks may be in any state."""
@@ -154,3 +158,11 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
 def _all_within(where: IntArray, size: int) -> bool:
     """Whether all of `where` are in range(size): as unsigned numbers, negative ones are huge."""
     return not len(where) or int(where.view(np.uint64).max()) < size
+
+
+def _mapped(maps: EpochMaps, where: IntArray) -> tuple[IntArray, IntArray]:
+    """The shards and rows of samples `where`, mapped; raises CorruptShardError for one that is damaged."""
+    shards, rows = maps.locate(where)
+    for _, error in maps.open(shards):
+        raise error
+    return shards, rows

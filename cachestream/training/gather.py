@@ -28,6 +28,7 @@ __all__ = [
     "Columns",
     "Copy",
     "Gatherer",
+    "Listing",
     "find_block",
     "fixed_row_bytes",
     "numpy_dtype",
@@ -38,6 +39,7 @@ Columns = dict[str, Any]
 
 # A field of which a block has less than this is gathered for all of it: a call for a few kilobytes is all overhead.
 LARGE_BYTES: Final = 1 << 20
+_MOST_LISTED: Final = 1 << 19  # values, 4 MiB
 
 
 class Copy(NamedTuple):
@@ -80,6 +82,34 @@ def find_block(maps: EpochMaps, shards: IntArray, rows: IntArray) -> Block:
             pieces = Pieces.of(row_bytes, offsets)
             runs[field.name] = _Run(pieces, pieces.index(offsets))
     return Block(window, shards, rows, runs)
+
+
+class Listing:
+    """The pieces of all samples of a small snapshot, worked out once, for batches that are asked for one by one.
+
+    All shards must be mapped, and stay so.
+    """
+
+    def __init__(self, maps: EpochMaps) -> None:
+        self._maps = maps
+        block = find_block(maps, *maps.locate(np.arange(maps.snapshot.num_samples)))
+        self._runs = {
+            name: (run.pieces, run.index.reshape(-1, run.pieces.count)) for name, run in block.runs.items()
+        }
+
+    @classmethod
+    def of(cls, maps: EpochMaps) -> Listing | None:
+        """None for a snapshot that is too large, or not all mapped."""
+        size = maps.snapshot.num_samples * max(1, len(maps.snapshot.schema.fields))
+        return cls(maps) if size <= _MOST_LISTED and maps.all_mapped else None
+
+    def block(self, samples: IntArray) -> Block:
+        """What to gather `samples` from, int64 `[n]`."""
+        shards, rows = self._maps.locate(samples)
+        runs = {
+            name: _Run(pieces, index[samples].reshape(-1)) for name, (pieces, index) in self._runs.items()
+        }
+        return Block(self._maps.window, shards, rows, runs)
 
 
 class Gatherer:
