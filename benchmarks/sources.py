@@ -2,7 +2,7 @@
 
 A part is words of a row: `python -m benchmarks.sources tar s3 --processes 1,2`. Rows are formats × places: a local disk, a real
 S3 server (rclone) on this machine, and the same with 50 ms of latency. "fill" is one sampling process (more in
-further columns), from the first 5 % of the samples to 90 %, decoded, packed, checksummed and on the disk; "directly"
+further columns), from the first quarter of the samples to 90 %, decoded, packed, checksummed and on the disk; "directly"
 is one process that reads the samples with the format's own library, through s3fs where they are remote, for at most
 three seconds, and keeps nothing.
 """
@@ -245,7 +245,7 @@ def fill_per_s(case: Case, source: Any, folder: Path, processes: int) -> float:
     warm(folder, case.samples * case.nbytes * 5 // 4)
     with cs.Cache(folder / f"cache-{processes}", size_limit="4GB") as cache:
         with cs.start_worker(cache, source, num_workers=processes):
-            first = cache.wait(case.samples // 20, timeout_s=FILL_TIMEOUT_S)
+            first = cache.wait(case.samples // 4, timeout_s=FILL_TIMEOUT_S)
             first_s = time.perf_counter()
             last = cache.wait(case.samples * 9 // 10, timeout_s=FILL_TIMEOUT_S)
             last_s = time.perf_counter()
