@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from cachestream.config import reject_unknown
 from cachestream.remote.growing import is_source
-from cachestream.remote.open import open_source
+from cachestream.remote.open import Unopened
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
@@ -91,7 +91,7 @@ def stream(
     elif size_limit is not None:
         cache.size_limit = size_limit
     if not is_source(source):
-        source = open_source(source, **_only(options, _SOURCE))
+        source = Unopened(source, _only(options, _SOURCE))  # opened while the worker's Python starts
     filling = _of_this_job(cache, options) | _only(options, worker_names)
     worker = start_worker(cache, source, transform=transform, num_workers=num_workers, **filling)
     try:

@@ -38,10 +38,13 @@ MB: Final = 1_000_000
 SOURCE: Final = Named(units=700, samples=3, nbytes=8_000, pause_s=0.004)  # 17 MB
 LIMITS: Final = (5 * MB, 9 * MB)
 LAST_LIMIT: Final = 60 * MB
-ROLES: Final = {
-    "supervisor": ("cachestream.sampling.supervisor", 3),
-    "sampling process": ("cachestream.sampling.process", 5),
-    "trainer": ("tests.kills.trainer", 2),
+# How often each is to die, and what names it: the process itself, or the command that it is still beginning with.
+ROLES: Final = {"sampling process": 5, "fork server": 1, "supervisor": 3, "trainer": 2}
+NAMES: Final = {b"cs-sampler": "sampling process", b"cs-forkserver": "fork server"}
+COMMANDS: Final = {
+    b"cachestream.sampling.process": "sampling process",
+    b"cachestream.sampling.supervisor": "supervisor",
+    b"tests.kills.trainer": "trainer",
 }
 TRAINERS: Final = ("epochs", "slow", "loader")
 LONGEST_PAUSE_S: Final = 0.45
@@ -104,16 +107,17 @@ class Scene:
 
     def living(self, role: str) -> list[int]:
         """The processes of a role, also those that are just starting."""
-        module = ROLES[role][0].encode()
-        found = []
-        for pid in self.processes.pids():
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if module in command:
-                found.append(pid)
-        return sorted(found)
+        return sorted(pid for pid in self.processes.pids() if role_of(pid) == role)
+
+
+def role_of(pid: int) -> str | None:
+    try:
+        name, command = (Path(f"/proc/{pid}/{file}").read_bytes() for file in ("comm", "cmdline"))
+    except OSError:
+        return None
+    by_name = (role for start, role in NAMES.items() if name.startswith(start))
+    by_command = (role for module, role in COMMANDS.items() if module in command)
+    return next(by_name, None) or next(by_command, None)
 
 
 @contextmanager
@@ -134,7 +138,7 @@ def kill_at_random(scene: Scene, scan: Numbers, rng: random.Random, kills: int) 
     """Kill until there are `kills` dead; checks the cache on the way. Returns how many of each role."""
     dead: Counter[str] = Counter()
     written = 0
-    weights = [weight for _, weight in ROLES.values()]
+    weights = list(ROLES.values())
     while dead.total() < kills:
         pause_s = rng.uniform(0.0, LONGEST_PAUSE_S)
         role, choice = rng.choices(list(ROLES), weights)[0], rng.random()

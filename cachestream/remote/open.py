@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from cachestream.config import reject_unknown
@@ -26,7 +27,7 @@ from cachestream.remote.tables import PARQUET_ENDINGS, ParquetSource
 from cachestream.remote.tars import TAR_ENDINGS, TarSource
 from cachestream.remote.tfrecords import TFRECORD_ENDINGS, TFRecordSource
 
-__all__ = ["open_source"]
+__all__ = ["Unopened", "open_source", "protocols_of"]
 
 # How paths and URLs end → the source for them; all others are plain files.
 _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
@@ -46,7 +47,29 @@ _BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
     "tfrecord": TFRecordSource,
 }
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
+_PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _AFTER_NAME: Final = re.compile(r"[/*]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Unopened:
+    """What `open_source` will be asked to open, with its options."""
+
+    what: Any
+    options: Mapping[str, Any]
+
+
+def protocols_of(what: Any) -> tuple[str, ...]:
+    """The fsspec protocols that it takes to open and read `what`, as its first URL tells; nothing is loaded."""
+    if isinstance(what, Unopened):
+        return protocols_of(what.what)
+    if isinstance(what, Manifest):
+        return protocols_of(what.url)
+    if _is_list_of_urls(what):
+        return protocols_of(what[0])
+    if not isinstance(what, str):
+        return ()
+    return tuple(found[1] for part in what.split("::") if (found := _PROTOCOL.match(part)))
 
 
 def open_source(what: Any, **options: Any) -> Source:
@@ -61,11 +84,10 @@ def open_source(what: Any, **options: Any) -> Source:
     as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
     itself. `options` are those of the class that is chosen. Raises ConfigError for what none of them can read.
     """
+    if isinstance(what, Unopened):
+        return open_source(what.what, **what.options)
     if is_source(what):
-        if options:
-            raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
-        source: Source = what
-        return source
+        return _as_it_is(what, options)
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
@@ -81,6 +103,12 @@ def open_source(what: Any, **options: Any) -> Source:
     if callable(what) and not isinstance(what, type):
         return _make(CallableSource, (what,), options)
     raise ConfigError(f"open_source() cannot read {_describe(what)}")
+
+
+def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
+    if options:
+        raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
+    return source
 
 
 def _open_urls(what: Any, options: dict[str, Any]) -> Source:

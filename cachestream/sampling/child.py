@@ -13,38 +13,64 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Any, Final
 
+from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import Death, Suspicion, hanging_positions, suspicions
 from cachestream.sampling.job import write_frame
 from cachestream.storage.board import ENDED, STARTING, Board
 
-__all__ = ["Child", "start_python"]
+__all__ = ["Child", "import_path", "start_python", "start_sampling"]
 
 _LAST_WORDS_BYTES: Final = 8192
 logger = logging.getLogger("cachestream.worker")
 # The child imports from where its parent does, and leaves the cores to the trainer's own threads.
 _BOOT: Final = (
-    "import os, sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "import os, sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
-    "sys.argv[1:] = []; from {module} import main; main()"
+    "from {module} import main; main()"
 )
 
 
-def start_python(module: str, sys_path: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+def import_path() -> tuple[str, ...]:
+    """Where this process imports from, as another one can."""
+    return tuple(path or os.getcwd() for path in sys.path)
+
+
+def start_python(
+    module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
+) -> subprocess.Popen[bytes]:
     """Start `main()` of `module` in a Python of its own: no fork of our state, no main guard needed."""
-    command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path)]
+    command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
     return subprocess.Popen(command, close_fds=True, **options)
+
+
+def start_sampling(
+    module: str, server: ForkServer | None, sys_path: tuple[str, ...], job_fd: int
+) -> subprocess.Popen[bytes] | Forked:
+    """Start `main()` of `module` with pipes to and from it; in a Python of its own if there is no fork server any more."""
+    forked = None if server is None else server.start(module, job_fd)
+    return forked or start_python(
+        module,
+        sys_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(job_fd,),
+    )
 
 
 class Child:
     """The process in slot `index`; `start` again after a death. `job_fd` is the job, see `job.share`."""
 
-    def __init__(self, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board) -> None:
+    def __init__(
+        self, server: ForkServer, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board
+    ) -> None:
+        self._server = server
         self._job_fd = job_fd
         self._sys_path = sys_path
         self.index = index
         self._board = board
         self._slot = board.slot(index)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._words: deque[bytes] = deque(maxlen=64)
         self._listener: threading.Thread | None = None
         self._work_before = 0
@@ -65,13 +91,8 @@ class Child:
         self._hung, self._was_stopped = None, False
         self.started_s, self.start_at_s = now_s, None
         owner = f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}"
-        self._process = start_python(
-            "cachestream.sampling.process",
-            self._sys_path,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(self._job_fd,),
+        self._process = start_sampling(
+            "cachestream.sampling.process", self._server, self._sys_path, self._job_fd
         )
         self._words.clear()
         assert self._process.stdout is not None
@@ -112,12 +133,13 @@ class Child:
             main = (float(self._slot["beat_s"]), self._in_transform())
             self._hung = hanging_positions(now_s, timeout_s, main, self._flights())
         if self._hung is not None:
-            self._was_stopped = _is_stopped(self._process.pid)
+            pid = self._process.pid
+            self._was_stopped = pid is not None and _is_stopped(pid)
             self._process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
         """How the process ended, whom it leaves under suspicion, and in which pass; None while it runs."""
-        if self._process is None or self._process.poll() is None:
+        if self._process is None or (code := self._process.poll()) is None:
             return None
         process, self._process = self._process, None
         if process.stdin is not None:
@@ -131,7 +153,7 @@ class Child:
             positions += [] if in_transform is None else [in_transform]
         death = Death(
             now_s,
-            process.returncode,
+            code,
             hanging=self._hung is not None,
             stopped=self._was_stopped,
             # A process that says nothing was ended by what it worked on, with whatever exit code.

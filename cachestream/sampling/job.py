@@ -55,7 +55,8 @@ class Job:
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
     `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`.
-    `label_names`: what the labels of the source are the places in, if it says so. Sizes in bytes, times in seconds.
+    `label_names`: what the labels of the source are the places in, if it says so.
+    `protocols`: of the fsspec drivers that it is read with. Sizes in bytes, times in seconds.
     """
 
     root: str
@@ -78,6 +79,7 @@ class Job:
     rule: str = ""
     growing: bool = False
     label_names: tuple[str, ...] = ()
+    protocols: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,11 @@ class Payload:
     weights: Any
 
 
-def pack(payload: Payload) -> Packed:
-    """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle."""
+def pack(payload: Payload, see: Callable[[Any], None] = lambda _: None) -> Packed:
+    """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle.
+
+    `see` is called with the objects in it.
+    """
     buffers: list[bytes] = []
 
     def goes_along(buffer: pickle.PickleBuffer) -> bool:
@@ -101,7 +106,7 @@ def pack(payload: Payload) -> Packed:
             buffers.append(view.tobytes())
             return False
 
-    return Packed(_pickled(payload, _culprit, goes_along), tuple(buffers))
+    return Packed(_pickled(payload, _culprit, goes_along, see), tuple(buffers))
 
 
 def pack_sampler(sampler: Any) -> bytes:
@@ -113,9 +118,10 @@ def _pickled(
     value: Any,
     culprit: Callable[[Any], tuple[str, Exception] | None],
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+    see: Callable[[Any], None] = lambda _: None,
 ) -> bytes:
     try:
-        return by_value(value, buffer_callback)
+        return by_value(value, buffer_callback, see)
     except Exception as error:  # noqa: BLE001  pickling runs the user's code
         name, cause = culprit(value) or ("order", error)
         raise ConfigError(

@@ -11,7 +11,8 @@ from collections import deque
 from typing import IO, Final
 
 from cachestream.remote.stored import read_mark
-from cachestream.sampling.child import start_python
+from cachestream.sampling.child import start_sampling
+from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import START_DEADLINE_S
 from cachestream.sampling.job import Job, write_frame
 from cachestream.sampling.listings import Listings
@@ -37,9 +38,9 @@ class ListingError(Exception):
 class Lister:
     """Lists for one job: what the current listing lacks, and on demand another one, to see what has changed."""
 
-    def __init__(self, job: Job, job_fd: int, listings: Listings) -> None:
-        self._job, self._job_fd, self._listings = job, job_fd, listings
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, job: Job, server: ForkServer | None, job_fd: int, listings: Listings) -> None:
+        self._job, self._server, self._job_fd, self._listings = job, server, job_fd, listings
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._words: deque[bytes] = deque(maxlen=64)
         self._listener: threading.Thread | None = None
         self._is_next = False
@@ -92,24 +93,20 @@ class Lister:
         return now_s - self.life_s > max(_LEAST_PATIENCE_S, self._job.hang_timeout_s)
 
     def stop(self) -> None:
-        """End it: what it has stored is good."""
+        """End it: what it has stored of the current listing is good, and the next one begins anew."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=5.0)
             self._reap()
+            self._listings.drop_next()
         self._start_at_s = None
 
     def _start(self, is_next: bool) -> None:
         self._is_next, self._start_at_s = is_next, None
         self._started_s, self.life_s = time.monotonic(), None
         self._listed_before = self._listed
-        self._process = start_python(
-            "cachestream.sampling.listing",
-            self._job.sys_path,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(self._job_fd,),
+        self._process = start_sampling(
+            "cachestream.sampling.listing", self._server, self._job.sys_path, self._job_fd
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -146,7 +143,9 @@ class Lister:
                 pass
         if self._listener is not None:
             self._listener.join(timeout=1.0)
-        return int(process.returncode)
+        code = process.poll()
+        assert code is not None
+        return code
 
     def _ended(self, now_s: float) -> None:
         code = self._reap()

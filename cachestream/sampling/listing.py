@@ -19,6 +19,7 @@ from cachestream.remote import pulse
 from cachestream.remote.growing import as_growing
 from cachestream.remote.retry import backoff_delays
 from cachestream.sampling.job import Job, load_shared, unpack
+from cachestream.sampling.kinship import name_process
 from cachestream.sampling.process import EXIT_FATAL, end_now, live_with_parent
 from cachestream.sampling.storing import open_store, store_rest
 from cachestream.storage.cache import Cache
@@ -32,6 +33,7 @@ def main() -> None:
     """The process's main: what to list comes through stdin, whose end means stop."""
     stop = threading.Event()
     job_fd, is_next = live_with_parent(stop)
+    name_process("cs-lister")
     job = load_shared(job_fd)
     code = 0
     try:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import ConfigError
+from cachestream.remote.filesystem import Remote
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.growing import as_growing
 from cachestream.remote.source import Source
+from cachestream.sampling.child import import_path
 from cachestream.sampling.curriculum import check_curriculum
 from cachestream.sampling.job import Job, Payload, pack, pack_sampler
 from cachestream.sampling.order import check_weights
@@ -58,9 +59,15 @@ class WorkerOptions:
         _check_share(partition, num_units)
         kind, weights, sampler = _order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
+        protocols: set[str] = set()
+
+        def see(value: Any) -> None:
+            if isinstance(value, Remote) and not value.is_local:
+                protocols.add(value.protocol)
+
         return Job(
             root=cache.path,
-            sys_path=tuple(path or os.getcwd() for path in sys.path),
+            sys_path=import_path(),
             fingerprint=source.fingerprint,
             kind=kind,
             seed=seed,
@@ -75,12 +82,13 @@ class WorkerOptions:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, transform, policy, weights)),
+            payload=pack(Payload(source, transform, policy, weights), see),
             sampler=pack_sampler(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
             growing=growing is not None,
             label_names=tuple(map(str, getattr(source, "label_names", ()))),
+            protocols=tuple(sorted(protocols)),
         )
 
     def _shard_bytes(self, cache: Cache) -> int:

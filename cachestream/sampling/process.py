@@ -5,7 +5,6 @@ Everything it did is in the catalogue or did not happen: it may be killed at any
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -22,6 +21,7 @@ from cachestream.errors import WorkerError
 from cachestream.remote.growing import as_growing
 from cachestream.sampling.filler import Filler
 from cachestream.sampling.job import Job, load_shared, read_frame, unpack
+from cachestream.sampling.kinship import die_with_parent, name_process
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.outbox import StartAgainError
 from cachestream.sampling.storing import keep_names
@@ -35,21 +35,20 @@ EXIT_FATAL: Final = 3
 EXIT_RESTART: Final = 4
 GRACE_S: Final = 3.0
 _NICE: Final = 5
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
     """The process's main: its job comes through stdin, whose end means stop."""
     stop = threading.Event()
     job_fd, index, owner = live_with_parent(stop)
+    name_process(f"cs-sampler-{index}")
     end_now(_run(load_shared(job_fd), index, owner, stop))
 
 
 def live_with_parent(stop: threading.Event) -> Any:
     """Become a child of the supervisor: die with it, stop when asked to. Returns what it said first."""
     faulthandler.enable()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -129,9 +130,11 @@ def open_store(
 
 
 def store_rest(source: GrowingSource, store: Store, stop: threading.Event) -> None:
-    """Store what comes after the last name, until the end or until told to stop. Raises what `more_names` does."""
+    """Store what comes after the last name, until the end or until told to stop: the first page at once, others as they
+    come, every half a second at most. Raises what `more_names` does.
+    """
     waiting: list[str] = []
-    stored_s = time.monotonic()
+    stored_s = -math.inf
     for page in () if store.is_complete else source.more_names(store.last):
         pulse.fetched(0)
         waiting += page.names

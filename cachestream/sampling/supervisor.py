@@ -23,8 +23,10 @@ from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
 from cachestream.sampling.curriculum import draw_curriculum
+from cachestream.sampling.forkserver import ForkServer
 from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop, longest_pause_s
 from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
+from cachestream.sampling.kinship import name_process
 from cachestream.sampling.lister import Lister, ListingError
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import all_units, check_drawn
@@ -59,15 +61,18 @@ class _GiveUpError(Exception):
 class Supervisor:
     """Runs the processes of one job until it is stopped; `run` returns the process's exit code."""
 
-    def __init__(self, job: Job, cache: Cache, lock: HeldFile) -> None:
+    def __init__(self, job: Job, cache: Cache, lock: HeldFile, server: ForkServer) -> None:
         self._job = job
         self._cache = cache
         self._lock = lock
         self._board = Board(cache.directory.worker_file("board"))
         self._board.reset(os.getpid(), job.num_workers, time.monotonic())
+        server.load(job.protocols)
         job_fd = share(job)
-        self._children = [Child(job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)]
-        self._lister = Lister(job, job_fd, Listings(cache.directory))
+        self._children = [
+            Child(server, job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)
+        ]
+        self._lister = Lister(job, server, job_fd, Listings(cache.directory))
         self._look_for_changes = False
         self._is_looking: bool | None = None  # what one that was killed has left is not known
         self._wardens = Wardens(cache.directory)
@@ -293,28 +298,42 @@ class Supervisor:
 
 def main() -> None:
     """The supervisor's main: the job comes through stdin, one answer goes to stdout."""
-    job: Job = read_frame(sys.stdin.buffer)
+    name_process("cs-supervisor")
+    server = ForkServer(sys.argv[1:])  # first of all: it must not have what is opened and locked below
+    try:
+        supervisor = _begin(server)
+        code = 0 if supervisor is None else supervisor.run()
+    finally:
+        server.close()
+    logging.shutdown()
+    os._exit(code)  # the lock goes with the process: who sees it free knows that nothing of it is left
+
+
+def _begin(server: ForkServer) -> Supervisor | None:
+    """Take the job, start its processes and answer; None if nothing came of it."""
+    try:
+        job: Job = read_frame(sys.stdin.buffer)
+    except EOFError:
+        return None  # started ahead of a source that could not be opened, or by a process that has died
     answer = sys.stdout.buffer
     try:
         cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
         lock = _become_the_supervisor(cache)
         _open_log(cache)
         removed = cache.recover()
-        supervisor = Supervisor(job, cache, lock)
+        supervisor = Supervisor(job, cache, lock, server)
         has_more = begin(cache, job, supervisor.draw)
         supervisor.start(is_complete=not has_more)
         write_frame(answer, "ready")
     except CacheStreamError as error:
         write_frame(answer, error)
-        return
+        return None
     except Exception as error:  # a process's main: the caller gets the traceback
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     logger.info("started, %d left-over files removed", removed)
     _let_go_of_terminal()
-    code = supervisor.run()
-    logging.shutdown()
-    os._exit(code)  # the lock goes with the process: who sees it free knows that nothing of it is left
+    return supervisor
 
 
 def _last_error(words: str) -> str:

@@ -6,20 +6,18 @@ import atexit
 import logging
 import math
 import os
-import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import reject_unknown
-from cachestream.errors import CacheStreamError, ConfigError, WorkerError
-from cachestream.remote.open import open_source
-from cachestream.sampling.child import start_python
-from cachestream.sampling.job import Job, read_frame, write_frame
+from cachestream.errors import ConfigError, WorkerError
+from cachestream.remote.open import open_source, protocols_of
+from cachestream.sampling.job import Job
+from cachestream.sampling.launch import START_TIMEOUT_S, Launch, head_start
 from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.partition import Partition
@@ -47,7 +45,6 @@ _KEYWORDS: Final = [
     "partition",
     "linger_s",
 ]
-_START_TIMEOUT_S: Final = 60.0
 _TICK_S: Final = 0.05
 logger = logging.getLogger("cachestream")
 
@@ -241,8 +238,9 @@ def start_worker(
     options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
     )
-    job = options.job(cache, open_source(source), transform, int(seed))
-    return _start_or_attach(cache, job, detach, linger_s)
+    with head_start(cache, protocols_of(source)) as launch:
+        job = options.job(cache, open_source(source), transform, int(seed))
+        return _start_or_attach(cache, job, launch, detach, linger_s)
 
 
 def _check_linger(linger_s: float) -> None:
@@ -250,15 +248,15 @@ def _check_linger(linger_s: float) -> None:
         raise ConfigError(f"linger_s={linger_s!r}: give seconds, from 0 to {LINGER_AT_MOST_S:.0f}")
 
 
-def _start_or_attach(cache: Cache, job: Job, detach: bool, linger_s: float) -> Worker:
+def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
     _check_linger(linger_s)
     wardens = Wardens(cache.directory)
-    deadline = time.monotonic() + _START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         with _released(wardens.attach_lock()):
             running = cache.has_worker()
             if not running:
-                return _start(cache, job, wardens, detach, linger_s)
+                return _start(cache, job, wardens, launch or Launch(), detach, linger_s)
             # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
             if not wardens.stop_requested():
                 if _fills_as_asked(cache, job) or wardens.is_used():
@@ -275,11 +273,11 @@ def _attach(cache: Cache, job: Job, wardens: Wardens, detach: bool, linger_s: fl
     return Worker(cache, _need(wardens, detach, linger_s), None, linger_s)
 
 
-def _start(cache: Cache, job: Job, wardens: Wardens, detach: bool, linger_s: float) -> Worker:
+def _start(cache: Cache, job: Job, wardens: Wardens, launch: Launch, detach: bool, linger_s: float) -> Worker:
     wardens.clear_requests()
     warden = _need(wardens, detach, linger_s)
     try:
-        return Worker(cache, warden, _spawn(job), linger_s)
+        return Worker(cache, warden, launch.give(job), linger_s)
     except BaseException:
         if warden is not None:
             _release(warden)
@@ -328,42 +326,3 @@ def _released(lock: HeldFile) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _spawn(job: Job) -> subprocess.Popen[bytes]:
-    """Start the supervisor and wait for its answer."""
-    process = start_python(
-        "cachestream.sampling.supervisor",
-        job.sys_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C in the terminal is for the trainer; the end of its life is for both
-    )
-    try:
-        answer = _ask(process, job)
-    except BaseException:
-        process.kill()
-        process.wait(timeout=5.0)
-        raise
-    if isinstance(answer, CacheStreamError):
-        process.wait(timeout=_START_TIMEOUT_S)
-        raise answer
-    # Reaps it whenever it ends, and keeps the Popen from complaining when the Worker is dropped.
-    threading.Thread(target=process.wait, name="cachestream-worker", daemon=True).start()
-    return process
-
-
-def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        # Outside: closing the pipe to a dead process sends what is left in the buffer, and fails again.
-        with process.stdin, process.stdout:
-            write_frame(process.stdin, job)
-            readable, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
-            if readable:
-                return read_frame(process.stdout)
-        problem = f"did not answer within {_START_TIMEOUT_S:.0f} s"
-    except (BrokenPipeError, EOFError):
-        problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"
-    raise WorkerError(f"the background worker for {job.root} {problem}")

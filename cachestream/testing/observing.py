@@ -15,7 +15,7 @@ import cloudpickle
 import numpy as np
 
 from cachestream.remote.source import Source
-from cachestream.sampling.child import start_python
+from cachestream.sampling.child import import_path, start_python
 from cachestream.sampling.job import read_frame, write_frame
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
@@ -84,7 +84,7 @@ def fingerprint_elsewhere(source: Source | Callable[[], Source], timeout_s: floa
     """The fingerprint as a fresh interpreter finds it."""
     process = start_python(
         __name__,
-        tuple(path or os.getcwd() for path in sys.path),
+        import_path(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +136,15 @@ class Processes:
                 continue
             if needle in environment.split(b"\0") and is_running(int(name)):
                 found.append(int(name))
+        return found
+
+    def called(self, name: str) -> list[int]:
+        """Those whose names begin with `name`."""
+        found = []
+        for pid in self.pids():
+            with suppress(OSError):  # gone meanwhile
+                if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").startswith(name):
+                    found.append(pid)
         return found
 
     def wait_until_gone(self, timeout_s: float = GONE_S) -> float:

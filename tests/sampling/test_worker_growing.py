@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -167,12 +166,7 @@ def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
 
 def lister_pids(processes: Processes) -> list[int]:
     """The processes that list; there is one, or none while another is about to start."""
-    found = []
-    for pid in processes.pids():
-        with contextlib.suppress(OSError):  # gone meanwhile
-            if b"cachestream.sampling.listing" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+    return processes.called("cs-lister")
 
 
 @pytest.mark.slow  # it waits for a process to be taken for dead: on a busy machine others are, too
@@ -215,7 +209,7 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(cache: Cache, re
     remote.proxy.lists_allowed = 1
     options = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None)
     job = options.job(cache, source, None, 0)
-    lister = Lister(job, share(job), Listings(cache.directory))
+    lister = Lister(job, None, share(job), Listings(cache.directory))
     lister.begin()
     try:
         wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
