@@ -14,6 +14,7 @@ MEASUREMENTS: Final = {
     "fill from S3 with 50 ms latency, 40 MB/s, 4 processes": ["-m", "benchmarks.remote"],
     "from nothing over S3 at 40 MiB/s, 60 s": ["-m", "benchmarks.cold"],
     "60,000 samples of 784 bytes, batch 256": ["-m", "benchmarks.small"],
+    "2,000 photographs, decoded once": ["-m", "benchmarks.photographs"],
     "pure Python beside 1 GB/s": ["-m", "benchmarks.interpreter"],
     "10,000 shards": ["-m", "benchmarks.scale"],
     "1,000 epochs": ["-m", "benchmarks.scale", "epochs"],

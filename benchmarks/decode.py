@@ -28,8 +28,8 @@ ROUND_S: Final = 0.4
 SMALL: Final = ImageOptions(resize=224, crop=224)
 
 
-def photograph(width: int, height: int) -> bytes:
-    rng = np.random.default_rng(0)
+def photograph(width: int, height: int, seed: int = 0) -> bytes:
+    rng = np.random.default_rng(seed)
     smooth = Image.fromarray(rng.integers(0, 256, (30, 40, 3), np.uint8)).resize(
         (width, height), Image.Resampling.BICUBIC
     )
