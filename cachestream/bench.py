@@ -22,7 +22,7 @@ from cachestream.storage.shard import shard_path
 from cachestream.training.loader import EpochLoader
 from cachestream.training.transfer import has_cuda
 
-__all__ = ["BenchReport", "Rate", "bench", "disk_bytes_per_s"]
+__all__ = ["BenchReport", "Rate", "bench", "disk_bytes_per_s", "measure_loader", "memcpy_bytes_per_s"]
 
 _COPY_BYTES: Final = 64 * 2**20
 _COPIES: Final = 10
@@ -138,12 +138,12 @@ def bench(
             f"{cache.path} holds {cache.num_samples} samples, less than a batch of {batch_size}; "
             "fill it first, or give a smaller --batch-size"
         )
-    alone = _measure(cache, batch_size, seconds)
+    alone = measure_loader(cache, batch_size, seconds)
     transformed = moved = None
     if batch_transform is not None:
-        transformed = _measure(cache, batch_size, seconds, batch_transform=batch_transform)
+        transformed = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform)
     if has_cuda():
-        moved = _measure(cache, batch_size, seconds, batch_transform=batch_transform, device="cuda")
+        moved = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform, device="cuda")
     block = -(-alone.num_bytes // alone.num_samples // 4096) * 4096
     block = min(max(block, _DISK_BLOCKS[0]), _DISK_BLOCKS[1])
     return BenchReport(
@@ -157,7 +157,7 @@ def bench(
     )
 
 
-def _measure(cache: Cache, batch_size: int, seconds: float, **options: Any) -> Rate:
+def measure_loader(cache: Cache, batch_size: int, seconds: float, **options: Any) -> Rate:
     with EpochLoader(cache, batch_size, **options) as loader:
         for _ in loader:
             pass

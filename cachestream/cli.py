@@ -6,6 +6,7 @@ CACHESTREAM_<COMMAND>_<OPTION>, and CACHE as CACHESTREAM_CACHE; arguments win.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -24,7 +25,23 @@ from cachestream import refetching, terminal
 from cachestream.arguments import load, source_of
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheStreamError, ConfigError
+from cachestream.flags import (
+    CacheArgument,
+    CropOption,
+    FormatOption,
+    JsonOption,
+    OrderOption,
+    PartitionOption,
+    ResizeOption,
+    SizeLimitOption,
+    SourceArgument,
+    SourceOption,
+    StorageOption,
+    TransformOption,
+    WorkersOption,
+)
 from cachestream.plots import plot_growth
+from cachestream.remote.retry import redact
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
@@ -45,34 +62,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"auto_envvar_prefix": "CACHESTREAM", "help_option_names": ["-h", "--help"]},
 )
-
-CacheArgument = Annotated[
-    str, typer.Argument(metavar="CACHE", envvar="CACHESTREAM_CACHE", help="The cache's directory.")
-]
-OrderOption = Annotated[
-    str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
-]
-PartitionOption = Annotated[
-    str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
-]
-StorageOption = Annotated[
-    list[str] | None, typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable.")
-]
-SourceOption = Annotated[
-    list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
-]
-FormatOption = Annotated[str | None, typer.Option(help="Of what no ending tells: mds, litdata, files, ….")]
-ResizeOption = Annotated[
-    str | None, typer.Option(metavar="PIXELS", help="Images: the shorter side, or HEIGHTxWIDTH.")
-]
-CropOption = Annotated[
-    str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
-]
-SizeLimitOption = Annotated[
-    str | None,
-    typer.Option(help='Such as "200GB". Else as it was, or for a new cache 80 % of the free disk.'),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,18 +114,14 @@ def _open(path: str) -> Cache:
 
 @app.command()
 def worker(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="URL, path or wildcard; or module:name of a source.")
-    ],
+    source: SourceArgument,
     cache: CacheArgument,
     *,
     size_limit: SizeLimitOption = None,
     min_free: Annotated[str | None, typer.Option(help="What stays free on the disk: 1GB unless set.")] = None,
     eviction: Annotated[str | None, typer.Option(help="lru (unless set), fifo, least-fresh or none.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Sampling processes. Else one a core, 4 at most.")
-    ] = None,
-    transform: Annotated[str | None, typer.Option(help="module:function, run before caching.")] = None,
+    workers: WorkersOption = None,
+    transform: TransformOption = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Of a full shard: 64MB, or less in a small cache, unless set.")
     ] = None,
@@ -354,6 +339,37 @@ def bench(
     with _open(cache) as filled:
         report = _late("bench").bench(filled, batch_size, seconds, function)
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+
+
+@app.command()
+def diagnose(
+    source: SourceArgument,
+    *,
+    transform: TransformOption = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
+    workers: WorkersOption = None,
+    folder: Annotated[
+        str | None, typer.Option(help="On the disk of the cache to be. Else the system's.")
+    ] = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find what holds up filling a cache from SOURCE.
+
+    The time of every stage, and the verdict. Needs no cache, and leaves nothing behind.
+    """
+    function = None if transform is None else load(transform, "--transform")
+    named = {"format": format, "resize": resize, "crop": crop}
+    opener = functools.partial(source_of, source, source_option, storage_option, **named)
+    limits = {"seconds": seconds, "workers": workers, "folder": folder}
+    found = _late("diagnosis.diagnose").diagnose(
+        redact(source), opener, function, **limits, on_progress=terminal.say
+    )
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 
 @app.command()

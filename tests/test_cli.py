@@ -434,7 +434,8 @@ def test_the_loader_is_measured_with_the_users_work_on_batches_and_shown_in_eigh
 
 
 def test_every_command_explains_itself_and_the_version_is_shown() -> None:
-    commands = ["worker", "stop", "status", "limit", "evict", "clear", "verify", "plot", "bench", "demo"]
+    commands = ["worker", "stop", "status", "limit", "evict", "clear", "verify", "refetch", "plot", "bench"]
+    commands += ["diagnose", "demo"]
     listed = done(cli("--help"))
     for command in commands:
         assert f"  {command}" in listed

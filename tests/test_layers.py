@@ -28,7 +28,7 @@ ONLY: Final[dict[str, tuple[str, ...]]] = {
     "torch": ("training", "integrations", "demo"),
     "torch.distributed": ("training.ranks", "training.meeting", "integrations", "demo"),
     "sqlite3": ("storage",),
-    "typer": ("cli",),
+    "typer": ("cli", "flags"),
     "rich": ("report", "terminal", "demo"),
     "matplotlib": ("plots", "demo"),
     **dict.fromkeys(
