@@ -20,9 +20,8 @@ from cachestream.permutation import Permutation, mix_key
 from cachestream.sampling.partition import Partition
 from cachestream.sampling.segments import PASS_KEY, Segments
 
-__all__ = ["KINDS", "Order", "PassPlan"]
+__all__ = ["Order", "PassPlan"]
 
-KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 _WEIGHT_KEY: Final = 2
 
 
@@ -30,6 +29,7 @@ _WEIGHT_KEY: Final = 2
 class PassPlan:
     """One pass over a remote of `num_units` units (None: endless), as the catalogue and the shards record it.
 
+    `kind`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
     `listing` is the digest of the units' names: positions of another listing mean other units.
     `length` is the number of positions (as many as the node's share has units, or as a sampler draws).
     `rule` names the function of a curriculum.

@@ -20,14 +20,13 @@ PROCESSES_AT_MOST: Final = 128
 _MAGIC: Final = 0x4353_424F_4152_4431
 
 # State of a sampling process.
-STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, RESTING, ENDED = range(7)
+STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, ENDED = range(6)
 STATE_NAMES: Final = (
     "starting",
     "fetching",
     "writing",
     "waiting for space",
     "waiting for the remote",
-    "resting",
     "ended",
 )
 
