@@ -103,6 +103,7 @@ def test_what_it_has_started_outlives_a_fork_server_that_is_killed_and_there_are
 ) -> None:
     body = START.format(said=b"stay\n") + (
         "forked.stdout.readline()\n"
+        "while forked.pid is None: time.sleep(0.01)\n"
         "os.kill(server._pid, signal.SIGKILL)\n"
         "while server.start('told', 50) is not None: time.sleep(0.01)\n"
         "print(forked.poll())\n"
@@ -141,7 +142,7 @@ def test_all_processes_of_a_worker_go_when_its_supervisor_is_killed(
 ) -> None:
     worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
     cache.wait(1, DEADLINE_S)
-    assert len(processes.pids()) == 4
+    wait_until(lambda: len(processes.pids()) == 4, "the supervisor, the fork server and two more are there")
     os.kill(supervisor_pid(cache), signal.SIGKILL)
     processes.wait_until_gone()
     worker.close()
@@ -168,7 +169,7 @@ def test_the_global_generator_of_numpy_differs_between_processes(cache: Cache) -
 def test_what_cannot_be_opened_leaves_no_process(cache: Cache, processes: Processes) -> None:
     with pytest.raises(cs.SourceError, match="no such file"):
         cs.start_worker(cache, f"{cache.path}/nothing-here/")
-    assert not processes.pids()
+    processes.wait_until_gone()
 
 
 def test_a_fork_server_has_the_driver_of_the_source_and_the_supervisor_has_not(
