@@ -230,6 +230,7 @@ def s3_source(bucket: Path, server: S3Server, port: int) -> Callable[[], Any]:
     return lambda: cs.open_source(f"s3://{bucket.name}", storage_options=options)
 
 
+@pytest.mark.slow  # what else the machine does at that time is a part of what it finds
 def test_a_remote_that_is_far_away_is_found(
     s3_bucket: Path, s3_server: S3Server, s3_proxy: FaultyProxy
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_remote_that_is_far_away_is_found(
     assert found.stages.fetched_bytes == found.stages.num_samples * 20_000
 
 
+@pytest.mark.slow  # what else the machine does at that time is a part of what it finds
 def test_a_network_that_is_narrow_is_found(
     s3_bucket: Path, s3_server: S3Server, s3_proxy: FaultyProxy
 ) -> None:
@@ -250,6 +252,7 @@ def test_a_network_that_is_narrow_is_found(
     assert found.verdict.binds == "network", f"{found}\n{found.stages}"
 
 
+@pytest.mark.slow  # what else the machine does at that time is a part of what it finds
 def test_a_decoder_that_is_slow_is_found(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (150, 200, 3), dtype=np.uint8)
     large = Image.fromarray(pixels).resize((2400, 1800))
@@ -267,6 +270,7 @@ def test_a_transform_that_is_slow_is_found() -> None:
     assert found.stages.transform_cpu_s >= found.stages.num_samples * 0.1
 
 
+@pytest.mark.slow
 def test_a_transform_that_waits_is_found() -> None:
     def wait(sample: Any) -> Any:
         threading.Event().wait(0.1)
@@ -277,6 +281,7 @@ def test_a_transform_that_waits_is_found() -> None:
     assert "waits" in found.verdict.because
 
 
+@pytest.mark.slow
 def test_a_dataset_that_waits_is_the_remote_it_reads_from() -> None:
     class Waiting(Numbers):
         def __getitem__(self, index: int) -> dict[str, Any]:

@@ -187,6 +187,7 @@ class Alone:
         if first is not None and (not rest.num_samples or (first.fetched_bytes and not rest.fetched_bytes)):
             both = Account()
             both.add(first)
+            both.read_cpu_s = 0.0  # the driver was loaded in it, and the connection made
             both.add(rest)
             return both
         return rest
