@@ -56,9 +56,12 @@ class Launch:
     def close(self) -> None:
         """End the Python that got no job."""
         process, self._process = self._process, None
-        if process is not None:
-            with process.stdin or process, process.stdout or process:
-                _end(process)
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin, process.stdout:
+            _end(process)
 
 
 @contextmanager
