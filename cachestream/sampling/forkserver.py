@@ -257,6 +257,6 @@ def _become(module: str, job_fd: int, fds: list[int]) -> None:
             os.dup2(fd, target)
     for fd in {stdin, output, job} - {0, 1, 2, job_fd}:
         os.close(fd)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # all would draw the same from the global generator
+    if random := sys.modules.get("numpy.random"):  # a driver has loaded it
+        random.seed()  # all would draw the same from the global generator
     importlib.import_module(module).main()
