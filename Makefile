@@ -26,7 +26,7 @@ check: $(VENV)/.ready-dev  ## lint, formatting, types
 	$(BIN)/mypy
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --reruns 1 $(PYTEST_ARGS)
 
 soak: $(VENV)/.ready-dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -74,6 +74,7 @@ class FaultyProxy:
         self._plan = _Plan()
         self._lock = threading.Lock()
         self._clients: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
@@ -109,8 +110,7 @@ class FaultyProxy:
         self._call(self._listen())
 
     def close(self) -> None:
-        self._call(self._stop_listening())
-        self._call(self._cancel_all())
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT_S)
         self._loop.close()
@@ -134,24 +134,41 @@ class FaultyProxy:
 
     async def _listen(self) -> int:
         if self._server is None:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 20)
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=1 << 20)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def _stop_listening(self) -> None:
         server, self._server = self._server, None
         if server is not None:
+            # asyncio drops what was accepted just before `close` without closing it: give that a turn first.
+            self._loop.remove_reader(server.sockets[0].fileno())
+            await asyncio.sleep(0)
             server.close()
         for writer in list(self._clients):
             writer.transport.abort()
 
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _end(self) -> None:
+        """Until nothing is left: what was accepted a moment ago becomes a connection only now."""
+        while self._server is not None or (asyncio.all_tasks() - {asyncio.current_task()}):
+            await self._stop_listening()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # sockets are closed a turn after their connections
+
+    def _accept(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
+        # No coroutine: a task that is cancelled before its first step would never close its connection.
+        self._clients.add(client_out)
+        task = self._loop.create_task(self._serve(client_in, client_out))
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._forget(task, client_out))
+
+    def _forget(self, task: asyncio.Task[None], client_out: asyncio.StreamWriter) -> None:
+        self._tasks.discard(task)
+        self._clients.discard(client_out)
+        client_out.transport.abort()
 
     async def _serve(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
-        self._clients.add(client_out)
         self.connections += 1
         server_out: asyncio.StreamWriter | None = None
         try:
@@ -165,10 +182,8 @@ class FaultyProxy:
         except asyncio.CancelledError:
             pass  # the proxy is closed
         finally:
-            self._clients.discard(client_out)
-            for writer in (client_out, server_out):
-                if writer is not None:
-                    writer.transport.abort()
+            if server_out is not None:
+                server_out.transport.abort()
 
     async def _one_request(
         self,
