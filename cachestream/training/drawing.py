@@ -41,19 +41,19 @@ def draw_order(
 
     Raises whatever the sampler raises, ConfigError for samples that are not there, and as `Ranks.agree` does.
     """
-    snapshot = dataset.snapshot
-    key = mix_key(settings.seed, request.epoch, request.index)
+    snapshot, drawing = dataset.snapshot, settings.drawing
+    key = mix_key(drawing.seed, request.epoch, request.index)
     drawn = snapshot.num_samples if remaining is None else min(snapshot.num_samples, remaining)
-    if settings.weights is not None:
-        listed = _weighted(settings.weights, request, dataset, ranks, (drawn, key), cancelled)
+    if drawing.weights is not None:
+        listed = _weighted(drawing.weights, request, dataset, ranks, (drawn, key), cancelled)
         return Record(snapshot.shard_ids, snapshot.counts, "listed", len(listed), key, listed)
-    if settings.locality is not None:
-        local = settings.locality, run_length(snapshot.counts)
+    if drawing.locality is not None:
+        local = drawing.locality, run_length(snapshot.counts)
         return Record(snapshot.shard_ids, snapshot.counts, "local", drawn, key, local=local)
-    if settings.sampler is None:
-        kind: OrderKind = "shuffled" if settings.shuffle else "sequential"
+    if drawing.sampler is None:
+        kind: OrderKind = "shuffled" if drawing.shuffle else "sequential"
         return Record(snapshot.shard_ids, snapshot.counts, kind, drawn, key)
-    chosen = evaluate(settings.sampler, dataset, request.epoch, key)
+    chosen = evaluate(drawing.sampler, dataset, request.epoch, key)
     if not chosen.shared and len(ranks.group) > 1:
         chosen = _together(chosen, settings, request, ranks, cancelled)
     size, bounds = len(chosen.indices), chosen.bounds

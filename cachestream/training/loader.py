@@ -6,29 +6,27 @@ import functools
 import itertools
 import os
 import threading
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cachestream.errors import ConfigError, EpochError
+from cachestream.errors import ConfigError
+from cachestream.training.course import Course
 from cachestream.training.cursor import Cursor
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.epoch import Request, Segment
-from cachestream.training.options import EpochSettings, check_count, make_weights, refuse_unknown
-from cachestream.training.prefetch import Engine, close_all
+from cachestream.training.options import Drawing, EpochSettings, check_count, make_weights, refuse_unknown
+from cachestream.training.prefetch import Engine
 from cachestream.training.prepare import Preparer
 from cachestream.training.ragged import Ragged
 from cachestream.training.ranks import Deadlines, find_ranks
 from cachestream.training.record import Recorder
 from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Schedule
-from cachestream.training.state import from_state, to_state
-from cachestream.training.stats import LoaderStats, Meter
-from cachestream.training.transfer import BatchTransform, Transfer, make_transfer
+from cachestream.training.state import from_state
+from cachestream.training.stats import LoaderStats
+from cachestream.training.transfer import BatchTransform, make_transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,207 +105,64 @@ class EpochLoader:
         if not hasattr(cache, "take_snapshot"):
             raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
         check_count("prefetch", prefetch)
+        drawing = Drawing(shuffle, seed, sampler, make_weights(weights), locality)
+        self._settings = settings = EpochSettings(
+            batch_size, drawing, epoch_size, min_samples, turnover, drop_last, timeout_s, with_keys, ragged
+        ).checked(replay)
         self.cache = cache
         self.batch_size = batch_size
-        self._settings = EpochSettings(
-            batch_size,
-            shuffle,
-            seed,
-            epoch_size,
-            min_samples,
-            turnover,
-            drop_last,
-            sampler,
-            timeout_s,
-            with_keys=with_keys or bool(weights) or weights == {},
-            weights=make_weights(weights),
-            locality=locality,
-            ragged=ragged,
-        )
-        self._settings.check()
-        if replay is not None:
-            self._settings = self._settings.of_replay(os.fspath(replay))
-        self._recorder = None if record is None else Recorder(os.fspath(record), self._settings.to_record())
-        self._schedule = Schedule(prefetch)
-        self._engine = self._make_engine(make_transfer(device, prefetch + 2), batch_transform)
+        self._recorder = None if record is None else Recorder(os.fspath(record), settings.to_record())
+        self._engine = _make_engine(cache, settings, prefetch, device, batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
         weakref.finalize(self, self._engine.stop, join=False).atexit = False
-        self._cursor: Cursor | None = None
-        self._planned = Request(0, 0)
-        self._wanted_epoch: int | None = None
-        self._loaded: dict[str, Any] = {}
-        self._meter = Meter()
-        if self._settings.replay is not None:
-            self._jump(Request(0, self._settings.replay.epochs[0]))
-
-    def _make_engine(self, transfer: Transfer, transform: BatchTransform | None) -> Engine:
-        settings, cache, closed = self._settings, self.cache, threading.Event()
-        find = functools.partial(
-            find_ranks,
-            next(_instances),
-            settings.to_compare(),
-            cache.cache_id,
-            Deadlines(0.9 * settings.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * settings.timeout_s)),
-            closed,
-        )
-        preparer = Preparer(cache, settings, find, closed)
-        return Engine(self._schedule, preparer, transfer, transform, cache.quarantine, closed)
-
-    # --- iterating
+        self._course = Course(self._engine, self._recorder, settings)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; one that was left early ends. One that no batch was taken of begins once more:
         frameworks call `iter()` to see whether they can.
         """
-        began_s = self._meter.clock()
-        self._engine.start()
-        self._cursor = self._once_more() or self._begin()
-        self._meter.epoch_begins()
-        self._meter.between(self._meter.clock() - began_s)
-        return _Batches(self, self._cursor)
-
-    def _begin(self) -> Cursor:
-        self._leave()
-        self._apply_wanted_epoch()
-        request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
-        close_all(self._schedule.begin(None, request.epoch))
-        return Cursor(request.epoch, request.done, self._loaded if request.records else None)
-
-    def _once_more(self) -> Cursor | None:
-        """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
-        cursor = self._running
-        if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
-            return None
-        self._wanted_epoch = None
-        return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
-
-    def _next(self, cursor: Cursor) -> Any:
-        if cursor is not self._cursor:
-            raise EpochError(
-                f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
-                "set_epoch or load_state_dict"
-            )
-        if cursor.finished:
-            raise StopIteration
-        wait_s = 0.0 if cursor.parcel else self._fetch(cursor)
-        if not cursor.parcel:
-            self._leave()
-            self._meter.between(wait_s)
-            raise StopIteration
-        delivery = cursor.parcel.popleft()
-        cursor.batches = delivery.number
-        self._meter.delivered(delivery.size, delivery.skipped, wait_s)
-        return self._engine.transfer.receive(delivery.staged)
-
-    def _fetch(self, cursor: Cursor) -> float:
-        """Wait for the next batches; returns how long that took, in seconds."""
-        began_s = self._meter.clock()
-        try:
-            parcel = self._schedule.take(cursor.epoch, self._settings.timeout_s)
-        except Exception as error:
-            if self._schedule.has_failed and cursor.segment is None:
-                # Nothing of it was delivered: the next iteration tries again.
-                self._planned, self._cursor = Request(0, cursor.epoch), None
-            if isinstance(error, StopIteration):  # it would end the epoch as if all were well
-                raise EpochError(
-                    "the batch_transform or the sampler raised StopIteration; see its traceback"
-                ) from error
-            raise
-        cursor.parcel = parcel.batches  # first: a warning may be made an error
-        if parcel.segment is not cursor.segment:
-            self._enter(cursor, parcel.segment)
-        return self._meter.clock() - began_s
-
-    def _enter(self, cursor: Cursor, segment: Segment) -> None:
-        """The first batch of `segment` has come."""
-        self._count_reuse(cursor)
-        close_all(self._schedule.passed(segment))
-        cursor.segment = segment
-        self._meter.entered(segment.snapshot)
-        if self._recorder is not None and (ranks := self._engine.preparer.ranks).leads:
-            self._recorder.enter(segment, ranks.rank, ranks.size)
-        if segment.missing:
-            warnings.warn(
-                f"{segment.missing} samples of epoch {cursor.epoch} are not cached any more since its state was "
-                "saved, and are skipped",
-                stacklevel=4,
-            )
-
-    def _leave(self) -> None:
-        """The running epoch is over, at its end or before."""
-        cursor = self._cursor
-        if cursor is None or cursor.finished:
-            return
-        self._count_reuse(cursor)
-        cursor.finished = True
-        if cursor.segment is not None:
-            close_all(self._schedule.ended(cursor.segment))
-            cursor.segment = None  # and with it the maps
-        cursor.parcel = deque()
-
-    def _count_reuse(self, cursor: Cursor) -> None:
-        segment = cursor.segment
-        if segment is not None:
-            self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
-
-    def _apply_wanted_epoch(self) -> None:
-        """Go where `set_epoch` has pointed, unless that is where the loader goes anyway."""
-        wanted, self._wanted_epoch = self._wanted_epoch, None
-        if wanted is not None and wanted != self._planned.epoch:
-            self._jump(Request(0, wanted))
-
-    def _jump(self, request: Request) -> None:
-        self._planned = request
-        close_all(self._schedule.jump(request))
-
-    @property
-    def _running(self) -> Cursor | None:
-        return self._cursor if self._cursor is not None and not self._cursor.finished else None
+        return _Batches(self, self._course, self._course.begin())
 
     # --- epochs
 
     def __len__(self) -> int:
         """Batches on each rank in the running epoch, or else in the next one, which is then prepared."""
-        cursor = self._running
-        epoch = self._upcoming() if cursor is None else cursor.epoch
-        return self._schedule.length(epoch, self._settings.timeout_s)
-
-    def _upcoming(self) -> int:
-        """The next epoch, which is being prepared from now on, if need be once more."""
-        self._engine.start()
-        self._apply_wanted_epoch()
-        if self._schedule.has_failed:
-            self._jump(self._planned)
-        return self._planned.epoch
+        return self._course.length()
 
     @property
     def epoch(self) -> int:
         """The running epoch, or else the next one; the first is 0."""
-        if self._wanted_epoch is not None:
-            return self._wanted_epoch
-        return self._planned.epoch if self._running is None else self._running.epoch
+        return self._course.epoch
 
     @property
     def batches_done(self) -> int:
         """Batches of the running epoch that this rank was given, those before a checkpoint included; 0 between epochs."""
-        return 0 if self._running is None else self._running.batches
+        return self._course.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one. Its order depends on the seed and this number."""
         if type(epoch) is not int or epoch < 0:
             raise ConfigError(f"set_epoch({epoch!r}): give the number of an epoch, 0 or more")
-        self._wanted_epoch = epoch
+        self._course.want(epoch)
 
     @property
     def dataset(self) -> EpochDataset:
         """The samples that the running epoch is drawn from, or else the next one; good until that epoch ends."""
-        cursor = self._running
-        epoch = self._upcoming() if cursor is None else cursor.epoch
-        self._schedule.length(epoch, self._settings.timeout_s)
-        segment = self._schedule.current(epoch)
-        if segment is None:
-            raise EpochError(f"epoch {epoch} has been left; iterate the loader to begin the next one")
-        return segment.dataset
+        return self._course.segment().dataset
+
+    def update_weights(self, keys: Sequence[str], values: Any) -> None:
+        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more): their losses,
+        say. Epochs that are prepared from now on draw by them; ranks exchange theirs then. Needs `weights=`.
+        """
+        weights = self._settings.drawing.weights
+        if weights is None:
+            raise ConfigError("update_weights() needs EpochLoader(weights=True)")
+        weights.update(keys, values)
+
+    @property
+    def stats(self) -> LoaderStats:
+        """What was delivered and waited for, up to now."""
+        return self._course.stats()
 
     # --- state
 
@@ -318,55 +173,25 @@ class EpochLoader:
         """
         if self._recorder is not None:
             self._recorder.flush()
-        weights = self._settings.weights
-        return self._position() if weights is None else self._position() | {"weights": weights.to_state()}
-
-    def _position(self) -> dict[str, Any]:
-        cursor = self._running
-        if cursor is None or cursor.segment is None:
-            loaded = cursor.loaded if cursor is not None else self._loaded if self._planned.records else None
-            return (
-                loaded
-                if loaded is not None and loaded["epoch"] == self.epoch
-                else to_state(self.epoch, 0, None)
-            )
-        if cursor.batches >= cursor.segment.total:
-            return to_state(cursor.epoch + 1, 0, None)
-        return to_state(cursor.epoch, cursor.batches, cursor.segment)
+        weights = self._settings.drawing.weights
+        state = self._course.to_state()
+        return state if weights is None else state | {"weights": weights.to_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`: the next iteration is its epoch, from the next batch on.
 
         Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for another value.
         """
-        request = from_state(state)
-        if self._settings.weights is not None and "weights" in state:
-            self._settings.weights.load(state["weights"])
-        self._leave()
-        self._cursor = None
-        self._wanted_epoch = None
-        self._loaded = state
-        self._jump(request)
-
-    def update_weights(self, keys: Sequence[str], values: Any) -> None:
-        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more): their losses,
-        say. Epochs that are prepared from now on draw by them; ranks exchange theirs then. Needs `weights=`.
-        """
-        if self._settings.weights is None:
-            raise ConfigError("update_weights() needs EpochLoader(weights=True)")
-        self._settings.weights.update(keys, values)
-
-    @property
-    def stats(self) -> LoaderStats:
-        """What was delivered and waited for, up to now."""
-        epoch = self.epoch if self._cursor is None else self._cursor.epoch
-        return self._meter.stats(epoch, self._engine.preparer.last_s)
+        request, weights = from_state(state), self._settings.drawing.weights
+        if weights is not None and "weights" in state:
+            weights.load(state["weights"])
+        self._course.go_on_from(state, request)
 
     # --- the end
 
     def close(self) -> None:
         """End the threads and free the shards. Batches handed out stay good."""
-        self._leave()
+        self._course.leave()
         if self._recorder is not None:
             self._recorder.close()
         self._engine.stop()
@@ -378,7 +203,8 @@ class EpochLoader:
         self.close()
 
     def __repr__(self) -> str:
-        running = "" if self._running is None else f" after {self._running.batches} batches"
+        done = self._course.batches_done
+        running = "" if done is None else f" after {done} batches"
         return (
             f"<EpochLoader epoch {self.epoch}{running}, batch_size {self.batch_size}, of {self.cache.path}>"
         )
@@ -387,9 +213,30 @@ class EpochLoader:
 class _Batches(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, loader: EpochLoader, cursor: Cursor) -> None:
-        self._loader = loader
+    def __init__(self, loader: EpochLoader, course: Course, cursor: Cursor) -> None:
+        self._loader = loader  # kept alive: the threads end when it is forgotten
+        self._course = course
         self._cursor = cursor
 
     def __next__(self) -> Any:
-        return self._loader._next(self._cursor)
+        return self._course.next(self._cursor)
+
+
+def _make_engine(
+    cache: Cache,
+    settings: EpochSettings,
+    prefetch: int,
+    device: torch.device | str | int | None,
+    transform: BatchTransform | None,
+) -> Engine:
+    transfer, closed = make_transfer(device, prefetch + 2), threading.Event()
+    find = functools.partial(
+        find_ranks,
+        next(_instances),
+        settings.to_compare(),
+        cache.cache_id,
+        Deadlines(0.9 * settings.timeout_s, min(_RANKS_DEADLINE_S, 0.5 * settings.timeout_s)),
+        closed,
+    )
+    preparer = Preparer(cache, settings, find, closed)
+    return Engine(Schedule(prefetch), preparer, transfer, transform, cache.quarantine, closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,7 +14,7 @@ from cachestream.training.replay import Replay
 from cachestream.training.samplers import SamplerLike, check_sampler
 from cachestream.training.weights import KeyWeights
 
-__all__ = ["EpochSettings", "check_count", "make_weights", "refuse_unknown"]
+__all__ = ["Drawing", "EpochSettings", "check_count", "make_weights", "refuse_unknown"]
 
 _OPTIONS: Final = [
     "shuffle",
@@ -51,62 +52,28 @@ _HINTS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class EpochSettings:
-    """What an `EpochLoader` was asked for; see there."""
+class Drawing:
+    """How an epoch's samples are drawn, and in which order: the arguments of an `EpochLoader`, see there."""
 
-    batch_size: int
     shuffle: bool
     seed: int
-    epoch_size: int | None
-    min_samples: int | None
-    turnover: float
-    drop_last: bool
-    sampler: SamplerLike | None
-    timeout_s: float
-    with_keys: bool = False
-    replay: Replay | None = None
+    sampler: SamplerLike | None = None
     weights: KeyWeights | None = None
     locality: int | None = None
-    ragged: Ragged = "list"
 
-    def to_compare(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
-        return {name: getattr(self, name) for name in names} | {
-            "sampler": self.sampler is not None,
-            "replay": self.replay is not None,
-            "weights": self.weights is not None,
-        }
-
-    def to_record(self) -> dict[str, Any]:
-        """What a manifest tells its readers of the job."""
-        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
-        sampler = None if self.sampler is None else type(self.sampler).__name__
-        sampler = "weights" if self.weights is not None else sampler
-        return {name: getattr(self, name) for name in names} | {"sampler": sampler}
-
-    def of_replay(self, path: str) -> EpochSettings:
-        """These settings for a replay of the manifests at `path`, which say what is drawn."""
-        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
-        # Orders end where the recorded ones did: what seems to be a rest was a batch.
-        return replace(self, drop_last=False, replay=Replay(path))
+    @property
+    def by(self) -> str | None:
+        """What chooses the samples instead of the loader: "weights", or the sampler's class; None: nothing."""
+        if self.weights is not None:
+            return "weights"
+        return None if self.sampler is None else type(self.sampler).__name__
 
     def check(self) -> None:
         """Raise ConfigError for what cannot work."""
-        check_count("batch_size", self.batch_size)
-        for name in ("epoch_size", "min_samples", "locality"):
-            value = getattr(self, name)
-            if value is not None:
-                check_count(name, value)
-        check_ragged(self.ragged)
+        if self.locality is not None:
+            check_count("locality", self.locality)
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r}: give a whole number")
-        if not 0 <= self.turnover < 1:
-            raise ConfigError(f"turnover={self.turnover!r}: give a share from 0 up to, not with, 1")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
         if self.locality is not None and (self.sampler, self.weights, self.shuffle) != (None, None, True):
             raise ConfigError(
                 "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
@@ -115,6 +82,75 @@ class EpochSettings:
             check_sampler(self.sampler)
             if self.weights is not None:
                 raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSettings:
+    """What an `EpochLoader` was asked for; see there."""
+
+    batch_size: int
+    drawing: Drawing
+    epoch_size: int | None
+    min_samples: int | None
+    turnover: float
+    drop_last: bool
+    timeout_s: float
+    with_keys: bool = False
+    ragged: Ragged = "list"
+    replay: Replay | None = None
+
+    def to_compare(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return self._in_common() | {
+            "sampler": self.drawing.sampler is not None,
+            "replay": self.replay is not None,
+            "weights": self.drawing.weights is not None,
+        }
+
+    def to_record(self) -> dict[str, Any]:
+        """What a manifest tells its readers of the job."""
+        return self._in_common() | {"sampler": self.drawing.by}
+
+    def _in_common(self) -> dict[str, Any]:
+        drawing = self.drawing
+        return {
+            "batch_size": self.batch_size,
+            "shuffle": drawing.shuffle,
+            "seed": drawing.seed,
+            "epoch_size": self.epoch_size,
+            "drop_last": self.drop_last,
+            "locality": drawing.locality,
+        }
+
+    def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:
+        """These settings, for a replay of the manifests at `replay`, if any. Raises ConfigError for what cannot work."""
+        check_count("batch_size", self.batch_size)
+        for name in ("epoch_size", "min_samples"):
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value)
+        check_ragged(self.ragged)
+        if not 0 <= self.turnover < 1:
+            raise ConfigError(f"turnover={self.turnover!r}: give a share from 0 up to, not with, 1")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
+        self.drawing.check()
+        settings = replace(self, with_keys=self.with_keys or self.drawing.weights is not None)
+        return settings if replay is None else settings._of_replay(os.fspath(replay))
+
+    def _of_replay(self, path: str) -> EpochSettings:
+        given = {
+            "epoch_size": self.epoch_size,
+            "min_samples": self.min_samples,
+            "sampler": self.drawing.sampler,
+            "weights": self.drawing.weights,
+            "locality": self.drawing.locality,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
+        # Orders end where the recorded ones did: what seems to be a rest was a batch.
+        return replace(self, drop_last=False, replay=Replay(path))
 
 
 def make_weights(weights: object) -> KeyWeights | None:

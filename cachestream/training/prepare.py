@@ -89,8 +89,9 @@ class Preparer:
             if held is not None:
                 held.lease.release()
             raise
-        if self._settings.weights is not None and held.gone is None:
-            self._settings.weights.confirm()
+        weights = self._settings.drawing.weights
+        if weights is not None and held.gone is None:
+            weights.confirm()
         self._holder.maps = held.maps
         self.last_s = time.monotonic() - began_s
         return segment

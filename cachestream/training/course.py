@@ -1,0 +1,221 @@
+"""The trainer's way through the epochs: which one it is in, after how many batches, and where it goes next."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any
+
+from cachestream.errors import EpochError
+from cachestream.training.cursor import Cursor
+from cachestream.training.epoch import Request, Segment
+from cachestream.training.options import EpochSettings
+from cachestream.training.prefetch import Engine, close_all
+from cachestream.training.record import Recorder
+from cachestream.training.state import to_state
+from cachestream.training.stats import LoaderStats, Meter
+
+__all__ = ["Course"]
+
+
+class Course:
+    """Leads the training thread from batch to batch and from epoch to epoch. Used by that thread alone.
+
+    Invariants: at most one cursor is running, the one that `begin` gave last; `_planned` is what comes after it, and
+    what the schedule was told; an epoch that is wished for becomes the planned one only when somebody goes there.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder | None, settings: EpochSettings) -> None:
+        self._engine = engine
+        self._schedule = engine.schedule
+        self._recorder = recorder
+        self._timeout_s = settings.timeout_s
+        self._meter = Meter()
+        self._cursor: Cursor | None = None
+        self._planned = Request(0, 0)
+        self._wanted_epoch: int | None = None
+        self._loaded: dict[str, Any] = {}
+        if settings.replay is not None:
+            self.jump(Request(0, settings.replay.epochs[0]))
+
+    # --- from batch to batch
+
+    def begin(self) -> Cursor:
+        """Go on to the next epoch, or begin the running one once more where no batch was taken of it."""
+        began_s = self._meter.clock()
+        self._engine.start()
+        self._cursor = cursor = self._once_more() or self._begin_next()
+        self._meter.epoch_begins()
+        self._meter.between(self._meter.clock() - began_s)
+        return cursor
+
+    def next(self, cursor: Cursor) -> Any:
+        """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
+        since, and what the preparation or the gathering failed with.
+        """
+        if cursor is not self._cursor:
+            raise EpochError(
+                f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
+                "set_epoch or load_state_dict"
+            )
+        if cursor.finished:
+            raise StopIteration
+        wait_s = 0.0 if cursor.parcel else self._fetch(cursor)
+        if not cursor.parcel:
+            self.leave()
+            self._meter.between(wait_s)
+            raise StopIteration
+        delivery = cursor.parcel.popleft()
+        cursor.batches = delivery.number
+        self._meter.delivered(delivery.size, delivery.skipped, wait_s)
+        return self._engine.transfer.receive(delivery.staged)
+
+    def leave(self) -> None:
+        """The running epoch is over, at its end or before."""
+        cursor = self._cursor
+        if cursor is None or cursor.finished:
+            return
+        self._count_reuse(cursor)
+        cursor.finished = True
+        if cursor.segment is not None:
+            close_all(self._schedule.ended(cursor.segment))
+            cursor.segment = None  # and with it the maps
+        cursor.parcel = deque()
+
+    def _begin_next(self) -> Cursor:
+        self.leave()
+        self._apply_wanted_epoch()
+        request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
+        close_all(self._schedule.begin(None, request.epoch))
+        return Cursor(request.epoch, request.done, self._loaded if request.records else None)
+
+    def _once_more(self) -> Cursor | None:
+        """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
+        cursor = self._running
+        if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
+            return None
+        self._wanted_epoch = None
+        return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
+
+    def _fetch(self, cursor: Cursor) -> float:
+        """Wait for the next batches; returns how long that took, in seconds."""
+        began_s = self._meter.clock()
+        try:
+            parcel = self._schedule.take(cursor.epoch, self._timeout_s)
+        except Exception as error:
+            if self._schedule.has_failed and cursor.segment is None:
+                # Nothing of it was delivered: the next iteration tries again.
+                self._planned, self._cursor = Request(0, cursor.epoch), None
+            if isinstance(error, StopIteration):  # it would end the epoch as if all were well
+                raise EpochError(
+                    "the batch_transform or the sampler raised StopIteration; see its traceback"
+                ) from error
+            raise
+        cursor.parcel = parcel.batches  # first: a warning may be made an error
+        if parcel.segment is not cursor.segment:
+            self._enter(cursor, parcel.segment)
+        return self._meter.clock() - began_s
+
+    def _enter(self, cursor: Cursor, segment: Segment) -> None:
+        """The first batch of `segment` has come."""
+        self._count_reuse(cursor)
+        close_all(self._schedule.passed(segment))
+        cursor.segment = segment
+        self._meter.entered(segment.snapshot)
+        if self._recorder is not None and (ranks := self._engine.preparer.ranks).leads:
+            self._recorder.enter(segment, ranks.rank, ranks.size)
+        if segment.missing:
+            warnings.warn(
+                f"{segment.missing} samples of epoch {cursor.epoch} are not cached any more since its state was "
+                "saved, and are skipped",
+                stacklevel=4,
+            )
+
+    def _count_reuse(self, cursor: Cursor) -> None:
+        segment = cursor.segment
+        if segment is not None:
+            self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
+
+    # --- from epoch to epoch
+
+    @property
+    def epoch(self) -> int:
+        """The running epoch, or else the next one."""
+        if self._wanted_epoch is not None:
+            return self._wanted_epoch
+        return self._planned.epoch if self._running is None else self._running.epoch
+
+    @property
+    def batches_done(self) -> int | None:
+        """Batches of the running epoch that were handed over; None between epochs."""
+        return None if self._running is None else self._running.batches
+
+    def want(self, epoch: int) -> None:
+        """Make `epoch` the next one."""
+        self._wanted_epoch = epoch
+
+    def jump(self, request: Request) -> None:
+        """Make what `request` asks for the next, and have it prepared."""
+        self._planned = request
+        close_all(self._schedule.jump(request))
+
+    def length(self) -> int:
+        """Batches in the running epoch, or else in the next one, which is then prepared."""
+        return self._schedule.length(self._present(), self._timeout_s)
+
+    def segment(self) -> Segment:
+        """What the running epoch is drawn from, or else the next one. Raises EpochError when it has been left."""
+        epoch = self._present()
+        self._schedule.length(epoch, self._timeout_s)
+        segment = self._schedule.current(epoch)
+        if segment is None:
+            raise EpochError(f"epoch {epoch} has been left; iterate the loader to begin the next one")
+        return segment
+
+    @property
+    def _running(self) -> Cursor | None:
+        return self._cursor if self._cursor is not None and not self._cursor.finished else None
+
+    def _present(self) -> int:
+        """The running epoch, or else the next one, which is being prepared from now on, if need be once more."""
+        if self._running is not None:
+            return self._running.epoch
+        self._engine.start()
+        self._apply_wanted_epoch()
+        if self._schedule.has_failed:
+            self.jump(self._planned)
+        return self._planned.epoch
+
+    def _apply_wanted_epoch(self) -> None:
+        """Go where `want` has pointed, unless that is where the trainer goes anyway."""
+        wanted, self._wanted_epoch = self._wanted_epoch, None
+        if wanted is not None and wanted != self._planned.epoch:
+            self.jump(Request(0, wanted))
+
+    # --- where it is
+
+    def to_state(self) -> dict[str, Any]:
+        """The place after the batches handed over; the state that was gone on from, where none has been since."""
+        cursor = self._running
+        if cursor is not None and cursor.segment is not None:
+            if cursor.batches >= cursor.segment.total:
+                return to_state(cursor.epoch + 1, 0, None)
+            return to_state(cursor.epoch, cursor.batches, cursor.segment)
+        begun_from = self._loaded if self._planned.records else None
+        loaded = begun_from if cursor is None else cursor.loaded
+        if loaded is not None and loaded["epoch"] == self.epoch:
+            return loaded
+        return to_state(self.epoch, 0, None)
+
+    def go_on_from(self, state: dict[str, Any], request: Request) -> None:
+        """Make the place of `state`, which asks for `request`, the next."""
+        self.leave()
+        self._cursor = None
+        self._wanted_epoch = None
+        self._loaded = state
+        self.jump(request)
+
+    def stats(self) -> LoaderStats:
+        """What was handed over and waited for, up to now."""
+        epoch = self.epoch if self._cursor is None else self._cursor.epoch
+        return self._meter.stats(epoch, self._engine.preparer.last_s)
