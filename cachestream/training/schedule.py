@@ -6,68 +6,21 @@ happens under one lock and does no work: what has to be closed is returned, and 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from dataclasses import replace
+from typing import Final
 
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.transfer import Staged
+from cachestream.training.pace import Pace
+from cachestream.training.parcels import Delivery, Parcel, Shelf
 
 __all__ = ["Delivery", "Parcel", "Schedule"]
 
-_PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
-_LEAST_AHEAD_S: Final = 1.0
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
-_PACE_SMOOTHING: Final = 0.2
-
-
-class Delivery(NamedTuple):
-    """A batch for the trainer, of `size` samples. With it, `number` batches of the epoch are done; `skipped`
-    samples of it were left out because they are damaged.
-    """
-
-    staged: Staged
-    number: int
-    size: int
-    skipped: int
-
-
-@dataclass(slots=True, eq=False)
-class Parcel:
-    """A few batches that go to the trainer together, oldest first; none marks the end of an epoch."""
-
-    segment: Segment
-    batches: deque[Delivery] = field(default_factory=deque)
-
-
-class _Pace:
-    """How long the trainer takes for a batch, smoothed."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._batch_s: float | None = None
-        self._noted = 0
-        self._last_s = 0.0
-        self._last_batches = 0
-
-    def note(self, batches: int) -> None:
-        """The trainer has come for `batches` batches, and worked on the ones before until now."""
-        now = self._clock()
-        if self._noted:
-            took_s = (now - self._last_s) / max(1, self._last_batches)
-            before_s = took_s if self._batch_s is None else self._batch_s
-            self._batch_s = before_s + _PACE_SMOOTHING * (took_s - before_s)
-        self._last_s, self._last_batches = now, batches
-        self._noted += batches
-
-    def lasts(self, batches: int, least: int) -> float:
-        """How long `batches` last, in seconds; for ever as long as fewer than `least` were seen."""
-        return math.inf if self._batch_s is None or self._noted < least else batches * self._batch_s
 
 
 class Schedule:
@@ -75,28 +28,22 @@ class Schedule:
 
     Invariants: `_next` is the one segment not yet prepared that follows all others; a request is stale once its
     generation or its epoch is past, and nothing stale is ever delivered; no batches are added while `prefetch`
-    or more of them wait. Who waits for what has a condition of its own, so that a batch wakes up one thread.
+    or more of them wait. Who waits has a condition of its own, so that a batch wakes up one thread: the trainer
+    `_batches` (or an epoch's length), the gathering thread `_room` (or a segment), the preparing one `_work`.
     """
 
     def __init__(self, prefetch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._prefetch = prefetch
-        # Once all batches are there, the gathering thread rests until half are gone: each time that it wakes up, it
-        # takes the GIL from the trainer.
-        self._resume = prefetch // 2 + 1
         self._clock = clock
         self._lock = threading.RLock()
-        self._batches = threading.Condition(
-            self._lock
-        )  # the trainer waits for batches, or for an epoch's length
-        self._room = threading.Condition(self._lock)  # the gathering thread waits for room, or for a segment
-        self._work = threading.Condition(self._lock)  # the preparing thread waits for its time
+        self._batches = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
         self._stopped = False
         self._next = Request(0, 0)
         self._prepared: deque[Segment] = deque()
         self._gathering: Segment | None = None
         self._gathered = 0
-        self._queue: deque[Parcel] = deque()
-        self._waiting = 0
+        self._shelf = Shelf(prefetch)
         self._open: list[Segment] = []
         self._failure: tuple[Request, BaseException] | None = None
         self._raised = False
@@ -104,7 +51,7 @@ class Schedule:
         self._trained_epoch = -1
         self._totals: dict[tuple[int, int], int] = {}
         self._ahead_s = 0.0
-        self._pace = _Pace(self._clock)
+        self._pace = Pace(prefetch, clock)
         self.doing = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
@@ -122,10 +69,9 @@ class Schedule:
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._pace = _Pace(self._clock)
+            self._pace = self._pace.anew()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
-            self._queue = deque(parcel for parcel in self._queue if not self._stale(parcel.segment.request))
-            self._waiting = sum(len(parcel.batches) for parcel in self._queue)
+            self._shelf.drop(self._stale)
             if self._failure is not None and self._stale(self._failure[0]):
                 self._failure = None
             self._totals = {key: total for key, total in self._totals.items() if key[1] >= epoch}
@@ -141,25 +87,20 @@ class Schedule:
 
     def take(self, epoch: int, timeout_s: float) -> Parcel:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
-        give_up = self._clock() + timeout_s
         with self._lock:
-            while not self._queue or self._queue[0].segment.request.epoch != epoch:
-                self._wait_for(epoch, give_up, timeout_s)
-            parcel = self._queue.popleft()
-            self._waiting -= len(parcel.batches)
+            self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
+            parcel = self._shelf.take()
             self._pace.note(len(parcel.batches))
-            if self._waiting < self._resume:
+            if self._shelf.has_room_again:
                 self._room.notify()
             self._wake_if_due()
             return parcel
 
     def length(self, epoch: int, timeout_s: float) -> int:
         """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
-        give_up = self._clock() + timeout_s
         with self._lock:
-            while (total := self._totals.get((self._generation, epoch))) is None:
-                self._wait_for(epoch, give_up, timeout_s)
-            return total
+            self._await(lambda: (self._generation, epoch) in self._totals, epoch, timeout_s)
+            return self._totals[self._generation, epoch]
 
     @property
     def has_failed(self) -> bool:
@@ -187,8 +128,7 @@ class Schedule:
         """End everything; returns the segments to close."""
         with self._lock:
             self._stopped = True
-            self._queue.clear()
-            self._waiting = 0
+            self._shelf.drop(lambda _: True)
             self._prepared.clear()
             self._wake_all()
             return self._retire(lambda _: True)
@@ -223,7 +163,7 @@ class Schedule:
 
     def urgent(self) -> bool:
         """Whether the trainer has nothing to train on."""
-        return self._gathering is None and not self._queue
+        return self._gathering is None and self._shelf.is_empty
 
     def add(self, segment: Segment) -> bool:
         """Take `segment` in, if it still is what comes next."""
@@ -247,16 +187,15 @@ class Schedule:
     def to_open(self) -> Segment | None:
         """The segment being gathered, if not all of its shards are open."""
         segment = self._gathering
-        if segment is None or segment.opened_ahead or segment.maps.all_mapped:
-            return None
-        return segment
+        is_done = segment is None or segment.opened_ahead or segment.maps.all_mapped
+        return None if is_done else segment
 
     # --- the thread that gathers
 
     @property
     def hurried(self) -> bool:
         """Whether the trainer takes batches as fast as they come: less than half of those ahead are there."""
-        return not self._waiting or 2 * self._waiting < self._prefetch
+        return self._shelf.is_low
 
     def next_segment(self) -> Segment | None:
         """The next prepared segment, waited for; None when all is over."""
@@ -274,14 +213,11 @@ class Schedule:
     def put(self, parcel: Parcel) -> bool:
         """Queue `parcel` when there is room; False when nobody wants it any more."""
         with self._lock:
-            full = self._prefetch
-            while self._waiting >= full and parcel.batches and not self._unwanted(parcel):
-                self._room.wait()
-                full = self._resume
+            if parcel.batches and self._shelf.is_full:
+                self._room.wait_for(lambda: self._shelf.has_room_again or self._unwanted(parcel))
             if self._unwanted(parcel):
                 return False
-            self._queue.append(parcel)
-            self._waiting += len(parcel.batches)
+            self._shelf.put(parcel)
             self._gathered += len(parcel.batches)
             self._batches.notify()
             self._wake_if_due()
@@ -309,31 +245,30 @@ class Schedule:
         if self._gathering is None:
             return True
         batches = self._gathering.plan.num_batches
-        if self._gathered >= _PREPARE_AT * batches:
-            return True
-        left = batches - self._gathered + self._waiting
-        return self._pace.lasts(left, self._prefetch) <= max(_LEAST_AHEAD_S, self._ahead_s)
+        return self._pace.is_time(batches, self._gathered, self._shelf.batches, self._ahead_s)
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
         closing = [segment for segment in self._open if done(segment)]
         self._open = [segment for segment in self._open if not done(segment)]
         return closing
 
-    def _wait_for(self, epoch: int, give_up_s: float, timeout_s: float) -> None:
-        """Wait for a change; raises when there is nothing to wait for."""
-        if self._failure is not None and self._failure[0].epoch <= epoch:
-            self._raised = True
-            raise self._failure[1]
-        if self._stopped:
-            raise EpochError("this EpochLoader is closed; make a new one")
-        left_s = give_up_s - self._clock()
-        if left_s <= 0:
-            raise EpochError(self._diagnosis(epoch, timeout_s))
-        self._batches.wait(left_s)
+    def _await(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
+        """Wait until what the trainer needs of `epoch` is `ready`; raises when it will not be, or is late."""
+        give_up_s = self._clock() + timeout_s
+        while not ready():
+            if self._failure is not None and self._failure[0].epoch <= epoch:
+                self._raised = True
+                raise self._failure[1]
+            if self._stopped:
+                raise EpochError("this EpochLoader is closed; make a new one")
+            left_s = give_up_s - self._clock()
+            if left_s <= 0:
+                raise EpochError(self._diagnosis(epoch, timeout_s))
+            self._batches.wait(left_s)
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (
             f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: {self.doing['prepare']}; "
-            f"gathering: {self.doing['gather']}; {self._waiting} batches are waiting. Is the disk hanging, or the "
+            f"gathering: {self.doing['gather']}; {self._shelf.batches} batches are waiting. Is the disk hanging, or the "
             "batch_transform?"
         )

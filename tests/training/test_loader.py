@@ -540,7 +540,7 @@ def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewC
 def is_ready(loader: EpochLoader, epoch: int) -> bool:
     """Whether a batch of `epoch` waits for the trainer."""
     return any(
-        parcel.segment.request.epoch == epoch for parcel in tuple(loader._engine.schedule._queue)
+        parcel.segment.request.epoch == epoch for parcel in tuple(loader._engine.schedule._shelf._parcels)
     )
 
 

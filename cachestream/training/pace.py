@@ -1,0 +1,50 @@
+"""How fast the trainer goes, and so when the next segment has to be prepared: as late as that, so that it is fresh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["Pace"]
+
+_PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
+_LEAST_AHEAD_S: Final = 1.0
+_SMOOTHING: Final = 0.2
+
+
+class Pace:
+    """How long the trainer takes for a batch, smoothed; not known before it has come for `least` of them."""
+
+    def __init__(self, least: int, clock: Callable[[], float]) -> None:
+        self._least = least
+        self._clock = clock
+        self._batch_s: float | None = None
+        self._noted = 0
+        self._last_s = 0.0
+        self._last_batches = 0
+
+    def anew(self) -> Pace:
+        """The pace of an epoch that begins: nothing is known of it."""
+        return Pace(self._least, self._clock)
+
+    def note(self, batches: int) -> None:
+        """The trainer has come for `batches` batches, and worked on the ones before until now."""
+        now = self._clock()
+        if self._noted:
+            took_s = (now - self._last_s) / max(1, self._last_batches)
+            before_s = took_s if self._batch_s is None else self._batch_s
+            self._batch_s = before_s + _SMOOTHING * (took_s - before_s)
+        self._last_s, self._last_batches = now, batches
+        self._noted += batches
+
+    def is_time(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
+        """Whether to prepare what comes after a segment of `batches`, when `gathered` are there and `waiting` of these
+        wait: most are gathered, or what the trainer has left lasts no longer than `ahead_s`.
+        """
+        if gathered >= _PREPARE_AT * batches:
+            return True
+        return self._lasts_s(batches - gathered + waiting) <= max(_LEAST_AHEAD_S, ahead_s)
+
+    def _lasts_s(self, batches: int) -> float:
+        return math.inf if self._batch_s is None or self._noted < self._least else batches * self._batch_s
