@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Rows", "RowsSource", "Source"]
+__all__ = ["Rows", "RowsSource", "Source", "one_by_one"]
 
 
 @runtime_checkable
@@ -68,3 +68,12 @@ class RowsSource(Source, Protocol):
         Used where samples are cached as they are, without a transform. Raises as `read`.
         """
         ...
+
+
+def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """What `RowsSource.read_rows` yields, as `Source.read` does."""
+    for item in found:
+        if isinstance(item, Rows):
+            yield from item.samples
+        else:
+            yield item

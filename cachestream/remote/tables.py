@@ -18,7 +18,7 @@ from cachestream.remote.footers import Footer, Footers
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.retry import ChangedError, classify, map_errors
-from cachestream.remote.source import Rows
+from cachestream.remote.source import Rows, one_by_one
 
 __all__ = ["PARQUET_ENDINGS", "ParquetSource"]
 
@@ -99,11 +99,7 @@ class ParquetSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the rows of a row group, in their order. Raises as `Source.read` says."""
-        for found in self.read_rows(unit, rng):
-            if isinstance(found, Rows):
-                yield from found.samples
-            else:
-                yield found
+        return one_by_one(self.read_rows(unit, rng))
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """The same, in columns where every row can be used and has the same shapes."""

@@ -17,7 +17,7 @@ from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.framing import Checksum, Records, read_records, unpacked_records
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
-from cachestream.remote.source import Rows
+from cachestream.remote.source import Rows, one_by_one
 from cachestream.remote.stream_open import open_stream
 
 __all__ = ["TFRECORD_ENDINGS", "TFRecordSource"]
@@ -89,11 +89,7 @@ class TFRecordSource:
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the records of a file, in their order. Raises as `Source.read` says."""
-        for found in self.read_rows(unit, rng):
-            if isinstance(found, Rows):
-                yield from found.samples
-            else:
-                yield found
+        return one_by_one(self.read_rows(unit, rng))
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """The same, in columns where small records that follow one another have the same shapes."""
