@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from cachestream.errors import CacheStreamError, SampleError, SourceUnavailableError
 from cachestream.remote import pulse
 from cachestream.remote.retry import classify, redact_text
 
-__all__ = ["Calls", "foreign_errors"]
+__all__ = ["Calls", "decode_by_user", "foreign_errors"]
 
 LIFE_S: Final = 0.5
 
@@ -60,3 +60,9 @@ def foreign_errors(what: str) -> Iterator[None]:
         if classify(error) == "unavailable":
             raise SourceUnavailableError(message) from error
         raise SampleError(message) from error
+
+
+def decode_by_user(what: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
+    """What the user's `decoder`, called `what` in messages, makes of `data`. Raises as `foreign_errors`."""
+    with foreign_errors(what):
+        return decoder(bytes(data))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import decode_with, json_field
-from cachestream.remote.foreign import foreign_errors
+from cachestream.remote.foreign import decode_by_user
 from cachestream.remote.images import ImageOptions, decode_image
 from cachestream.remote.litdata_nested import parse_nested
 from cachestream.remote.mds_encodings import decode_images, decode_pil
@@ -122,7 +122,7 @@ def leaf_reader(
     """What decodes the leaves of a name. Raises ConfigError for a format that is not known, or not safe."""
     own = decoders.get(name)
     if own is not None:
-        return partial(_by_user, name, own)
+        return partial(decode_by_user, f"the decoder of '{name}'", own)
     base, _, details = kind.partition(":")
     if base in _PICKLES:
         raise ConfigError(
@@ -157,11 +157,6 @@ def leaf_reader(
             f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
         )
     return readers[base]
-
-
-def _by_user(name: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
-    with foreign_errors(f"the decoder of '{name}'"):
-        return decoder(bytes(data))
 
 
 def _text(data: memoryview) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import decode_json_value, decode_with
-from cachestream.remote.foreign import foreign_errors
+from cachestream.remote.foreign import decode_by_user
 from cachestream.remote.images import ImageOptions, Pixels, decode_image, decode_raw_image
 
 __all__ = ["Layout", "Reader", "column_reader", "decode_images", "decode_pil"]
@@ -84,7 +84,7 @@ def column_reader(
     """What decodes the values of a column. Raises ConfigError for an encoding that is not known, or not safe."""
     own = decoders.get(name)
     if own is not None:
-        return partial(_by_user, name, own)
+        return partial(decode_by_user, f"the decoder of '{name}'", own)
     kind, _, details = encoding.partition(":")
     if kind == "ndarray":
         return _array_reader(name, encoding, details)
@@ -119,11 +119,6 @@ def column_reader(
             f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
         )
     return readers[encoding]
-
-
-def _by_user(name: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
-    with foreign_errors(f"the decoder of '{name}'"):
-        return decoder(bytes(data))
 
 
 # --- numbers and texts -------------------------------------------------------------------------

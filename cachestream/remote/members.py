@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from cachestream.errors import ConfigError
 from cachestream.remote.decode import Buffer, decode_json_value, decode_value, decode_with
-from cachestream.remote.foreign import foreign_errors
+from cachestream.remote.foreign import decode_by_user
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.grouping import Group
 from cachestream.remote.images import AS_THEY_ARE, ImageOptions
@@ -72,8 +72,7 @@ class Decoders:
     def _value(self, extension: str, data: memoryview, where: str) -> Any:
         own = self._find(extension)
         if own is not None:
-            with foreign_errors(f"{where}: its decoder"):
-                return own(bytes(data))
+            return decode_by_user(f"{where}: its decoder", own, data)
         last = extension.rpartition(".")[2]
         if last in _INTEGERS:
             return decode_with(decode_integer, data, "integer", where)
