@@ -12,7 +12,7 @@ from cachestream.remote.retry import ChangedError
 from cachestream.remote.s3 import get_object
 from cachestream.remote.versions import s3_target
 
-__all__ = ["Answer", "Facts", "Version", "ask_s3", "ask_web"]
+__all__ = ["Answer", "Facts", "Version", "ask_s3", "ask_web", "close_answer", "parse_range"]
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
@@ -103,7 +103,16 @@ async def _read_into(read: Callable[[int], Coroutine[Any, Any, bytes]], out: mem
 
 
 def _answer(data: bytes | memoryview, content_range: str | None, version: str) -> Answer:
+    start, size_bytes = parse_range(content_range) or (0, len(data))
+    return Answer(start, data, Facts(size_bytes, version))
+
+
+def parse_range(content_range: str | None) -> tuple[int, int] | None:
+    """The first byte of an answer and the size of the whole file; None where the server sends all of it."""
     match = _CONTENT_RANGE.match(content_range or "")
-    if match is None:
-        return Answer(0, data, Facts(len(data), version))
-    return Answer(int(match[1]), data, Facts(int(match[2]), version))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def close_answer(answer: Any) -> None:
+    """Let go of an answer of S3 that nobody waits for any more."""
+    answer["Body"].close()

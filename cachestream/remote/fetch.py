@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import stat
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.remote import pulse
+from cachestream.remote.answers import close_answer, parse_range
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.ranges import Facts, RangedFile
@@ -33,7 +33,6 @@ STREAM_BYTES: Final = 32 << 20  # of an object of S3, as one stream; the rest in
 PIECE_TIMEOUT_S: Final = 60.0  # below 17 kB/s a stream counts as broken
 WHOLE_TIMEOUT_S: Final = 600.0
 RESUMES: Final = 4  # without a piece in between
-_TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
 def fetch(remote: Remote, path: str) -> memoryview:
@@ -160,13 +159,13 @@ class _S3Stream:
         wanted = {"Range": f"bytes={self.have}-{most - 1}"}
         if self.etag:
             wanted["IfMatch"] = self.etag
-        answer = await first_answer(self._hedge, 0, lambda: self._get(wanted), _close_answer)
+        answer = await first_answer(self._hedge, 0, lambda: self._get(wanted), close_answer)
         self._body = answer["Body"]
-        total = _TOTAL.match(answer.get("ContentRange") or "")
-        if total is None:  # a server without ranges: all over again
+        told = parse_range(answer.get("ContentRange"))
+        if told is None:  # a server without ranges: all over again
             self.have = 0
-        size = int(total[1] if total else answer["ContentLength"])
-        self._goal = min(size, most) if total else size
+        size = int(answer["ContentLength"]) if told is None else told[1]
+        self._goal = size if told is None else min(size, most)
         etag = str(answer.get("ETag") or "")
         if self._buffer is None:
             self.etag = etag
@@ -181,10 +180,6 @@ class _S3Stream:
         if self._body is not None:
             body, self._body = self._body, None
             self._filesystem.loop.call_soon_threadsafe(body.close)
-
-
-def _close_answer(answer: Any) -> None:
-    answer["Body"].close()
 
 
 def _fetch_opened(filesystem: Any, path: str) -> memoryview:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import random
-import re
 import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
 from cachestream.remote import pulse
+from cachestream.remote.answers import close_answer, parse_range
 from cachestream.remote.filesystem import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
@@ -29,7 +29,6 @@ PIECE_TIMEOUT_S: Final = 60.0
 PIECE_S: Final = 0.1  # after which a piece goes on with what there is
 BEYOND_BYTES: Final = 32 << 10  # asked for first past what was likely; then as much as came so far
 RESUMES: Final = 8  # without a byte in between; about a minute, as to begin anew costs all that came
-_TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
 class _AsyncStream(Stream):
@@ -231,7 +230,7 @@ class S3Stream(_BodyStream):
             target["IfMatch"] = self._version[1]
         begin = self._offset
         try:
-            answer = await first_answer(self._hedge, 0, lambda: self._get(target, begin, stop), _close_answer)
+            answer = await first_answer(self._hedge, 0, lambda: self._get(target, begin, stop), close_answer)
         except Exception as error:
             if classify(error) == "range" and self.size_bytes is None:  # there is nothing at or after `begin`
                 self.size_bytes = begin
@@ -239,11 +238,11 @@ class S3Stream(_BodyStream):
             raise
         body = answer["Body"]
         try:
-            total = _TOTAL.match(answer.get("ContentRange") or "")
-            size_bytes = int(total[1] if total else answer["ContentLength"])
+            told = parse_range(answer.get("ContentRange"))
+            size_bytes = int(answer["ContentLength"]) if told is None else told[1]
             self._check_version((size_bytes, answer.get("ETag")))  # not every server heeds If-Match
             self.size_bytes = size_bytes
-            await self._leave_out(body, 0 if total else begin)
+            await self._leave_out(body, begin if told is None else 0)
         except BaseException:
             body.close()
             raise
@@ -255,10 +254,6 @@ class S3Stream(_BodyStream):
 
     def _close_body(self, body: Any) -> None:
         body.close()
-
-
-def _close_answer(answer: Any) -> None:
-    answer["Body"].close()
 
 
 class WebStream(_BodyStream):
@@ -283,13 +278,12 @@ class WebStream(_BodyStream):
         )
         try:
             self._filesystem._raise_not_found_for_status(response, self._path)
-            total = (
-                _TOTAL.match(response.headers.get("Content-Range", "")) if response.status == 206 else None
-            )
-            length = total[1] if total else response.headers.get("Content-Length")
+            told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
+            length = response.headers.get("Content-Length") if told is None else told[1]
+            size_bytes = None if length is None else int(length)
             version = response.headers.get("ETag") or response.headers.get("Last-Modified")
-            self._check_version((length, version))
-            self.size_bytes = None if length is None else int(length)
+            self._check_version((size_bytes, version))
+            self.size_bytes = size_bytes
             await self._leave_out(response.content, 0 if response.status == 206 else self._offset)
         except BaseException:
             response.close()
