@@ -16,8 +16,8 @@ BLOCK_BYTES: Final = 64 << 10  # fetched at once, and kept
 MAX_BLOCKS: Final = 256
 
 
-class BlockFile(io.RawIOBase):
-    """Read-only; the blocks used last are kept, large reads go past them. For one thread at a time.
+class _SeekableFile(io.RawIOBase):
+    """A place in a remote file, read-only. For one thread at a time.
 
     `error` is what a read failed with: libraries in C pass on only that one did.
     """
@@ -26,7 +26,6 @@ class BlockFile(io.RawIOBase):
         self._file = file
         self._size_bytes = file.look().size_bytes
         self._position = 0
-        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
         self.error: Exception | None = None
 
     def readable(self) -> bool:
@@ -42,6 +41,14 @@ class BlockFile(io.RawIOBase):
         base = (0, self._position, self._size_bytes)[whence]
         self._position = base + offset
         return self._position
+
+
+class BlockFile(_SeekableFile):
+    """The blocks used last are kept, large reads go past them."""
+
+    def __init__(self, file: RangedFile) -> None:
+        super().__init__(file)
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
 
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
@@ -75,33 +82,16 @@ class BlockFile(io.RawIOBase):
             self._blocks.popitem(last=False)
 
 
-class SpanFile(io.RawIOBase):
-    """Read-only; what lies in `spans` comes at once, the rest as it is read. For one thread at a time.
+class SpanFile(_SeekableFile):
+    """What lies in `spans` comes at once, the rest as it is read.
 
-    Reads give memory that is not used again, without a copy where it can be. `error` is as for BlockFile.
+    Reads give memory that is not used again, without a copy where it can be.
     """
 
     def __init__(self, file: RangedFile, spans: Sequence[tuple[int, int]]) -> None:
-        self._file = file
-        self._size_bytes = file.look().size_bytes
-        self._position = 0
+        super().__init__(file)
         merged = [span for span, _ in merge_spans(spans)]
         self._held = list(zip(merged, file.read_spans(merged), strict=True))
-        self.error: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = (0, self._position, self._size_bytes)[whence]
-        self._position = base + offset
-        return self._position
 
     def read(self, size: int = -1) -> memoryview:
         start = self._position
