@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.storage.private import open_private
+
 __all__ = ["ROW", "History", "read_history"]
 
 ROWS_AT_MOST: Final = 1024
@@ -51,7 +53,7 @@ class History:
         row = np.array([(now_s, *numbers)], ROW)
         if self._rows >= ROWS_AT_MOST:
             self._keep(read_history(self._path)[::2])
-        with open(self._path, "ab", opener=_private) as file:
+        with open(self._path, "ab", opener=open_private) as file:
             file.write(row.tobytes())
         self._rows += 1
         self._last_s = now_s
@@ -59,7 +61,7 @@ class History:
 
     def _keep(self, rows: npt.NDArray[Any]) -> None:
         temporary = self._path + ".new"
-        with open(temporary, "wb", opener=_private) as file:
+        with open(temporary, "wb", opener=open_private) as file:
             file.write(rows.tobytes())
         os.replace(temporary, self._path)
         self._rows = len(rows)
@@ -75,7 +77,3 @@ def read_history(path: str) -> npt.NDArray[Any]:
     except FileNotFoundError:
         data = b""
     return np.frombuffer(data[: len(data) // ROW.itemsize * ROW.itemsize], ROW)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -24,6 +24,7 @@ from cachestream.storage.directory import (
 from cachestream.storage.eviction import ORDERS, EvictionPolicy
 from cachestream.storage.faults import CatalogueDamagedError, translated_disk_errors
 from cachestream.storage.locks import lock_file
+from cachestream.storage.private import open_private
 from cachestream.storage.rebuild import rebuild
 from cachestream.storage.tables import Tables
 
@@ -145,7 +146,7 @@ def save_settings(directory: Directory, catalogue: Catalogue) -> None:
         for _ in range(_SAVES):
             temporary = f"{directory.settings}.{uuid.uuid4().hex}"
             try:
-                with open(temporary, "x", encoding="utf-8", opener=_private) as file:
+                with open(temporary, "x", encoding="utf-8", opener=open_private) as file:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
@@ -173,7 +174,3 @@ def _only_one(directory: Directory) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
