@@ -13,17 +13,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import cachestream as cs
 from benchmarks.decode import photograph
-from benchmarks.measure import scratch
+from benchmarks.places import open_places
 from benchmarks.sources import BLOB_BYTES, LATENCY_S, write_npy, write_tars
-from tests.support.proxy import run_proxy
-from tests.support.s3 import run_s3_server
 
 FILL_TIMEOUT_S: Final = 60.0
 SETTLE_S: Final = 4.0
@@ -107,20 +104,12 @@ def main() -> None:
     for name, case in CASES.items():
         if not all(word in name for word in arguments.cases):
             continue
-        with ExitStack() as stack:
-            folder = stack.enter_context(scratch())
-            server = stack.enter_context(run_s3_server(folder / "s3", fresh=False))
-            bucket = server.bucket("data")
-            case.write(bucket)
-            url, options = str(bucket), dict[str, Any]()
-            if case.latency_s is not None:
-                url, options = "s3://data", server.storage_options
-                if case.latency_s:
-                    proxy = stack.enter_context(run_proxy(server.port, latency_s=case.latency_s))
-                    options = server.options_through(proxy.port)
+        with open_places() as places:
+            case.write(places.data)
+            url, options = places.at(case.latency_s)
             source = case.source(url, storage_options=options, **case.options)
             for count in counts:
-                rate, busy = fill_per_s(case, source, folder, count)
+                rate, busy = fill_per_s(case, source, places.scratch, count)
                 row = f"{rate * case.nbytes / 1e6:,.0f} | {rate:,.0f} | {busy:.1f}"
                 print(f"| {name} | {count} | {row} |", flush=True)
 

@@ -18,7 +18,6 @@ import struct
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -36,9 +35,7 @@ from tfrecord import example_pb2
 from tfrecord.reader import extract_feature_dict
 
 import cachestream as cs
-from benchmarks.measure import scratch
-from tests.support.proxy import run_proxy
-from tests.support.s3 import run_s3_server
+from benchmarks.places import open_places
 
 DIRECT_S: Final = 3.0
 FILL_TIMEOUT_S: Final = 60.0
@@ -47,7 +44,7 @@ LATENCY_S: Final = 0.05
 BLOB_BYTES: Final = 50_000
 SIDE, WINDOW, CHUNK = 4096, 256, 128
 RNG: Final = np.random.default_rng(0)
-PLACES: Final = ("local", "s3", "s3 with 50 ms")
+PLACES: Final = {"local": None, "s3": 0.0, "s3 with 50 ms": LATENCY_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +288,11 @@ class Files:
         self._file.close()
 
 
-def measure(
-    case: Case, url: str, path: str, options: dict[str, Any], folder: Path, processes: list[int]
-) -> str:
+def measure(case: Case, url: str, options: dict[str, Any], folder: Path, processes: list[int]) -> str:
     files = fsspec.filesystem("s3" if options else "file", **options)
     source = case.ours(url, options)
     fills = [fill_per_s(case, source, folder, count) for count in processes]
+    path = url.removeprefix("s3://")
     direct = direct_per_s(case, files, path, lambda _: None)
     warm(folder, case.samples * case.nbytes * 5 // 4)
     kept = Files(folder)
@@ -328,19 +324,11 @@ def main() -> None:
         rows = [(name, place) for place in PLACES if all(word in f"{name} {place}" for word in words)]
         if not rows:
             continue
-        with ExitStack() as stack:
-            folder = stack.enter_context(scratch())
-            server = stack.enter_context(run_s3_server(folder / "s3", fresh=False))
-            bucket = server.bucket("data")
-            case.write(bucket)
+        with open_places() as places:
+            case.write(places.data)
             for _, place in rows:
-                url, path, options = "s3://data", "data", server.storage_options
-                if place == "local":
-                    url, path, options = str(bucket), str(bucket), {}
-                elif place != "s3":
-                    proxy = stack.enter_context(run_proxy(server.port, latency_s=LATENCY_S))
-                    options = server.options_through(proxy.port)
-                row = measure(case, url, path, options, folder, processes)
+                url, options = places.at(PLACES[place])
+                row = measure(case, url, options, places.scratch, processes)
                 print(f"| {name} | {place} | {row} |", flush=True)
 
 
