@@ -69,12 +69,9 @@ def diagnose(
 
     Raises what `open_it` does, SourceError if nothing can be read or used, and ConfigError for a folder that is none.
     """
-    if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(f"--folder {folder!r}: no such folder; give one on the disk of the cache to be")
     cores = len(os.sched_getaffinity(0))
     workers = min(4, cores) if workers is None else workers
-    if not 1 <= workers <= PROCESSES_AT_MOST:
-        raise ConfigError(f"--workers {workers}: give a whole number from 1 to {PROCESSES_AT_MOST}")
+    _check(folder, workers)
     on_progress("listing")
     begun_s = time.perf_counter()
     source = open_it()
@@ -85,9 +82,7 @@ def diagnose(
     alone.run(seconds / 2)
     reads = _reads_at_once(alone, units, workers)
     on_progress(f"reading {reads} units at once, for {seconds / 2:.3g} s")
-    is_new = units.count is None or alone.units_read + reads <= units.count
-    first = alone.units_read if is_new else 0  # of too few units, the same ones again
-    crowd = read_together(source, units, transform, first, reads, seconds / 2)
+    crowd = read_together(source, units, transform, _first_unread(alone, units, reads), reads, seconds / 2)
     place = tempfile.gettempdir() if folder is None else folder
     on_progress(f"writing into a temporary folder in {place}, and loading from there")
     stored = _store(alone, place)
@@ -103,8 +98,14 @@ def diagnose(
         workers=workers,
         has_turbo=importlib.util.find_spec("simplejpeg") is not None,
     )
-    notes = (stored.problem,) if stored.problem else ()
-    return Findings(shown, stages, judge(stages), place, notes, alone.skipped, alone.failure)
+    return Findings(shown, stages, judge(stages), place, stored.notes, alone.skipped, alone.failure)
+
+
+def _check(folder: str | None, workers: int) -> None:
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(f"--folder {folder!r}: no such folder; give one on the disk of the cache to be")
+    if not 1 <= workers <= PROCESSES_AT_MOST:
+        raise ConfigError(f"--workers {workers}: give a whole number from 1 to {PROCESSES_AT_MOST}")
 
 
 def _reads_at_once(alone: Alone, units: Units, workers: int) -> int:
@@ -114,20 +115,26 @@ def _reads_at_once(alone: Alone, units: Units, workers: int) -> int:
     return min(_READS * workers, _READS_AT_MOST, units.count or _READS_AT_MOST, fitting)
 
 
+def _first_unread(alone: Alone, units: Units, reads: int) -> int:
+    """The first unit that was not read yet, where `reads` of them are left; otherwise the same ones again."""
+    enough = units.count is None or alone.units_read + reads <= units.count
+    return alone.units_read if enough else 0
+
+
 @dataclass(slots=True)
 class _Stored:
-    """What became of the samples: `problem` says why not all of it was measured."""
+    """What became of the samples: `notes` say why not all of it was measured."""
 
     written: Written | None = None
     delivery: Delivery | None = None
-    problem: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def _store(alone: Alone, place: str) -> _Stored:
     """Write what was packed into a cache of its own below `place`, and deliver it from there."""
     stored = _Stored()
     if not alone.packers:
-        stored.problem = "Not measured: writing and loading, because the transform dropped all samples."
+        stored.notes = ("Not measured: writing and loading, because the transform dropped all samples.",)
         return stored
     # Not tempfile.TemporaryDirectory: Ctrl-C inside of it leaves a folder behind.
     folder = os.path.join(place, f"cachestream-diagnose-{secrets.token_hex(8)}")
@@ -138,7 +145,8 @@ def _store(alone: Alone, place: str) -> _Stored:
             stored.delivery = _deliver(cache)
     except (CacheStreamError, OSError, RuntimeError) as error:  # RuntimeError: torch's, of the device
         what = "loading" if stored.written else "writing and loading"
-        stored.problem = f"Not measured: {what}, because of {type(error).__name__}: {redact_text(str(error))}"
+        reason = f"{type(error).__name__}: {redact_text(str(error))}"
+        stored.notes = (f"Not measured: {what}, because of {reason}",)
     finally:
         try:
             _remove(folder)
