@@ -53,10 +53,7 @@ def read_status(
         positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
     current = passes[-1] if passes else None
-    done = None
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
-    if current is not None and current.length is not None and not is_listing:
-        done = 1.0 if not current.length else positions_done / current.length
     return CacheStatus(
         path=directory.root,
         cache_id=meta["cache_id"],
@@ -78,13 +75,20 @@ def read_status(
         fill_state=fill_state,
         fill_message=meta.get("fill_message", ""),
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
-        pass_done=done,
+        pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
         is_listing=is_listing,
         skipped=sum(failure.count for failure in failures),
         failures=failures,
         quarantined=meta.get("quarantined", 0),
         worker=_worker_status(directory),
     )
+
+
+def _share_done(positions_done: int, length: int | None) -> float | None:
+    """The share of a pass of `length` positions; None for one without an end."""
+    if length is None:
+        return None
+    return positions_done / length if length else 1.0
 
 
 def _schema_text(meta: dict[str, Any]) -> str | None:
