@@ -196,7 +196,7 @@ def test_reads_that_are_given_up_leave_no_request_behind(
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Knows ranges unless `without_ranges`; breaks off after `break_after` bytes, as often as told."""
+    """Knows ranges unless `without_ranges`; answers break off after as many bytes as `breaks` holds, from its end on."""
 
     without_ranges = False
     breaks: Final[list[int]] = []
