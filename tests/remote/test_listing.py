@@ -15,11 +15,8 @@ from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.files import FileSource
 from cachestream.remote.listing import expand_braces
 from cachestream.remote.names import Names
+from tests.remote.reading import keys
 from tests.support.s3 import S3Server
-
-
-def keys(source: FileSource) -> list[str]:
-    return [source.key(unit) for unit in range(source.num_units)]
 
 
 def make(root: Path, *names: str) -> None:

@@ -25,7 +25,8 @@ from cachestream.remote.litdata_leaves import leaf_names
 from cachestream.remote.litdata_nested import parse_nested
 from cachestream.remote.open import open_source
 from cachestream.testing import check_source
-from tests.remote.peers.samples import FOLDER, LITDATA_SAMPLES, litdata_sample, picture
+from tests.remote.peers.samples import FOLDER, LITDATA_SAMPLES, edit_index, litdata_sample, picture
+from tests.remote.reading import read, read_all
 from tests.support.s3 import S3Server
 
 LITDATA: Final = FOLDER / "litdata"
@@ -41,14 +42,6 @@ def need(name: str) -> Path:
     if name in ROWS:
         pytest.importorskip("pyarrow")
     return FOLDER / name
-
-
-def read(source: Any, unit: int) -> list[tuple[str, Any]]:
-    return list(source.read(unit, np.random.default_rng(0)))
-
-
-def read_all(source: Any) -> list[tuple[str, Any]]:
-    return [item for unit in range(source.num_units) for item in read(source, unit)]
 
 
 def expected(number: int) -> dict[str, Any]:
@@ -85,13 +78,6 @@ def copy(tmp_path: Path) -> Callable[[str], Path]:
         return Path(shutil.copytree(need(name), tmp_path / name))
 
     return copied
-
-
-def edit_index(folder: Path, change: Callable[[Any], Any]) -> Path:
-    index = json.loads((folder / "index.json").read_text())
-    changed = change(index)
-    (folder / "index.json").write_text(json.dumps(index if changed is None else changed))
-    return folder
 
 
 # --- what the library wrote --------------------------------------------------------------------

@@ -24,21 +24,14 @@ from cachestream.remote.images import ImageOptions
 from cachestream.remote.mds import MDSSource
 from cachestream.remote.open import open_source
 from cachestream.testing import check_source
-from tests.remote.peers.samples import FOLDER, MDS_COLUMNS, MDS_SAMPLES, mds_sample
+from tests.remote.peers.samples import FOLDER, MDS_COLUMNS, MDS_SAMPLES, edit_index, mds_sample
+from tests.remote.reading import read, read_all
 from tests.support.s3 import S3Server
 
 MDS: Final = FOLDER / "mds"
 PACKED: Final = ("mds-zstd", "mds-gz", "mds-bz2")
 STORABLE: Final = [name for name in MDS_COLUMNS if name != "any_array"]  # which has a type that varies
 JPEGS: Final = ("a_jpeg", "jpegs", "jpegs_too")
-
-
-def read(source: Any, unit: int) -> list[tuple[str, Any]]:
-    return list(source.read(unit, np.random.default_rng(0)))
-
-
-def read_all(source: Any) -> list[tuple[str, Any]]:
-    return [item for unit in range(source.num_units) for item in read(source, unit)]
 
 
 def expected(value: Any) -> Any:
@@ -56,13 +49,6 @@ def copy(tmp_path: Path) -> Callable[[str], Path]:
         return Path(shutil.copytree(FOLDER / name, tmp_path / name))
 
     return copied
-
-
-def edit_index(folder: Path, change: Callable[[Any], Any]) -> Path:
-    index = json.loads((folder / "index.json").read_text())
-    changed = change(index)
-    (folder / "index.json").write_text(json.dumps(index if changed is None else changed))
-    return folder
 
 
 # --- what the library wrote --------------------------------------------------------------------

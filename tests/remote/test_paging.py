@@ -15,6 +15,7 @@ from cachestream.remote.files import FileSource
 from cachestream.remote.growing import as_growing, is_source
 from cachestream.remote.names import Names
 from cachestream.remote.paging import PAGE_NAMES
+from tests.remote.reading import keys
 from tests.support.s3 import S3Server, run_s3_server
 
 NAMES = [
@@ -47,10 +48,6 @@ def put(bucket: Path, names: list[str]) -> None:
         path = bucket / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
-
-
-def keys(source: FileSource) -> list[str]:
-    return [source.key(unit) for unit in range(source.num_units)]
 
 
 @pytest.mark.parametrize("first_names", [7, 1000])

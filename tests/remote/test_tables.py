@@ -22,6 +22,7 @@ from cachestream.remote import tables
 from cachestream.remote.open import open_source
 from cachestream.remote.tables import ParquetSource
 from cachestream.testing import check_source
+from tests.remote.reading import read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -35,16 +36,6 @@ ROOT: Final = Path(__file__).parents[2]
 def read_all(source: ParquetSource) -> dict[str, dict[str, Any]]:
     """All samples by key; units with unusable rows give those before and after."""
     return {key: sample for unit in range(source.num_units) for key, sample in source.read(unit, RNG)}
-
-
-def read_unit(source: ParquetSource, unit: int = 0) -> tuple[list[tuple[str, dict[str, Any]]], str]:
-    """The samples of a unit, and the reason why others are missing."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    try:
-        found.extend(source.read(unit, RNG))  # keeps what came before an error
-    except SampleError as error:
-        return found, str(error)
-    return found, ""
 
 
 def png(value: int, size: tuple[int, int] = (6, 4)) -> bytes:

@@ -27,6 +27,7 @@ from cachestream.remote.examples import parse_example
 from cachestream.remote.open import open_source
 from cachestream.remote.tfrecords import TFRecordSource
 from cachestream.testing import check_source
+from tests.remote.reading import read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -64,16 +65,6 @@ def write(path: Path, count: int, first: int = 0) -> list[dict[str, Any]]:
     return [{name: value for name, (value, _) in example.items()} for example in examples]
 
 
-def read_all(source: TFRecordSource, unit: int = 0) -> tuple[list[tuple[str, dict[str, Any]]], str]:
-    """The samples of a unit, and the reason why others are missing."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    try:
-        found.extend(source.read(unit, RNG))  # keeps what came before an error
-    except SampleError as error:
-        return found, str(error)
-    return found, ""
-
-
 @contextlib.contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
     """How many bytes were in use at most, above those before."""
@@ -92,7 +83,7 @@ def peak_memory() -> Iterator[Callable[[], int]]:
 def test_examples_come_as_another_reader_decodes_them(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     written = write(path, 50)
-    samples, reason = read_all(TFRecordSource(path, decode_images=False))
+    samples, reason = read_unit(TFRecordSource(path, decode_images=False))
     assert reason == ""
     assert [key for key, _ in samples] == [f"a.tfrecord#{number}" for number in range(50)]
     others = list(tfrecord.tfrecord_loader(str(path), None))
@@ -109,7 +100,7 @@ def test_examples_come_as_another_reader_decodes_them(tmp_path: Path) -> None:
 
 def test_images_are_decoded_unless_told_otherwise(tmp_path: Path) -> None:
     write(tmp_path / "a.tfrecord", 3, first=7)
-    ((_, sample), *_), _ = read_all(TFRecordSource(tmp_path))
+    ((_, sample), *_), _ = read_unit(TFRecordSource(tmp_path))
     assert (sample["image"].shape, sample["image"].dtype) == ((3, 4, 6), np.uint8)
     assert (sample["image"] == 7).all()
 
@@ -125,14 +116,14 @@ def test_features_say_what_each_is_to_be(tmp_path: Path) -> None:
     writer.close()
     features: dict[str, Any] = {"x": "array", "m": [2, -1], "s": "str", "t": "texts", "i": "bytes"}
     source = TFRecordSource(path, features=features)
-    samples = [sample for _, sample in read_all(source)[0]]
+    samples = [sample for _, sample in read_unit(source)[0]]
     assert [sample["x"].shape for sample in samples] == [(1,), (4,)]
     assert [sample["m"].shape for sample in samples] == [(2, 2), (2, 2)]
     assert [sample["t"] for sample in samples] == ['["a"]', '["a", "b"]']
     assert samples[0] == samples[0] | {"s": "café", "i": png(9)}
     assert set(samples[0]) == set(features)
     image = TFRecordSource(path, features={"i": "image"})
-    assert (read_all(image)[0][1][1]["i"] == 9).all()
+    assert (read_unit(image)[0][1][1]["i"] == 9).all()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +155,7 @@ def test_sequence_examples_are_refused_by_name(tmp_path: Path) -> None:
     writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
     writer.write({"a": (1, "int")}, {"s": ([[1], [2]], "int")})
     writer.close()
-    assert "SequenceExample; only tf.train.Example is read" in read_all(TFRecordSource(tmp_path))[1]
+    assert "SequenceExample; only tf.train.Example is read" in read_unit(TFRecordSource(tmp_path))[1]
 
 
 # --- the wire format ---------------------------------------------------------------------------
@@ -241,18 +232,18 @@ def test_a_damaged_example_is_one_or_a_value_error(data: st.DataObject) -> None:
 def test_packed_files_are_told_by_how_they_begin(tmp_path: Path, kind: Any, compression: str) -> None:
     path = tmp_path / "a.tfrecord"
     write(path, 20)
-    plain = [sample["number"] for _, sample in read_all(TFRecordSource(path))[0]]
+    plain = [sample["number"] for _, sample in read_unit(TFRecordSource(path))[0]]
     pack: Any = {"gzip": gzip.compress, "zlib": zlib.compress, None: bytes}[kind]
     path.write_bytes(pack(path.read_bytes()))
     source = TFRecordSource(path, compression="auto" if compression == "auto" else kind)
     unchecked = TFRecordSource(path, compression=source._compression, check_crc=False)
     for one in (source, unchecked):
-        samples, reason = read_all(one)
+        samples, reason = read_unit(one)
         assert reason == ""
         assert [sample["number"] for _, sample in samples] == plain
     if kind is not None:
         path.write_bytes(path.read_bytes()[:-30])
-        samples, reason = read_all(source)
+        samples, reason = read_unit(source)
         assert len(samples) < 20
         assert "ends" in reason
 
@@ -266,7 +257,7 @@ def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
             writer.write({"x": (bytes(room + grow), "byte")})
     writer.close()
     assert (tmp_path / "a.tfrecord").read_bytes()[:3] == b"\x1f\x8b\x08"
-    ((_, sample),), reason = read_all(TFRecordSource(tmp_path))
+    ((_, sample),), reason = read_unit(TFRecordSource(tmp_path))
     assert len(sample["x"]) > 559_000
     assert reason == ""
 
@@ -278,10 +269,10 @@ def test_a_record_whose_checksum_does_not_fit_is_left_out_and_others_come(tmp_pa
     start = data.index(b"text 4")
     data[start] ^= 1
     path.write_bytes(data)
-    samples, reason = read_all(TFRecordSource(path))
+    samples, reason = read_unit(TFRecordSource(path))
     assert [int(sample["number"]) for _, sample in samples] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert reason == f"{path}: record 4: its checksum does not fit"
-    samples, reason = read_all(TFRecordSource(path, check_crc=False))
+    samples, reason = read_unit(TFRecordSource(path, check_crc=False))
     assert (len(samples), samples[4][1]["text"], reason) == (10, b"uext 4", "")
 
 
@@ -292,7 +283,7 @@ def test_a_damaged_length_ends_the_file_after_what_came_before(tmp_path: Path) -
     (length,) = struct.unpack_from("<Q", data)
     data[length + 16] ^= 1  # of the second record
     path.write_bytes(data)
-    samples, reason = read_all(TFRecordSource(path))
+    samples, reason = read_unit(TFRecordSource(path))
     assert len(samples) == 1
     assert "record 1: the checksum of its length does not fit" in reason
 
@@ -302,11 +293,11 @@ def test_a_file_that_ends_early_gives_the_records_before(tmp_path: Path, cut: in
     path = tmp_path / "a.tfrecord"
     write(path, 10)
     path.write_bytes(path.read_bytes()[:-cut])
-    samples, reason = read_all(TFRecordSource(path))
+    samples, reason = read_unit(TFRecordSource(path))
     assert len(samples) == 9
     assert "record 9: the file ends in the middle" in reason
     path.write_bytes(path.read_bytes()[:7])
-    samples, reason = read_all(TFRecordSource(path))
+    samples, reason = read_unit(TFRecordSource(path))
     assert (samples, "in the middle of its length" in reason) == ([], True)
 
 
@@ -315,7 +306,7 @@ def test_a_length_that_lies_is_refused_without_memory(tmp_path: Path) -> None:
     for length in (1 << 62, (1 << 30) + 7):
         path.write_bytes(struct.pack("<QI", length, 0) + bytes(5000))
         with peak_memory() as peak:
-            samples, reason = read_all(TFRecordSource(path, check_crc=False))
+            samples, reason = read_unit(TFRecordSource(path, check_crc=False))
         assert samples == []
         assert "record 0" in reason
         assert peak() < 8 << 20
@@ -326,7 +317,7 @@ def test_a_packed_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(struct.pack("<QI", 1 << 40, 0) + bytes(300 << 20), 1))
     with peak_memory() as peak:
         for check_crc in (True, False):
-            assert "record 0" in read_all(TFRecordSource(path, check_crc=check_crc))[1]
+            assert "record 0" in read_unit(TFRecordSource(path, check_crc=check_crc))[1]
     assert peak() < 16 << 20
 
 
@@ -345,7 +336,7 @@ def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path, pack: Any, che
             if broken:
                 broken[int(generator.integers(0, len(broken)))] ^= 1 << int(generator.integers(0, 8))
         path.write_bytes(broken)
-        samples, reason = read_all(TFRecordSource(path, check_crc=check_crc))
+        samples, reason = read_unit(TFRecordSource(path, check_crc=check_crc))
         assert len(samples) <= 8
         assert not reason or reason.startswith(str(path))
 
@@ -364,7 +355,7 @@ def test_the_ending_chooses_tfrecords(tmp_path: Path) -> None:
     assert source.num_units == 5
     assert repr(source) == f"<TFRecordSource {tmp_path}, 5 files>"
     copy = pickle.loads(pickle.dumps(source))
-    assert [key for key, _ in read_all(copy, 1)[0]] == ["a.tfrecord.gz#0", "a.tfrecord.gz#1"]
+    assert [key for key, _ in read_unit(copy, 1)[0]] == ["a.tfrecord.gz#0", "a.tfrecord.gz#1"]
 
 
 def test_a_tfrecord_source_keeps_the_protocol(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from cachestream import Cache
 from tests.training.conftest import NewCache
+from tests.training.scripts.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.training.scripts.train"
@@ -23,12 +23,6 @@ SCRIPT = "tests.training.scripts.train"
 
 def results(out: Path, ranks: range | list[int]) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in ranks]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_ranks_under_torchrun_train_disjoint_and_equal_epochs_over_a_growing_cache(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ __all__ = [
     "LITDATA_SAMPLES",
     "MDS_COLUMNS",
     "MDS_SAMPLES",
+    "edit_index",
     "litdata_sample",
     "mds_sample",
     "picture",
@@ -100,3 +103,11 @@ def litdata_sample(number: int) -> dict[str, Any]:
         "numbers": [number, 2],
         "box": {"x": [number / 2], "name": "n"},
     }
+
+
+def edit_index(folder: Path, change: Callable[[Any], Any]) -> Path:
+    """`folder`, with its index as `change` leaves it, or the index that it returns."""
+    index = json.loads((folder / "index.json").read_text())
+    changed = change(index)
+    (folder / "index.json").write_text(json.dumps(index if changed is None else changed))
+    return folder
