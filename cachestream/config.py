@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from cachestream.errors import ConfigError
 
-__all__ = ["PEER_KEYWORDS", "format_size", "parse_size", "reject_unknown"]
+__all__ = ["PEER_KEYWORDS", "format_size", "keywords_of", "parse_size", "reject_unknown"]
 
 _UNITS: Final[dict[str, int]] = {
     "": 1,
@@ -83,6 +84,12 @@ def format_size(size_bytes: float) -> str:
         if abs(size_bytes) >= 0.9995 * factor:  # what would round up to 1000 has the next unit
             return f"{size_bytes / factor:.3g} {unit}"
     return f"{int(size_bytes)} B"
+
+
+def keywords_of(function: Callable[..., object]) -> set[str]:
+    """The names of the arguments that `function` takes by keyword only."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cachestream.config import reject_unknown
+from cachestream.config import keywords_of, reject_unknown
 from cachestream.remote.growing import is_source
 from cachestream.remote.open import Unopened
 from cachestream.sampling.worker import Worker, start_worker
@@ -84,7 +83,7 @@ def stream(
     and fields whose shape varies. Raises ConfigError for what cannot work, and RankMismatchError when a rank
     of the job does not call it, too.
     """
-    worker_names, loader_names = _keywords(start_worker), _keywords(EpochLoader.__init__)
+    worker_names, loader_names = keywords_of(start_worker), keywords_of(EpochLoader.__init__)
     reject_unknown("stream", _without(options, {*_CACHE, *_SOURCE, *worker_names, *loader_names}), _KNOWN)
     if not isinstance(cache, Cache):
         cache = Cache(cache, size_limit, **_only(options, _CACHE))
@@ -111,11 +110,6 @@ def _of_this_job(cache: Cache, options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _keywords(function: Callable[..., Any]) -> set[str]:
-    kinds = (inspect.Parameter.KEYWORD_ONLY,)
-    return {name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds}
-
-
 def _only(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 
@@ -126,6 +120,6 @@ def _without(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
 
 _KNOWN: Final = sorted(
     {"source", "cache", "size_limit", "batch_size", *_CACHE, *_SOURCE}
-    | _keywords(start_worker)
-    | _keywords(EpochLoader.__init__)
+    | keywords_of(start_worker)
+    | keywords_of(EpochLoader.__init__)
 )

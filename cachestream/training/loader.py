@@ -101,7 +101,7 @@ class EpochLoader:
         ragged: Ragged = "list",
         **unknown: object,
     ) -> None:
-        refuse_unknown(unknown)
+        refuse_unknown(unknown, EpochLoader.__init__)
         if not hasattr(cache, "take_snapshot"):
             raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
         check_count("prefetch", prefetch)

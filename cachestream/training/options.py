@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cachestream.config import reject_unknown
+from cachestream.config import keywords_of, reject_unknown
 from cachestream.errors import ConfigError
 from cachestream.training.ragged import Ragged, check_ragged
 from cachestream.training.replay import Replay
@@ -16,25 +16,6 @@ from cachestream.training.weights import KeyWeights
 
 __all__ = ["Drawing", "EpochSettings", "check_count", "make_weights", "refuse_unknown"]
 
-_OPTIONS: Final = [
-    "shuffle",
-    "seed",
-    "epoch_size",
-    "min_samples",
-    "turnover",
-    "drop_last",
-    "device",
-    "sampler",
-    "batch_transform",
-    "prefetch",
-    "timeout_s",
-    "with_keys",
-    "record",
-    "replay",
-    "weights",
-    "locality",
-    "ragged",
-]
 _HINTS: Final = {
     "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
     "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
@@ -165,12 +146,13 @@ def make_weights(weights: object) -> KeyWeights | None:
     )
 
 
-def refuse_unknown(unknown: dict[str, object]) -> None:
-    """Raise ConfigError for arguments that `EpochLoader` does not take, saying what to use instead."""
+def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
+    """Raise ConfigError for arguments that `EpochLoader`, made by `known`, does not take, saying what to use instead."""
     for name in unknown:
         if name in _HINTS:
             raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
-    reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *_OPTIONS))
+    if unknown:
+        reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *keywords_of(known)))
 
 
 def check_count(name: str, value: object) -> None:
