@@ -8,11 +8,11 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
+from cachestream.remote.choices import check_columns, identity_of
 from cachestream.remote.columns import Unusable
 from cachestream.remote.extras import require
 from cachestream.remote.filelist import Url, check_unit
 from cachestream.remote.foreign import foreign_errors
-from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.indexed import IndexedFolder, Visits, as_count, as_mapping
@@ -66,8 +66,7 @@ class LitDataSource:
         resize: Size | None = None,
         crop: Size | None = None,
     ) -> None:
-        if isinstance(columns, str) or (columns is not None and not columns):
-            raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+        check_columns(columns)
         self._images = ImageOptions(resize, crop)
         self._chosen, self._decoders = columns, dict(decoders or {})
         self._asked = (*(columns or ()), *self._decoders)
@@ -79,9 +78,7 @@ class LitDataSource:
             )
         self._visits = Visits(counts, samples_per_visit)
         self.listing_digest = self._folder.digest
-        options = [f"columns={','.join(columns)}"] if columns is not None else []
-        options += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(self._decoders.items())]
-        options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+        options = identity_of(columns, self._decoders, samples_per_visit)
         self.fingerprint = "litdata:" + "|".join((*self._folder.identity, *options, *self._images.identity))
 
     @property

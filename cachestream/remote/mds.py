@@ -13,9 +13,9 @@ import xxhash
 
 from cachestream.config import format_size
 from cachestream.errors import ConfigError, SampleError
+from cachestream.remote.choices import check_columns, identity_of
 from cachestream.remote.extras import require
 from cachestream.remote.filelist import Url, check_unit
-from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.indexed import IndexedFolder, Visits, as_count, as_mapping
@@ -90,8 +90,7 @@ class MDSSource:
         resize: Size | None = None,
         crop: Size | None = None,
     ) -> None:
-        if isinstance(columns, str) or (columns is not None and not columns):
-            raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+        check_columns(columns)
         images = ImageOptions(resize, crop)
         self._folder = IndexedFolder(url, storage_options, "MDSSource")
         shards = _shards(self._folder, _Columns(columns, dict(decoders or {}), images))
@@ -107,9 +106,7 @@ class MDSSource:
             tuple(_known_hash(self._folder.shown, shard) for shard in shards) if check_hashes else ()
         )
         self.listing_digest = self._folder.digest
-        options = [f"columns={','.join(columns)}"] if columns is not None else []
-        options += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted((decoders or {}).items())]
-        options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+        options = identity_of(columns, decoders or {}, samples_per_visit)
         self.fingerprint = "mds:" + "|".join((*self._folder.identity, *options, *images.identity))
 
     @property

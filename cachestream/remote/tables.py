@@ -11,6 +11,7 @@ import numpy as np
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.remote.blocks import SpanFile
+from cachestream.remote.choices import check_columns
 from cachestream.remote.columns import Columns, Unusable, Values, is_uniform, rows_of
 from cachestream.remote.extras import require
 from cachestream.remote.filelist import FileList, Url, check_unit
@@ -72,8 +73,7 @@ class ParquetSource:
         crop: Size | None = None,
     ) -> None:
         self._made = ImageOptions(resize, crop)
-        if isinstance(columns, str) or (columns is not None and not columns):
-            raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+        check_columns(columns)
         require("pyarrow.parquet", "parquet", "Parquet")
         self._chosen = None if columns is None else tuple(columns)
         self._nulls = dict(nulls or {})
