@@ -28,6 +28,7 @@ class Course:
     def __init__(self, engine: Engine, recorder: Recorder | None, settings: EpochSettings) -> None:
         self._engine = engine
         self._schedule = engine.schedule
+        self._transfer = engine.transfer
         self._recorder = recorder
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
@@ -68,7 +69,7 @@ class Course:
         delivery = cursor.parcel.popleft()
         cursor.batches = delivery.number
         self._meter.delivered(delivery.size, delivery.skipped, wait_s)
-        return self._engine.transfer.receive(delivery.staged)
+        return self._transfer.receive(delivery.staged)
 
     def leave(self) -> None:
         """The running epoch is over, at its end or before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Final
 
@@ -44,7 +43,6 @@ class Pace:
         """
         if gathered >= _PREPARE_AT * batches:
             return True
-        return self._lasts_s(batches - gathered + waiting) <= max(_LEAST_AHEAD_S, ahead_s)
-
-    def _lasts_s(self, batches: int) -> float:
-        return math.inf if self._batch_s is None or self._noted < self._least else batches * self._batch_s
+        if self._batch_s is None or self._noted < self._least:
+            return False
+        return (batches - gathered + waiting) * self._batch_s <= max(_LEAST_AHEAD_S, ahead_s)

@@ -28,8 +28,8 @@ class Schedule:
 
     Invariants: `_next` is the one segment not yet prepared that follows all others; a request is stale once its
     generation or its epoch is past, and nothing stale is ever delivered; no batches are added while `prefetch`
-    or more of them wait. Who waits has a condition of its own, so that a batch wakes up one thread: the trainer
-    `_batches` (or an epoch's length), the gathering thread `_room` (or a segment), the preparing one `_work`.
+    or more of them wait. A condition for each thread, so that a batch wakes up one: the trainer waits for `_batches`
+    (or a length), the gathering thread for `_room` (or a segment), the preparing one for `_work`.
     """
 
     def __init__(self, prefetch: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,7 +88,8 @@ class Schedule:
     def take(self, epoch: int, timeout_s: float) -> Parcel:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
         with self._lock:
-            self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
+            if not self._shelf.holds(epoch):
+                self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
             parcel = self._shelf.take()
             self._pace.note(len(parcel.batches))
             if self._shelf.has_room_again:
@@ -187,8 +188,7 @@ class Schedule:
     def to_open(self) -> Segment | None:
         """The segment being gathered, if not all of its shards are open."""
         segment = self._gathering
-        is_done = segment is None or segment.opened_ahead or segment.maps.all_mapped
-        return None if is_done else segment
+        return None if segment is None or segment.opened_ahead or segment.maps.all_mapped else segment
 
     # --- the thread that gathers
 
