@@ -21,7 +21,7 @@ import cachestream as cs
 from benchmarks.measure import emit, scratch
 from benchmarks.pagecache import cached_share, evict, fio_gb_per_s
 from benchmarks.warm import BATCH, BATCH_BYTES, FLOATS, fill
-from cachestream.training.ahead import Coldness
+from cachestream.training.coldness import Coldness
 
 DEPTH = 16
 

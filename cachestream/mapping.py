@@ -83,6 +83,12 @@ class FileMap:
             raise error
         return False
 
+    def expect_random(self) -> None:
+        """Let a page fault read its page alone. Otherwise the kernel reads what lies around it, too (128 KiB as a rule, 8 MiB
+        where `read_ahead_kb` says so), which throws out what other batches need where a cache is larger than memory.
+        """
+        _libc.madvise(self.address, self.size_bytes, mmap.MADV_RANDOM)
+
     def is_cached(self, start: int, stop: int) -> bool:
         """Whether the pages of [start, stop) are in memory; True also where the kernel does not tell us."""
         start -= start % mmap.PAGESIZE

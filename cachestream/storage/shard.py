@@ -241,6 +241,10 @@ class MappedShard:
             if xxhash.xxh3_64_hexdigest(data.data) != self.checksums.get(name):
                 raise self._corrupt(f"checksum mismatch in column '{name}'")
 
+    def expect_random(self) -> None:
+        """From now on samples are read here and there, and asked for before they are read."""
+        self._map.expect_random()
+
     def close(self) -> None:
         """Unmap, unless arrays on the map are still alive (then with the last of them)."""
         self.__dict__.pop("_bytes", None)

@@ -7,68 +7,30 @@ whenever the process has waited for the disk, until all that is asked for turns 
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 
-from cachestream.mapping import ask_for_all, count_cached
+from cachestream.mapping import ask_for_all
 from cachestream.model import IntArray
+from cachestream.training.coldness import Coldness
 from cachestream.training.epoch import Segment
 from cachestream.training.gather import fixed_row_bytes
 from cachestream.training.locality import LocalOrder
-from cachestream.training.maps import EpochMaps, FieldAddresses
-from cachestream.training.memory import gather_rows
 from cachestream.training.plan import Order, TailOrder
+from cachestream.training.stretches import addresses_of
 
-__all__ = ["AHEAD_BYTES", "Coldness", "ReadAhead", "addresses_of", "merged"]
+__all__ = ["AHEAD_BYTES", "ReadAhead"]
 
 AHEAD_BYTES: Final = 64 << 20  # at the least two batches
 _MOST_BATCHES: Final = 64
 _STEP_BYTES: Final = 1 << 20  # small batches are looked at a few at a time
 _SAMPLES: Final = 4  # pages looked at in each step
 _FIRST_SAMPLES: Final = 16
-_ENOUGH: Final = 256  # pages in memory, one after the other, after which nothing is missing any more
 _PENDING: Final = 2
-_UNSEEN: Final = 1
 _NOTHING: Final[IntArray] = np.empty(0, np.int64)
-
-
-def count_faults() -> int:
-    """How often this process has waited for a page from the disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-
-
-class Coldness:
-    """Whether pages are missing. It is to be seen at the first look; then, from when the process has waited for the
-    disk, until `_ENOUGH` pages that were asked for were there, one after the other.
-    """
-
-    def __init__(self, faults: Callable[[], int] = count_faults) -> None:
-        self._faults = faults
-        self._seen = -1
-        self._left = _UNSEEN
-
-    def look(self) -> bool:
-        """Whether to see what is missing now."""
-        before, self._seen = self._seen, self._faults()
-        if 0 <= before < self._seen:
-            self._left = _ENOUGH
-        return self._left > 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether nothing has been seen yet."""
-        return self._left == _UNSEEN
-
-    def note(self, pages: int, cached: int) -> None:
-        """`cached` of `pages` that will be needed are in memory."""
-        if cached < pages:
-            self._left = _ENOUGH
-        else:
-            self._left = max(0, self._left - pages)
 
 
 class ReadAhead:
@@ -104,20 +66,16 @@ class ReadAhead:
         if len(self._pending) >= _PENDING:
             return
         if self._coldness.is_first:
-            self._look(self._first_of(batch), _FIRST_SAMPLES)
+            self._coldness.see(self._first_of(batch), _FIRST_SAMPLES)
             if not self._coldness.look():
                 return
         starts, stops = self._coming(batch)
         if not len(starts):
             return
-        self._look(starts, _SAMPLES)
+        self._coldness.see(starts, _SAMPLES)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
         self._pending.append(self._thread.submit(self._ask, starts, stops))
-
-    def _look(self, addresses: IntArray, most: int) -> None:
-        some = addresses[:: -(-len(addresses) // most) or 1]
-        self._coldness.note(len(some), count_cached(some))
 
     def _first_of(self, batch: int) -> IntArray:
         """Addresses of the first samples of `batch`."""
@@ -167,64 +125,3 @@ def _innermost(order: Order) -> tuple[Order, int]:
         offset += order.start
         order = order.order
     return order, offset
-
-
-def addresses_of(
-    maps: EpochMaps, row_bytes: dict[str, int], starts: IntArray, stops: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Where samples `starts` up to `stops` lie, as far as their shards are mapped: addresses of the first bytes and of
-    those after the last, of each field, those that touch merged. `row_bytes` are those of the fields of one shape.
-    """
-    shards, rows, counts = _split(maps, starts, stops)
-    mapped = maps.mapped[shards]
-    shards, rows, counts = shards[mapped], rows[mapped], counts[mapped]
-    begins, ends = [_NOTHING], [_NOTHING]
-    for name, num_bytes in row_bytes.items():
-        places = maps.fields[name]
-        if places.field.shape is None:
-            low, high = _varying(maps, places, shards, rows, counts)
-        else:
-            low = places.base[shards] + rows * num_bytes
-            high = low + counts * num_bytes
-        begins.append(low)
-        ends.append(high)
-    return merged(np.concatenate(begins), np.concatenate(ends))
-
-
-def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Stretches of samples as parts that lie in one shard each: shard, first row and number of rows."""
-    parts = [(_NOTHING, _NOTHING, _NOTHING)]
-    while len(starts):
-        shards, rows = maps.locate(starts)
-        ends = np.minimum(stops, maps.starts[shards + 1])
-        parts.append((shards, rows, ends - starts))
-        more = ends < stops
-        starts, stops = ends[more], stops[more]
-    shards, rows, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return shards, rows, counts
-
-
-def _varying(
-    maps: EpochMaps, places: FieldAddresses, shards: IntArray, rows: IntArray, counts: IntArray
-) -> tuple[IntArray, IntArray]:
-    lengths = places.row_bytes[shards]
-    low = places.base[shards] + rows * lengths
-    high = low + counts * lengths
-    ragged = np.flatnonzero(lengths < 0)
-    if len(ragged):
-        shards, rows, counts = shards[ragged], rows[ragged], counts[ragged]
-        table, window = places.offsets[shards], maps.window
-        base, unit = places.base[shards], places.item_bytes
-        low[ragged] = base + unit * gather_rows(window, table + rows * 8, 1)[:, 0]
-        high[ragged] = base + unit * gather_rows(window, table + (rows + counts) * 8, 1)[:, 0]
-    return low, high
-
-
-def merged(begins: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
-    """The ranges from `begins` up to `ends`, sorted, with those that overlap or touch as one; without empty ones."""
-    some = begins < ends
-    order = np.argsort(begins[some], kind="stable")
-    begins, ends = begins[some][order], np.maximum.accumulate(ends[some][order]) if some.any() else ends[some]
-    fresh = np.append(True, begins[1:] > ends[:-1])[: len(begins)]
-    last = np.append(fresh[1:], True)[: len(begins)]
-    return begins[fresh], ends[last]

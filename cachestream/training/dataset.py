@@ -21,6 +21,7 @@ from cachestream.training.buffers import BufferPool
 from cachestream.training.gather import Block, Columns, Gatherer, Listing
 from cachestream.training.maps import EpochMaps
 from cachestream.training.threads import one_thread
+from cachestream.training.together import ReadTogether
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,8 +125,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
 
     def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
         if (listing := self._listing) is not None:
+            self._reading.reach(where)
             return listing.block(where)
         block = gatherer.block(*_mapped(gatherer.maps, where))
+        self._reading.reach(where)
         self._listing = Listing.of(gatherer.maps)
         return block
 
@@ -140,6 +143,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             if self._gatherer is None:
                 self._maps = EpochMaps(self.snapshot, self._maps)
                 self._gatherer = Gatherer(self._maps, self._pool)
+                self._reading = ReadTogether(self._maps)
             yield self._gatherer
 
     def _follow_fork(self) -> None:

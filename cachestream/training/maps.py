@@ -172,6 +172,7 @@ class EpochMaps:
             shard.verify()
             _check_offsets(shard)
             self.verified.add(shard_id)
+        shard.expect_random()  # not before: it is verified from end to end
         return shard
 
     def _insert(self, place: int, shard: MappedShard) -> None:

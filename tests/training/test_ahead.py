@@ -20,13 +20,15 @@ from cachestream import EpochDataset
 from cachestream.mapping import FileMap, ask_for_all, count_cached
 from cachestream.model import IntArray
 from cachestream.permutation import Permutation
-from cachestream.training.ahead import Coldness, ReadAhead, addresses_of, merged
+from cachestream.training.ahead import ReadAhead
+from cachestream.training.coldness import Coldness
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.gather import fixed_row_bytes
 from cachestream.training.locality import LocalOrder
 from cachestream.training.maps import EpochMaps
 from cachestream.training.plan import Order, Plan, ShuffledOrder, TailOrder, count_batches
 from cachestream.training.resume import Record
+from cachestream.training.stretches import addresses_of, merged
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 
@@ -114,7 +116,7 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
     order: str, ranks: int, new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = opened(new_cache)
-    monkeypatch.setattr("cachestream.training.ahead.count_cached", lambda _: 0)
+    monkeypatch.setattr("cachestream.training.coldness.count_cached", lambda _: 0)
     for place in range(ranks):
         segment = segment_of(maps, ORDERS[order], 3, ranks, place)
         asked: list[tuple[IntArray, IntArray]] = []
@@ -141,7 +143,7 @@ def test_nothing_is_asked_for_while_all_is_there(
 ) -> None:
     maps = opened(new_cache)
     # What was written a moment ago is there, but nobody promises it.
-    monkeypatch.setattr("cachestream.training.ahead.count_cached", len)
+    monkeypatch.setattr("cachestream.training.coldness.count_cached", len)
     ahead = ReadAhead(segment_of(maps, ORDERS["shuffled"], 3, 1, 0), Coldness(lambda: 0), refuse)
     for batch in range(10):
         ahead.reach(batch)
