@@ -1,9 +1,9 @@
 """A cache larger than memory: `python -m benchmarks.beyond [bytes of a sample] [rounds]`, as root.
 
-A cache of 3 GB is read by a process that a control group allows 1 GB of memory, page cache included: shuffled fully,
-within windows that fit in memory twice and more, and in order, and by a DataLoader; beside a memmap of the same samples that is batched by hand.
-Each is timed for 10 s, after twice the memory has been read, or 10 s. Told are samples a second, and how many bytes were read from
-the disk for each byte delivered. Every batch is checked. It needs Linux, and room for 6 GB.
+A cache of 3 GB is read by a process that a control group allows 1 GB of memory, page cache included: shuffled fully, within
+windows, and in order by the EpochLoader, shuffled by a DataLoader; beside a memmap of the same samples that is batched by
+hand. Each is timed for 10 s, after twice the memory has been read, or 10 s. Told are samples a second, and how many bytes
+were read from the disk for each byte delivered. Every batch is checked. It needs Linux, and room for 6 GB.
 """
 
 from __future__ import annotations
