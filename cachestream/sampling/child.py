@@ -10,15 +10,25 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
 from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import Death, Suspicion, hanging_positions, suspicions
 from cachestream.sampling.job import write_frame
+from cachestream.sampling.kinship import end_group, kill_group
 from cachestream.storage.board import ENDED, STARTING, Board
 
-__all__ = ["Child", "import_path", "start_python", "start_sampling"]
+__all__ = [
+    "Child",
+    "end_process",
+    "import_path",
+    "poll_process",
+    "start_python",
+    "start_sampling",
+    "words_of",
+]
 
 _LAST_WORDS_BYTES: Final = 8192
 logger = logging.getLogger("cachestream.worker")
@@ -31,8 +41,13 @@ _BOOT: Final = (
 
 
 def import_path() -> tuple[str, ...]:
-    """Where this process imports from, as another one can."""
-    return tuple(path or os.getcwd() for path in sys.path)
+    """Where this process imports from, as another one can: what is no text, as a Path, Python passes over."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # removed: nothing can be imported from there
+        here = ""
+    entries: Iterable[object] = sys.path
+    return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
 
 
 def start_python(
@@ -55,7 +70,28 @@ def start_sampling(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=(job_fd,),
+        start_new_session=True,  # as the fork server gives them
     )
+
+
+def poll_process(process: subprocess.Popen[bytes] | Forked) -> int | None:
+    """Its exit code, None while it runs. What it started goes with it, but for what has a session of its own."""
+    if process.pid is not None and process.returncode is None:
+        end_group(process.pid)
+    return process.poll()
+
+
+def end_process(process: subprocess.Popen[bytes] | Forked) -> None:
+    """End it now, with all that it started."""
+    if process.pid is not None and poll_process(process) is None:
+        kill_group(process.pid)
+    process.kill()
+    process.wait(timeout=5.0)
+
+
+def words_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """What a process says, line by line. One that never ends its line comes in pieces: memory is bounded."""
+    return iter(lambda: stream.readline(_LAST_WORDS_BYTES), b"")
 
 
 class Child:
@@ -83,6 +119,11 @@ class Child:
     def running(self) -> bool:
         return self._process is not None
 
+    @property
+    def pids(self) -> list[int | None]:
+        """The process's number while it runs; None where it is not known yet."""
+        return [] if self._process is None else [self._process.pid]
+
     def start(self, now_s: float) -> None:
         """Start the process; its output becomes its last words, and goes to the log."""
         self._board.clear_flights(self.index)
@@ -106,8 +147,8 @@ class Child:
 
     def _listen(self, stream: IO[bytes]) -> None:
         with stream:
-            for line in stream:
-                self._words.append(line[-_LAST_WORDS_BYTES:])
+            for line in words_of(stream):
+                self._words.append(line)
                 logger.info("process %d: %s", self.index, line[:1000].decode("utf-8", "replace").rstrip())
 
     def _work(self) -> int:
@@ -139,7 +180,7 @@ class Child:
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
         """How the process ended, whom it leaves under suspicion, and in which pass; None while it runs."""
-        if self._process is None or (code := self._process.poll()) is None:
+        if self._process is None or (code := poll_process(self._process)) is None:
             return None
         process, self._process = self._process, None
         if process.stdin is not None:
@@ -178,8 +219,7 @@ class Child:
     def kill(self) -> None:
         """End the process now."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=5.0)
+            end_process(self._process)
 
 
 def _is_stopped(pid: int) -> bool:

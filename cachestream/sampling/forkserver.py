@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import IO, Any, Final
 
 from cachestream.sampling.kinship import adopt_orphans, die_with_parent, name_process
+from cachestream.sampling.surroundings import let_go_of_terminal
 
 __all__ = ["ForkServer", "Forked"]
 
@@ -184,10 +185,7 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
     die_with_parent()
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nothing = os.open(os.devnull, os.O_RDWR)  # its supervisor's pipes to the caller are not to be kept open
-    for fd in (0, 1, 2):
-        os.dup2(nothing, fd)
-    os.close(nothing)
+    let_go_of_terminal()  # nor are its supervisor's pipes to the caller to be kept open
     for module in _OURS:
         importlib.import_module(module)
     _load(protocols)
@@ -200,7 +198,7 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
             return
         message = json.loads(said)
         _load(message.get("protocols", ()))
-        if fds:
+        if "module" in message:  # an answer for each, also where the system had no room for the descriptors
             supervisor.send(_PID.pack(_fork(message["module"], message["job_fd"], fds, supervisor, parent)))
             for fd in fds:
                 os.close(fd)
@@ -227,6 +225,7 @@ def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, p
                 if pid:
                     os.write(to_us, _PID.pack(pid))
                     os._exit(0)
+                os.setsid()  # what it starts shall be told from others' children, and go with it
                 for fd in (from_between, to_us):
                     os.close(fd)
                 supervisor.close()

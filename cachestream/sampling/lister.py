@@ -11,17 +11,18 @@ from collections import deque
 from typing import IO, Final
 
 from cachestream.remote.stored import read_mark
-from cachestream.sampling.child import start_sampling
+from cachestream.sampling.child import end_process, poll_process, start_sampling, words_of
 from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import START_DEADLINE_S
 from cachestream.sampling.job import Job, write_frame
 from cachestream.sampling.listings import Listings
-from cachestream.sampling.process import EXIT_FATAL
+from cachestream.sampling.process import EXIT_FATAL, EXIT_FULL
 
 __all__ = ["Lister", "ListingError"]
 
 _MOST_DEATHS: Final = 5
 _LONGEST_PAUSE_S: Final = 5.0
+_FULL_PAUSE_S: Final = 2.0
 _LAST_WORDS_BYTES: Final = 8192
 _LEAST_PATIENCE_S: Final = 5.0  # it shows life every half a second
 logger = logging.getLogger("cachestream.worker")
@@ -56,6 +57,11 @@ class Lister:
         """Whether it lists, or is about to."""
         return self._process is not None or self._start_at_s is not None
 
+    @property
+    def pids(self) -> list[int | None]:
+        """The process's number while it runs; None where it is not known yet."""
+        return [] if self._process is None else [self._process.pid]
+
     def begin(self) -> None:
         """List what is missing of the current listing."""
         self._listings.drop_next()
@@ -79,7 +85,7 @@ class Lister:
 
     def tick(self, now_s: float) -> None:
         """See how it is doing; raises ListingError where the current listing cannot go on."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and poll_process(self._process) is not None:
             self._ended(now_s)
         elif self._process is not None and self._hangs(now_s):
             logger.warning("the lister shows no sign of life: it is ended, and another one goes on")
@@ -95,8 +101,7 @@ class Lister:
     def stop(self) -> None:
         """End it: what it has stored of the current listing is good, and the next one begins anew."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=5.0)
+            end_process(self._process)
             self._reap()
             self._listings.drop_next()
         self._start_at_s = None
@@ -104,6 +109,7 @@ class Lister:
     def _start(self, is_next: bool) -> None:
         self._is_next, self._start_at_s = is_next, None
         self._started_s, self.life_s = time.monotonic(), None
+        self._listings.clean()  # one that died before its first mark has left files that nobody knows
         self._listed_before = self._listed
         self._process = start_sampling(
             "cachestream.sampling.listing", self._server, self._job.sys_path, self._job_fd
@@ -120,11 +126,11 @@ class Lister:
 
     def _listen(self, stream: IO[bytes]) -> None:
         with stream:
-            for line in stream:
+            for line in words_of(stream):
                 if line == b"\n":
                     self.life_s = time.monotonic()
                     continue
-                self._words.append(line[-_LAST_WORDS_BYTES:])
+                self._words.append(line)
                 logger.info("lister: %s", line[:1000].decode("utf-8", "replace").rstrip())
 
     @property
@@ -155,6 +161,9 @@ class Lister:
                 self.has_changed = self._listings.differs()
                 if not self.has_changed:
                     self._listings.drop_next()
+            return
+        if code == EXIT_FULL:
+            self._start_at_s = now_s + _FULL_PAUSE_S
             return
         words = b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
         self._deaths = self._deaths + 1 if self._listed == self._listed_before else 1

@@ -72,7 +72,7 @@ class Listings:
         """Read by the next listing from now on. No sampling process may run."""
         self.retire()
         os.replace(self.next, self.current)
-        self._clean()
+        self.clean()
 
     def retire(self) -> None:
         """Keep the current listing as an earlier one: what is cached of it is found by its names."""
@@ -94,11 +94,11 @@ class Listings:
         for path in self._earlier_marks():
             if path not in paths:
                 remove_if_there(path)
-        self._clean()
+        self.clean()
 
     def drop_next(self) -> None:
         remove_if_there(self.next)
-        self._clean()
+        self.clean()
 
     def drop(self) -> None:
         """Forget all listings."""
@@ -110,7 +110,8 @@ class Listings:
         names = [name for name in os.listdir(self.directory.worker) if _EARLIER.fullmatch(name)]
         return [self.directory.worker_file(name) for name in names]
 
-    def _clean(self) -> None:
+    def clean(self) -> None:
+        """Remove what no mark knows: a writer that died has left it. None may be at work."""
         paths = [self.current, self.next, *self._earlier_marks()]
         marks = [read_mark(path) for path in paths]
         kept = {name for mark in marks if mark is not None for name in file_names(mark.stem)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.sampling.coverage import gaps
 from cachestream.sampling.fetch import Flight
 from cachestream.sampling.job import Job
+from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.lots import Lot, runs
 from cachestream.sampling.outbox import OpenShard, Outbox
 from cachestream.sampling.pace import is_due, max_age_s, target_bytes
@@ -46,6 +48,7 @@ class Packing:
         self.row: PassRow | None = None
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
         self._transform = transform
+        self._pid = os.getpid()
         self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
         self._open = OpenShard()
         self._limit_bytes = cache.size_limit
@@ -95,6 +98,7 @@ class Packing:
         try:
             return self._transform(sample)
         finally:
+            end_if_forked(self._pid)
             slot["alone"] = 0
             slot["transform_s"] += time.monotonic() - begun_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ from cachestream.remote.source import Rows, RowsSource, Source
 from cachestream.remote.throttle import Throttle
 from cachestream.sampling.fetch import Flight
 from cachestream.sampling.job import Job
+from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.known import keep_all
 from cachestream.sampling.lots import Item, Lot, approximate_bytes, gather
 from cachestream.sampling.order import PassPlan
@@ -51,6 +53,7 @@ class UnitReader:
         in_rows: bool = False,
     ) -> None:
         self.plan: PassPlan | None = None
+        self._pid = os.getpid()
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
             source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
         )
@@ -95,6 +98,7 @@ class UnitReader:
                     delays = backoff_delays(random.Random()) if delays is None else delays
                     self._pause(next(delays))
         finally:
+            end_if_forked(self._pid)
             self._refund()
             slot["flights"][number] = 0
 
@@ -106,6 +110,7 @@ class UnitReader:
         self._refund()
         offset, beat_s = 0, 0.0
         for item in self._read(flight.unit, rng):
+            end_if_forked(self._pid)
             if (now_s := time.monotonic()) - beat_s >= BEAT_S:
                 self.beat(number)
                 beat_s = now_s

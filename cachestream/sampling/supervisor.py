@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import math
 import os
 import random
 import signal
@@ -19,19 +20,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
+from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, WorkerError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
 from cachestream.sampling.curriculum import draw_curriculum
 from cachestream.sampling.forkserver import ForkServer
-from cachestream.sampling.health import START_DEADLINE_S, Death, is_crash_loop, longest_pause_s
+from cachestream.sampling.health import START_DEADLINE_S, Death, Suspicion, is_crash_loop, longest_pause_s
 from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
-from cachestream.sampling.kinship import name_process
+from cachestream.sampling.kinship import name_process, reap_orphans
 from cachestream.sampling.lister import Lister, ListingError
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import all_units, check_drawn
 from cachestream.sampling.passes import begin, go_on
-from cachestream.sampling.process import EXIT_FATAL, EXIT_RESTART
+from cachestream.sampling.process import EXIT_FATAL, EXIT_FULL, EXIT_RESTART
+from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
 from cachestream.storage.cache import Cache
@@ -46,6 +48,8 @@ _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
 _LOG_BYTES: Final = 64 * 1024
 _LOCK_TIMEOUT_S: Final = 1.0
+_FULL_PAUSE_S: Final = 2.0
+_SAY_AGAIN_S: Final = 60.0
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -65,6 +69,7 @@ class Supervisor:
         self._job = job
         self._cache = cache
         self._lock = lock
+        self._server = server
         self._board = Board(cache.directory.worker_file("board"))
         self._board.reset(os.getpid(), job.num_workers, time.monotonic())
         server.load(job.protocols)
@@ -78,6 +83,9 @@ class Supervisor:
         self._wardens = Wardens(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
+        self._unrecorded: list[tuple[int, Suspicion, str]] = []
+        self._full_said_s = -math.inf
+        self._has_promoted = False
         self._sampler: Any = None
         self._leaving: HeldFile | None = None
         self._resting = False
@@ -104,8 +112,11 @@ class Supervisor:
             logger.exception("giving up")
             self._give_up(str(error) or type(error).__name__, words)
             return 1
-        if self._state == "filling":
-            self._say("stopped")
+        try:
+            if self._state == "filling":
+                self._say("stopped")
+        except CacheFullError:
+            logger.exception("the end could not be recorded")
         return 0
 
     def _give_up(self, message: str, words: str) -> None:
@@ -154,6 +165,10 @@ class Supervisor:
             self._tick(time.monotonic())
         except CacheLockedError:
             logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
+        except CacheFullError as error:  # by others: what was left undone is done once there is space again
+            if (now_s := time.monotonic()) - self._full_said_s > _SAY_AGAIN_S:
+                self._full_said_s = now_s
+                logger.warning("%s; waiting for that", error)
 
     def _tick(self, now_s: float) -> None:
         for child in self._children:
@@ -161,7 +176,9 @@ class Supervisor:
             self._reap(child, now_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
+            self._look_after_orphans()
             self._keep_house()
+        self._record_suspects()
         self._watch_lister(now_s)
         if not any(child.running or child.start_at_s is not None for child in self._children):
             self._next_pass(now_s)
@@ -181,6 +198,9 @@ class Supervisor:
         if death.orderly and death.returncode == EXIT_RESTART:
             child.start_at_s = now_s
             return
+        if death.orderly and death.returncode == EXIT_FULL:
+            child.start_at_s = now_s + _FULL_PAUSE_S
+            return
         logger.warning("sampling process %d %s", child.index, death)
         if death.orderly and death.returncode == EXIT_FATAL:
             raise _GiveUpError(_last_error(child.last_words), child.last_words)
@@ -192,9 +212,24 @@ class Supervisor:
             )
         self._board.count_restart()
         child.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
+        self._unrecorded += [(pass_id, suspicion, str(death)) for suspicion in suspects]
+
+    def _record_suspects(self) -> None:
+        """Before another process reads them."""
+        if not self._unrecorded:
+            return
         with self._cache.catalogue.transaction() as tables:
-            for suspicion in suspects:
-                tables.add_suspect(pass_id, suspicion.position, suspicion.weight, str(death))
+            for pass_id, suspicion, how in self._unrecorded:
+                tables.add_suspect(pass_id, suspicion.position, suspicion.weight, how)
+        self._unrecorded.clear()
+
+    def _look_after_orphans(self) -> None:
+        """Nobody waits for what transforms leave behind, but us."""
+        self._server.listen()
+        waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
+        known = [pid for pid in waited_for if pid is not None]
+        if len(known) == len(waited_for):  # else one might be of a process that we do not know yet
+            reap_orphans(known)
 
     def _watch_lister(self, now_s: float) -> None:
         try:
@@ -209,13 +244,14 @@ class Supervisor:
             self._lister.look_for_changes()
         if self._lister.running and not self._resting:
             return  # whether this was all will be known at its end
-        has_changed = self._lister.promote()
-        has_more = go_on(self._cache, self._job, self.draw, has_changed=has_changed)
+        self._has_promoted |= self._lister.promote()  # until a pass over it has begun
+        has_more = go_on(self._cache, self._job, self.draw, has_changed=self._has_promoted)
+        has_changed, self._has_promoted = self._has_promoted, False
         self._set_looking(False)
         if not has_more:
             if not self._resting:
-                self._resting = True
                 self._say("complete", self._skipped())
+                self._resting = True
             return
         self._resting = False
         if self._job.growing and not has_changed:
@@ -226,9 +262,9 @@ class Supervisor:
     def _set_looking(self, looking: bool) -> None:
         """Tell those who wait for the end of the pass that it is not known yet which pass that is."""
         if looking != self._is_looking:
-            self._is_looking = looking
             with self._cache.catalogue.transaction() as tables:
                 tables.set_meta("is_looking", int(looking))
+            self._is_looking = looking
 
     def _skipped(self) -> str:
         with self._cache.catalogue.reading() as tables:
@@ -274,11 +310,11 @@ class Supervisor:
     def _say(self, state: str, message: str = "", words: str = "") -> None:
         if state == self._state:
             return
-        self._state = state
         with self._cache.catalogue.transaction() as tables:
             tables.set_meta("fill_state", state)
             tables.set_meta("fill_message", message)
             tables.set_meta("fill_traceback", words)
+        self._state = state
 
     def _end(self) -> None:
         self._lister.stop()
@@ -292,13 +328,17 @@ class Supervisor:
         for child in self._children:
             child.kill()
         self._wardens.clear_requests()
-        self._cache.recover()  # what was killed in the middle of a shard leaves nothing
-        self._keep_house()
+        try:
+            self._cache.recover()  # what was killed in the middle of a shard leaves nothing
+            self._keep_house()
+        except CacheFullError:
+            logger.exception("left to the next who opens the cache")
 
 
 def main() -> None:
     """The supervisor's main: the job comes through stdin, one answer goes to stdout."""
     name_process("cs-supervisor")
+    begin_clean()
     server = ForkServer(sys.argv[1:])  # first of all: it must not have what is opened and locked below
     try:
         supervisor = _begin(server)
@@ -332,7 +372,7 @@ def _begin(server: ForkServer) -> Supervisor | None:
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     logger.info("started, %d left-over files removed", removed)
-    _let_go_of_terminal()
+    let_go_of_terminal()
     return supervisor
 
 
@@ -357,11 +397,3 @@ def _open_log(cache: Cache) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-
-
-def _let_go_of_terminal() -> None:
-    """The worker outlives the terminal it was started from, and must not write to it."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nothing, fd)
-    os.close(nothing)

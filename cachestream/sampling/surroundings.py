@@ -1,0 +1,29 @@
+"""What a background process has from whoever started it, and must not keep: signals, and standard input and output."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+__all__ = ["begin_clean", "let_go_of_terminal"]
+
+
+def begin_clean() -> None:
+    """Not as the caller may be: deaf to its children's deaths and to signals, or without standard files.
+
+    A signal that is ignored or blocked stays so in what a process starts; the first file opened after one of these
+    was closed would take its place.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(fd)
+
+
+def let_go_of_terminal() -> None:
+    """The worker outlives the terminal it was started from, and must not write to it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
