@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, overload
 
@@ -142,10 +143,16 @@ class NamesWriter:
         self.mark = mark
         folder = os.path.dirname(path)
         names, ends = file_names(mark.stem)
-        self._names = _open(os.path.join(folder, names), mark.size_bytes)
-        self._ends = _open(os.path.join(folder, ends), (mark.count + 1) * _OFFSET_BYTES if mark.count else 0)
-        if not mark.count:
-            _write(self._ends, bytes(_OFFSET_BYTES))
+        with ExitStack() as stack:
+            self._names = _open(os.path.join(folder, names), mark.size_bytes)
+            stack.callback(os.close, self._names)
+            self._ends = _open(
+                os.path.join(folder, ends), (mark.count + 1) * _OFFSET_BYTES if mark.count else 0
+            )
+            stack.callback(os.close, self._ends)
+            if not mark.count:
+                _write(self._ends, bytes(_OFFSET_BYTES))
+            stack.pop_all()
 
     def add(self, names: Sequence[str], is_complete: bool) -> None:
         """Write `names`; they are there for all once this returns, whatever dies after it."""
@@ -179,8 +186,12 @@ class NamesWriter:
 def _open(path: str, size_bytes: int) -> int:
     """The file at `path`, cut to `size_bytes`, to be written after them."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.ftruncate(fd, size_bytes)
-    os.lseek(fd, size_bytes, os.SEEK_SET)
+    try:
+        os.ftruncate(fd, size_bytes)
+        os.lseek(fd, size_bytes, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

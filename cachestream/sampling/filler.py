@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from cachestream.errors import (
+    CacheFullError,
     SampleError,
     SourceError,
     SourceUnavailableError,
@@ -146,7 +147,7 @@ class Filler:
                 self._job.num_workers,
                 self._listing,
             )
-        except NotYetError:
+        except (NotYetError, CacheFullError):  # or others have filled the disk: they may free it again
             self._claim_at_s = now_s + _TICK_S
             return False
         other_pass = (

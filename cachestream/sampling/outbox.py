@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final
@@ -98,14 +99,14 @@ class Outbox:
             if shard.packer.num_samples:
                 self._publish(shard, shard.row)
             else:
-                self._publisher.commit(shard.tally.progress(shard.row.id))
+                self._commit(shard, shard.row)
         except SchemaMismatchError as error:
             # Another process published samples of another kind first: what ours began with is the odd one,
             # and what was skipped because of that may fit.
             raise StartAgainError from error
         except SampleError as error:
             shard.tally.skipped("sample", error, "the only sample of a shard", shard.packer.num_samples)
-            self._publisher.commit(shard.tally.progress(shard.row.id))
+            self._commit(shard, shard.row)
         self.schema = self._cache.schema
         shard.clear()
         self._slot["publish_s"] += time.monotonic() - begun_s
@@ -115,22 +116,39 @@ class Outbox:
         content = shard.packer.content(self._fill(shard.tally, row))
         progress = shard.tally.progress(row.id)
         may_evict = self._job.when_full == "evict"
+
+        def publish() -> bool:
+            spans = shard.tally.spans
+            return self._publisher.publish(content, spans, progress, may_evict=may_evict) is not None
+
+        if self._insist(publish, lambda: self._check_fits(content)):
+            self.published += 1
+            self._slot["written_bytes"] += content.data_bytes
+
+    def _commit(self, shard: OpenShard, row: PassRow) -> None:
+        progress = shard.tally.progress(row.id)
+
+        def commit() -> bool:
+            self._publisher.commit(progress)
+            return True
+
+        self._insist(commit, lambda: None)
+
+    def _insist(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
+        """Try until there is space; False when told to stop before that. `check` raises where there never will be."""
         wait_s, longest_s = _SPACE_WAITS_S
         while True:
             self._slot["state"] = WRITING
             try:
-                done = self._publisher.publish(content, shard.tally.spans, progress, may_evict=may_evict)
+                if attempt():
+                    return True
             except CacheFullError:
-                done = None  # the disk itself is full: as good as no space
-            if done is not None:
-                self.published += 1
-                self._slot["written_bytes"] += content.data_bytes
-                return
-            self._check_fits(content)
+                pass  # the disk itself is full: as good as no space
+            check()
             self._slot["state"] = NO_SPACE
             if self._stop.wait(wait_s):
                 self._gave_up = True
-                return
+                return False
             self._slot["space_wait_s"] += wait_s
             wait_s = min(longest_s, 2 * wait_s)
 

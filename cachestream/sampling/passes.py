@@ -20,6 +20,7 @@ from cachestream.sampling.order import PassPlan
 from cachestream.storage.admission import Owner, disk_footprint
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.tables import PassRow, Tables
 
 __all__ = ["begin", "go_on", "order_file", "pass_is_open"]
@@ -194,7 +195,10 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
                 f"no space for the order of {len(drawn)} units: {cache.admission.shortage(size_bytes)}"
             )
         try:
-            with open(path + ".new", "wb", opener=_private) as file:
+            with (
+                translated_disk_errors(path, "saving what the sampler drew"),
+                open(path + ".new", "wb", opener=_private) as file,
+            ):
                 np.save(file, drawn)
                 file.flush()
                 os.fsync(file.fileno())

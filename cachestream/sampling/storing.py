@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cachestream.errors import CacheFullError
+from cachestream.errors import CacheError, CacheFullError
 from cachestream.remote import pulse
 from cachestream.remote.growing import GrowingSource
 from cachestream.remote.names import Names
@@ -21,6 +21,7 @@ from cachestream.remote.stored import NamesWriter, StoredNames, read_mark
 from cachestream.sampling.listings import Listings
 from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
+from cachestream.storage.faults import translated_disk_errors
 
 __all__ = ["Store", "keep_names", "list_all", "open_store", "store_rest"]
 
@@ -54,7 +55,8 @@ class Store:
             if self.wait(_SPACE_TICK_S):
                 return
         try:
-            self.writer.add(names, is_complete=is_complete)
+            with translated_disk_errors(self.cache.directory.worker, "storing the names that are listed"):
+                self.writer.add(names, is_complete=is_complete)
             self.last = names[-1] if names else self.last
         finally:
             admission.cancel(reserved)
@@ -92,11 +94,17 @@ def keep_names(source: Any, cache: Cache) -> None:
     def give_up(_delay_s: float) -> bool:
         return True
 
+    def clean() -> None:  # what one that was killed has left, or refused by the disk, must not take the space
+        with suppress(OSError):
+            listings.clean()
+
+    clean()
     with (
-        suppress(OSError),
+        suppress(CacheError),  # filling goes on without
         open_store(source, cache, give_up, is_next=False, may_evict=False, is_complete=True),
     ):
         pass
+    clean()
 
 
 @contextmanager
@@ -114,7 +122,12 @@ def open_store(
     path = listings.next if is_next else listings.current
     mark = read_mark(path) or listings.new_mark(source.fingerprint)
     owner = Owner(cache.directory, f"listing-{secrets.token_hex(6)}")
-    writer = NamesWriter(path, mark)
+    try:
+        with translated_disk_errors(cache.directory.worker, "storing the names that are listed"):
+            writer = NamesWriter(path, mark)
+    except BaseException:
+        owner.release()
+        raise
     try:
         store = Store(cache, owner.name, writer, wait, may_evict)
         if mark.count:

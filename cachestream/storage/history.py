@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.private import open_private
 
 __all__ = ["ROW", "History", "read_history"]
@@ -53,7 +54,7 @@ class History:
         row = np.array([(now_s, *numbers)], ROW)
         if self._rows >= ROWS_AT_MOST:
             self._keep(read_history(self._path)[::2])
-        with open(self._path, "ab", opener=open_private) as file:
+        with translated_disk_errors(self._path), open(self._path, "ab", opener=open_private) as file:
             file.write(row.tobytes())
         self._rows += 1
         self._last_s = now_s

@@ -32,7 +32,6 @@ from cachestream.storage.admission import HEADROOM_BYTES, Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.leases import Lease
 from cachestream.storage.shard import shard_path
-from tests.storage.conftest import MEMORY
 from tests.storage.support import (
     Child,
     Line,
@@ -45,6 +44,7 @@ from tests.storage.support import (
     new_cache,
     publish,
 )
+from tests.support.fixtures import MEMORY
 
 LIMIT = 1_500_000
 SIZES = st.integers(1, 150_000)

@@ -1,9 +1,14 @@
-"""Fixtures for tests that need a remote."""
+"""Fixtures for tests that need a remote, or a disk of their own."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
 
 _numbers = itertools.count()
+MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +55,33 @@ def fetched() -> Iterator[list[int]]:
     pulse.install(seen.append)
     yield seen
     pulse.install(None)
+
+
+@pytest.fixture
+def fast_path() -> Iterator[Path]:
+    """A folder in memory, or an ordinary one: kills lose nothing there, and syncs cost nothing."""
+    usable = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 200 * 2**20
+    path = Path(tempfile.mkdtemp(prefix="cachestream-", dir=MEMORY if usable else None))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MB of its own, where the test may mount one."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no mount here: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        with suppress(subprocess.CalledProcessError):
+            subprocess.run(["umount", str(path)], check=True)

@@ -1,0 +1,111 @@
+"""Another program fills the disk while a worker runs: whatever happens then, the worker waits, and goes on when there is space."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.storage.history import ROW
+from tests.sampling.sources import Numbers
+from tests.sampling.support import DEADLINE_S, Processes, left_files, only_once, sampling_pids, wait_until
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def cache(small_disk: Path, processes: Processes) -> Iterator[Cache]:
+    """A cache on a disk of 8 MB; its worker is gone before the disk is."""
+    with Cache(small_disk / "cache", size_limit="4MB", min_free=0) as cache:
+        yield cache
+        processes.end()
+
+
+def fill(disk: Path) -> None:
+    """Take the last block of the disk."""
+    with open(disk / "theirs", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(BLOCK))
+        except OSError:
+            return
+
+
+def log_of(cache: Cache) -> str:
+    return Path(cache.directory.worker_file("log.txt")).read_text(encoding="utf-8")
+
+
+def last_shard(cache: Cache) -> int:
+    with cache.catalogue.reading() as tables:
+        return int(tables.meta("last_shard_id", 0))
+
+
+def wait_for_refusal(cache: Cache, disk: Path, worker: cs.Worker) -> None:
+    """Until the supervisor has met the full disk, and lives."""
+
+    def has_met_it() -> bool:
+        fill(disk)  # a transaction that ends gives its journal back
+        return not worker.is_alive() or "waiting for that" in log_of(cache)
+
+    wait_until(has_met_it, "the supervisor meets the full disk")
+    assert worker.is_alive(), log_of(cache)
+
+
+def check_that_it_goes_on(cache: Cache, disk: Path, worker: cs.Worker) -> None:
+    before = last_shard(cache)
+    os.unlink(disk / "theirs")
+    wait_until(lambda: last_shard(cache) > before + 1, "shards are published again")
+    assert cache.fill_state() == "filling"
+    worker.close()
+    only_once(cache)
+    assert cache.verify().ok
+    assert not left_files(cache)
+
+
+def test_processes_that_are_killed_while_the_disk_is_full_are_replaced(
+    cache: Cache, small_disk: Path
+) -> None:
+    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        cache.wait(20, DEADLINE_S)
+        pids = sampling_pids(cache)
+        fill(small_disk)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_for_refusal(cache, small_disk, worker)
+        check_that_it_goes_on(cache, small_disk, worker)
+
+
+def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Path) -> None:
+    rows = np.zeros(BLOCK // ROW.itemsize - 1, ROW)  # the next but one needs another block
+    rows["time_s"] = np.linspace(time.time() - 100.0, time.time() - 10.0, len(rows))
+    Path(cache.directory.worker_file("history")).write_bytes(rows.tobytes())
+    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(20, DEADLINE_S)
+        wait_for_refusal(cache, small_disk, worker)
+        check_that_it_goes_on(cache, small_disk, worker)
+
+
+def test_a_worker_is_stopped_in_time_while_the_disk_is_full(
+    cache: Cache, small_disk: Path, processes: Processes
+) -> None:
+    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    worker = cs.start_worker(cache, source, num_workers=2)
+    cache.wait(20, DEADLINE_S)
+    fill(small_disk)
+    worker.stop(DEADLINE_S)
+    processes.wait_until_gone()
+    os.unlink(small_disk / "theirs")
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        before = last_shard(cache)
+        wait_until(lambda: last_shard(cache) > before, "the next one publishes")
+    only_once(cache)
+    assert not left_files(cache)
