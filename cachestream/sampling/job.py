@@ -21,6 +21,7 @@ __all__ = [
     "Job",
     "Packed",
     "Payload",
+    "frame",
     "load_shared",
     "pack",
     "pack_sampler",
@@ -204,9 +205,14 @@ def _aligned(offset: int) -> int:
 
 def write_frame(stream: IO[bytes], value: Any) -> None:
     """Send one value through a pipe."""
-    data = pickle.dumps(value)
-    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.write(frame(value))
     stream.flush()
+
+
+def frame(value: Any) -> bytes:
+    """What `read_frame` reads."""
+    data = pickle.dumps(value)
+    return _LENGTH.pack(len(data)) + data
 
 
 def read_frame(stream: IO[bytes]) -> Any:

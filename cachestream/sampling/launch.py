@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import threading
+import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from cachestream.errors import CacheStreamError, WorkerError
 from cachestream.sampling.child import import_path, start_python
-from cachestream.sampling.job import Job, read_frame, write_frame
+from cachestream.sampling.job import Job, frame, read_frame
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import lock_file
 
@@ -92,11 +94,31 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
     try:
         # Outside: closing the pipe to a dead process sends what is left in the buffer, and fails again.
         with process.stdin, process.stdout:
-            write_frame(process.stdin, job)
-            readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
-            if readable:
+            deadline_s = time.monotonic() + START_TIMEOUT_S
+            if _send(process.stdin.fileno(), frame(job), deadline_s) and _is_ready(
+                process.stdout.fileno(), select.POLLIN, deadline_s
+            ):
                 return read_frame(process.stdout)
         problem = f"did not answer within {START_TIMEOUT_S:.0f} s"
     except (BrokenPipeError, EOFError):
         problem = f"ended at once (exit code {process.wait(timeout=5.0)}); its error is on stderr"
     raise WorkerError(f"the background worker for {job.root} {problem}")
+
+
+def _send(fd: int, data: bytes, deadline_s: float) -> bool:
+    """Write all of `data`; False at the deadline: a job is larger than a pipe, and who is to read it may be stopped."""
+    os.set_blocking(fd, False)
+    view = memoryview(data)
+    while view:
+        if not _is_ready(fd, select.POLLOUT, deadline_s):
+            return False
+        with suppress(BlockingIOError):
+            view = view[os.write(fd, view) :]
+    return True
+
+
+def _is_ready(fd: int, event: int, deadline_s: float) -> bool:
+    """Wait until `fd` can be read, written, or is at its end; False at the deadline."""
+    waiter = select.poll()  # select() takes no descriptor above 1023
+    waiter.register(fd, event)
+    return bool(waiter.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from PIL import Image
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError, WorkerError
+from cachestream.sampling import launch
 from tests.sampling.sources import Numbers
 from tests.sampling.support import (
     DEADLINE_S,
@@ -405,6 +407,35 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_a_worker_error(
     with pytest.raises(WorkerError, match="ended at once"):
         cs.start_worker(cache, Numbers(5))
     assert not processes.pids()
+
+
+def test_a_supervisor_that_takes_no_job_is_ended_at_the_deadline(
+    cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job is larger than a pipe, so that to send it would block."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr(launch, "START_TIMEOUT_S", 1.0)
+    large = bytes(1_000_000)
+    with pytest.raises(WorkerError, match="did not answer within 1 s"):
+        cs.start_worker(cache, Numbers(5), transform=lambda sample: (sample, large)[0])
+    assert not processes.pids()
+
+
+def test_a_worker_starts_from_a_process_with_a_thousand_open_files(cache: Cache) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2048 if before[1] == resource.RLIM_INFINITY else min(2048, before[1])
+    if most < 2048:
+        pytest.skip(f"no process may open more than {most} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        with cs.start_worker(cache, Numbers(5), num_workers=1) as worker:
+            assert worker.wait(DEADLINE_S)
 
 
 def test_scripts_find_the_package_under_test() -> None:
