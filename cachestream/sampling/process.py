@@ -56,7 +56,8 @@ def live_with_parent(stop: threading.Event) -> Any:
     stream = sys.stdin.buffer
     said = read_frame(stream)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    threading.Thread(target=_watch_parent, args=(stream, stop), name="parent", daemon=True).start()
+    fd = stream.fileno()
+    threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
     return said
 
 
@@ -97,10 +98,11 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
     return code
 
 
-def _watch_parent(stream: object, stop: threading.Event) -> None:
+def _watch_parent(fd: int, stop: threading.Event) -> None:
     """Wait for the end of the pipe from the supervisor; then stop, at once if that takes too long."""
-    with suppress(OSError, ValueError):
-        while stream.read(1):  # type: ignore[attr-defined]
+    # Not through sys.stdin, whose lock would be held for ever in what the user's code forks: multiprocessing closes it there.
+    with suppress(OSError):
+        while os.read(fd, 1):
             pass
     stop.set()
     time.sleep(GRACE_S)  # the process ends meanwhile, and this thread with it

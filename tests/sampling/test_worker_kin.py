@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
+import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -153,6 +156,32 @@ def test_a_copy_that_comes_back_from_a_source_does_not_do_its_work_too(
     source = ForksInRead(30)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    processes.wait_until_gone()
+
+
+class Computes:
+    """Has processes of its own compute, which it starts at first use and never ends."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def __call__(self, sample: Any) -> Any:
+        pools = self.__dict__.setdefault("pools", [])
+        if not pools:
+            context = multiprocessing.get_context(self.method)
+            pools.append(concurrent.futures.ProcessPoolExecutor(2, mp_context=context))
+        return {**sample, "sum": pools[0].submit(math.fsum, sample["x"].tolist()).result()}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
+    cache: Cache, processes: Processes, method: str
+) -> None:
+    source = Numbers(10)
+    with cs.start_worker(cache, source, num_workers=2, transform=Computes(method)) as worker:
+        assert worker.wait(DEADLINE_S)
+        assert not cache.status().failures
     assert only_once(cache) == source.keys()
     processes.wait_until_gone()
 
