@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import Death, Suspicion, hanging_positions, suspicions
 from cachestream.sampling.job import write_frame
-from cachestream.sampling.kinship import end_group, kill_group
+from cachestream.sampling.kinship import end_group, end_group_of_dead
 from cachestream.storage.board import ENDED, STARTING, Board
 
 __all__ = [
@@ -77,14 +77,14 @@ def start_sampling(
 def poll_process(process: subprocess.Popen[bytes] | Forked) -> int | None:
     """Its exit code, None while it runs. What it started goes with it, but for what has a session of its own."""
     if process.pid is not None and process.returncode is None:
-        end_group(process.pid)
+        end_group_of_dead(process.pid)
     return process.poll()
 
 
 def end_process(process: subprocess.Popen[bytes] | Forked) -> None:
     """End it now, with all that it started."""
     if process.pid is not None and poll_process(process) is None:
-        kill_group(process.pid)
+        end_group(process.pid)
     process.kill()
     process.wait(timeout=5.0)
 

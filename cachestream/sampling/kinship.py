@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -14,15 +15,19 @@ __all__ = [
     "adopt_orphans",
     "die_with_parent",
     "end_group",
+    "end_group_of_dead",
     "end_if_forked",
-    "kill_group",
+    "end_orphans",
+    "look_after_orphans",
     "name_process",
-    "reap_orphans",
 ]
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_GRACE_S: Final = 1.0
+_TICK_S: Final = 0.01
+_ended: dict[int, float] = {}  # leaders of groups that were to end, and since when
 
 
 def die_with_parent() -> None:
@@ -40,20 +45,22 @@ def name_process(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
 
 
-def kill_group(pid: int) -> None:
-    """Kill the child `pid` and all in the group that it leads. To be called before it is waited for: a number that is
-    free again may be another's.
-    """
-    for kill in (os.kill, os.killpg):
-        with suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
 def end_group(pid: int) -> None:
-    """If the child `pid` has ended, kill what it has left of its group. To be called before it is waited for."""
+    """Ask all in the group that the child `pid` leads to end; `look_after_orphans` kills those that have not a moment later.
+
+    To be called before it is waited for: a number that is free again may be another's. Not killed at once, because
+    multiprocessing has a process that then removes what others of the group have left in /dev/shm.
+    """
+    _ended[pid] = time.monotonic()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGTERM)
+
+
+def end_group_of_dead(pid: int) -> None:
+    """`end_group`, if the child `pid` has ended."""
     with suppress(ChildProcessError):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            kill_group(pid)
+            end_group(pid)
 
 
 def end_if_forked(pid: int) -> None:
@@ -65,20 +72,35 @@ def end_if_forked(pid: int) -> None:
         os._exit(1)
 
 
-def reap_orphans(but: Collection[int]) -> None:
+def look_after_orphans(but: Collection[int]) -> int:
     """Wait for the adopted that have ended: nobody else does. Those of `but` have somebody who does.
 
     Children of our own session are not adopted, where each process that may leave orphans has a session of its own.
+    Kills those of groups that were to end a moment ago; returns how many of them there still are.
     """
     try:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:
-        return  # a kernel that does not tell
-    ours = os.getsid(0)
+        return 0  # a kernel that does not tell
+    ours, left = os.getsid(0), []
     for pid in set(map(int, children.split())) - set(but):
         with suppress(ProcessLookupError, ChildProcessError):
-            if os.getsid(pid) != ours:
-                os.waitpid(pid, os.WNOHANG)
+            session = os.getsid(pid)
+            if session != ours and os.waitpid(pid, os.WNOHANG) == (0, 0) and session in _ended:
+                left.append(session)
+                if time.monotonic() - _ended[session] >= _GRACE_S:
+                    os.kill(pid, signal.SIGKILL)
+    for session in _ended.keys() - set(left):
+        if time.monotonic() - _ended[session] >= _GRACE_S:
+            del _ended[session]
+    return len(left)
+
+
+def end_orphans() -> None:
+    """Wait until none is left of the groups that were to end, which takes the moment that they have, and little more."""
+    deadline_s = time.monotonic() + 2 * _GRACE_S
+    while look_after_orphans(()) and time.monotonic() < deadline_s:
+        time.sleep(_TICK_S)
 
 
 def _prctl(option: int, value: object) -> bool:

@@ -27,7 +27,7 @@ from cachestream.sampling.curriculum import draw_curriculum
 from cachestream.sampling.forkserver import ForkServer
 from cachestream.sampling.health import START_DEADLINE_S, Death, Suspicion, is_crash_loop, longest_pause_s
 from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
-from cachestream.sampling.kinship import name_process, reap_orphans
+from cachestream.sampling.kinship import end_orphans, look_after_orphans, name_process
 from cachestream.sampling.lister import Lister, ListingError
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import all_units, check_drawn
@@ -229,7 +229,7 @@ class Supervisor:
         waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
         known = [pid for pid in waited_for if pid is not None]
         if len(known) == len(waited_for):  # else one might be of a process that we do not know yet
-            reap_orphans(known)
+            look_after_orphans(known)
 
     def _watch_lister(self, now_s: float) -> None:
         try:
@@ -327,6 +327,7 @@ class Supervisor:
             time.sleep(0.01)
         for child in self._children:
             child.kill()
+        end_orphans()
         self._wardens.clear_requests()
         try:
             self._cache.recover()  # what was killed in the middle of a shard leaves nothing

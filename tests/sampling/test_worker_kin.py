@@ -7,6 +7,7 @@ import io
 import math
 import multiprocessing
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -160,17 +161,25 @@ def test_a_copy_that_comes_back_from_a_source_does_not_do_its_work_too(
     processes.wait_until_gone()
 
 
+def semaphores(prefix: str) -> list[str]:
+    """What multiprocessing has in /dev/shm under names that begin so."""
+    folder = "/dev/shm"
+    return [name for name in os.listdir(folder) if prefix in name] if os.path.isdir(folder) else []
+
+
 class Computes:
     """Has processes of its own compute, which it starts at first use and never ends."""
 
-    def __init__(self, method: str) -> None:
-        self.method = method
+    def __init__(self, method: str, prefix: str) -> None:
+        self.method, self.prefix = method, prefix
 
     def __call__(self, sample: Any) -> Any:
         pools = self.__dict__.setdefault("pools", [])
         if not pools:
+            vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{self.prefix}"
             context = multiprocessing.get_context(self.method)
             pools.append(concurrent.futures.ProcessPoolExecutor(2, mp_context=context))
+        assert self.method == "fork" or not os.path.isdir("/dev/shm") or semaphores(self.prefix)
         return {**sample, "sum": pools[0].submit(math.fsum, sample["x"].tolist()).result()}
 
 
@@ -178,12 +187,13 @@ class Computes:
 def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
     cache: Cache, processes: Processes, method: str
 ) -> None:
-    source = Numbers(10)
-    with cs.start_worker(cache, source, num_workers=2, transform=Computes(method)) as worker:
+    source, prefix = Numbers(10), f"mp{secrets.token_hex(6)}"
+    with cs.start_worker(cache, source, num_workers=2, transform=Computes(method, prefix)) as worker:
         assert worker.wait(DEADLINE_S)
         assert not cache.status().failures
     assert only_once(cache) == source.keys()
     processes.wait_until_gone()
+    assert not semaphores(prefix), "what spawned processes share has a name, and somebody removes it"
 
 
 CALLER = """
@@ -225,18 +235,20 @@ def test_a_worker_does_its_work_whatever_the_caller_is(cache: Cache, tmp_path: P
 
 REAPS = """
 import os, subprocess, sys, time
-from cachestream.sampling.kinship import adopt_orphans, reap_orphans
+from cachestream.sampling.kinship import adopt_orphans, look_after_orphans
 
 assert adopt_orphans()
 ours = subprocess.Popen(["sh", "-c", "exit 3"])
 another = subprocess.Popen(["sh", "-c", "exit 4"], start_new_session=True)
-between = subprocess.Popen(["sh", "-c", "true & echo $!"], stdout=subprocess.PIPE, start_new_session=True)
+reads = "exec 3<&0; cat <&3 >&2 & echo $!"  # until its input ends, and that is after its parent has
+between = subprocess.Popen(["sh", "-c", reads], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 orphan = int(between.stdout.readline())
 between.wait()
+between.stdin.close()
 for pid in (ours.pid, another.pid, orphan):
     while b") Z" not in open(f"/proc/{pid}/stat", "rb").read():
         time.sleep(0.01)
-reap_orphans([another.pid])
+look_after_orphans([another.pid])
 print(os.path.exists(f"/proc/{orphan}"), ours.wait(), another.wait())
 """
 
