@@ -60,6 +60,14 @@ class RemoteParts:
 
     def one(self, range_header: str) -> bytes | memoryview:
         """The bytes that the server sends for one range; none where the file is empty."""
+        found = self._one_if_any(range_header)
+        if found is None:
+            self._version.note(Answer(0, b"", Facts(0, "")))
+            return b""
+        return found
+
+    def _one_if_any(self, range_header: str) -> bytes | memoryview | None:
+        """The bytes that the server sends for one range; None where it has none of it."""
         filesystem = self._remote.filesystem()
         try:
             answer: Answer = result_of(
@@ -68,9 +76,15 @@ class RemoteParts:
         except Exception as error:
             if classify(error) != "range":
                 raise
-            answer = Answer(0, b"", Facts(0, ""))
+            return None
         self._version.note(answer)
         return answer.data
+
+    def last(self, nbytes: int) -> bytes | memoryview:
+        """The last `nbytes`, or all there are."""
+        found = self._one_if_any(f"bytes=-{nbytes}")
+        # Some servers refuse to send the end of a file that is shorter; then its beginning is all of it.
+        return self.one(f"bytes=0-{nbytes - 1}") if found is None else found
 
     def fetch(self, spans: Sequence[Span]) -> list[memoryview]:
         """The bytes of each span."""

@@ -87,7 +87,7 @@ class RangedFile:
     def tail(self, nbytes: int) -> memoryview:
         """The last `nbytes`, or all there are."""
         if self._parts.tells_all:
-            return memoryview(self._parts.one(f"bytes=-{nbytes}"))[-nbytes:]
+            return memoryview(self._parts.last(nbytes))[-nbytes:]
         size = self.look().size_bytes
         return self.read(max(0, size - nbytes), size)
 

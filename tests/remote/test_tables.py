@@ -449,6 +449,18 @@ def test_row_groups_are_read_from_s3_in_few_requests(
         list(source.read(0, RNG))
 
 
+def test_a_file_smaller_than_the_end_that_is_asked_for_is_read_from_s3(
+    s3_server: S3Server, s3_bucket: Path
+) -> None:
+    pq.write_table(pa.table({"x": [0, 1, 2]}), s3_bucket / "small.parquet")
+    (s3_bucket / "empty.parquet").write_bytes(b"")
+    options = s3_server.storage_options
+    source = ParquetSource(f"s3://{s3_bucket.name}/small.parquet", storage_options=options)
+    assert [int(sample["x"]) for sample in read_all(source).values()] == [0, 1, 2]
+    with pytest.raises(SampleError, match=r"empty\.parquet: not a Parquet file"):
+        ParquetSource(f"s3://{s3_bucket.name}/empty.parquet", storage_options=options)
+
+
 def test_an_outage_in_a_row_group_is_unavailable_and_secrets_show_nowhere(
     s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
 ) -> None:
