@@ -46,6 +46,7 @@ from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from cachestream.storage.history import read_history
+from cachestream.storage.status import describe_skipped
 
 __all__ = ["app", "main"]
 
@@ -139,7 +140,7 @@ def worker(
 ) -> None:
     """Fill CACHE from SOURCE.
 
-    Runs until all of SOURCE is cached, or Ctrl-C; with --detach in the background, until it is stopped.
+    Runs until all of SOURCE was read once, or Ctrl-C; with --detach in the background, until it is stopped.
     Started again, it goes on where it stopped.
     """
     function = None if transform is None else load(transform, "--transform")
@@ -170,7 +171,15 @@ def _follow(started: Worker, filled: Cache) -> None:
         with started:
             terminal.follow(started)
     finally:
-        terminal.say(terminal.one_line(filled.status()))
+        status = filled.status()
+        terminal.say(terminal.one_line(status))
+        told = describe_skipped(status.failures)
+        if told:
+            terminal.say(f"{told}; all reasons: cachestream status {status.path}")
+        elif status.fill_state == "complete" and status.fill_message:
+            terminal.say(status.fill_message)
+    if status.fill_state == "complete" and status.fill_message and not status.num_samples:
+        raise typer.Exit(PROBLEM)
 
 
 @app.command()

@@ -243,10 +243,31 @@ def test_a_failing_transform_ends_with_what_was_skipped_and_why(tmp_path: Path, 
         "items = [{'x': i} for i in range(4)]\n"
         "def odd_only(sample):\n    if sample['x'] % 2: return sample\n    raise ValueError('even!')\n"
     )
-    done(cli(*fill_command(Path("mine:items"), cache, "--transform", "mine:odd_only"), cwd=tmp_path))
+    filled = cli(*fill_command(Path("mine:items"), cache, "--transform", "mine:odd_only"), cwd=tmp_path)
+    assert filled.returncode == 0, filled.stderr
+    assert "2 skipped, most often: transform: ValueError: even! (first: " in filled.stderr
     shown = done(cli("status", cache))
     assert "2 samples" in shown
     assert "ValueError: even!" in shown
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("return sample['y']", "4 skipped, most often: transform: KeyError: 'y' (first: "),
+        ("sample['y'] = 1", "transform returned None for 4 samples, which leaves them out"),
+    ],
+)
+def test_a_worker_whose_transform_left_nothing_says_so_and_ends_as_a_problem(
+    tmp_path: Path, cache: Path, broken: str, told: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"items = [{{'x': i}} for i in range(4)]\ndef broken(sample):\n    {broken}\n"
+    )
+    filled = cli(*fill_command(Path("mine:items"), cache, "--transform", "mine:broken"), cwd=tmp_path)
+    assert filled.returncode == 1
+    assert told in filled.stderr
+    assert "Traceback" not in filled.stderr
 
 
 def test_damage_is_found_repaired_and_then_gone(cache: Path) -> None:

@@ -39,6 +39,7 @@ from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.history import History
 from cachestream.storage.locks import HeldFile, lock_file
+from cachestream.storage.status import describe_skipped
 
 __all__ = ["Supervisor", "main"]
 
@@ -250,7 +251,7 @@ class Supervisor:
         self._set_looking(False)
         if not has_more:
             if not self._resting:
-                self._say("complete", self._skipped())
+                self._say("complete", self._left_out())
                 self._resting = True
             return
         self._resting = False
@@ -266,12 +267,13 @@ class Supervisor:
                 tables.set_meta("is_looking", int(looking))
             self._is_looking = looking
 
-    def _skipped(self) -> str:
+    def _left_out(self) -> str:
+        """Why there is less in the cache than in the remote; transforms leave samples out on purpose, but not all."""
         with self._cache.catalogue.reading() as tables:
-            failures = tables.failures()
-        if not failures:
-            return ""
-        return f"{sum(f.count for f in failures)} skipped, most often: {failures[0].reason}"
+            skipped, have = describe_skipped(tables.failures()), tables.totals()[1]
+        dropped = self._board.totals().dropped
+        all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
+        return "; ".join(filter(None, (skipped, all_dropped if dropped and not have else "")))
 
     def draw(self, ordinal: int) -> IntArray:
         """What the user's sampler or curriculum gives for pass `ordinal`."""

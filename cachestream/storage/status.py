@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from cachestream.config import format_size
 from cachestream.storage.board import Totals
 from cachestream.storage.tables import FailureRow
 
-__all__ = ["CacheStatus", "VerifyReport", "WorkerStatus"]
+__all__ = ["CacheStatus", "VerifyReport", "WorkerStatus", "describe_skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,12 @@ class VerifyReport:
         )
         action = "repaired" if self.repaired else "run 'cachestream verify CACHE --repair'"
         return f"{self.num_shards} shards: {found}; {action}"
+
+
+def describe_skipped(failures: Sequence[FailureRow]) -> str:
+    """How many samples were skipped, and the reason of most; "" if none was. `failures` have the most frequent first."""
+    if not failures:
+        return ""
+    most = failures[0]
+    example = f" (first: {most.example})" if most.example else ""
+    return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"

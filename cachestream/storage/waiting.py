@@ -9,6 +9,7 @@ from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory
 from cachestream.storage.looking import state_of_filling
+from cachestream.storage.status import describe_skipped
 
 __all__ = ["wait_for_samples"]
 
@@ -31,9 +32,12 @@ def wait_for_samples(
             if have >= min_samples:
                 return have
             state, message = state_of_filling(directory, tables), str(tables.meta("fill_message", ""))
+            late = deadline is not None and time.monotonic() >= deadline
+            if state in _ENDED or late:
+                message = message or describe_skipped(tables.failures())
         if state in _ENDED:
             why = f"the filling is {state}"
-        elif deadline is not None and time.monotonic() >= deadline:
+        elif late:
             why = f"after {timeout_s:g} s the filling is '{state}'"
         else:
             time.sleep(_WATCH_S)  # SQLite cannot notify

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from cachestream.errors import (
     RankMismatchError,
 )
 from cachestream.model import IntArray
+from cachestream.storage.status import describe_skipped
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import draw_order, rounds_of
 from cachestream.training.epoch import Request, Segment
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Preparer"]
 
 _WATCH_S: Final = 0.02
+_SILENT_S: Final = 10.0
+
+logger = logging.getLogger("cachestream")
 
 
 class Preparer:
@@ -112,6 +118,7 @@ class Preparer:
         least = settings.min_samples or (whole if settings.drop_last else group)
         # A moment before the trainer gives up waiting for its batch: this error says more.
         give_up = time.monotonic() + 0.9 * settings.timeout_s
+        speak = time.monotonic() + _SILENT_S
         while (have := self._cache.num_samples) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
@@ -122,22 +129,36 @@ class Preparer:
                 if have >= least:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
+            if not have and time.monotonic() > speak:
+                self._tell_of_skipped()
+                speak = math.inf
             if cancelled() or self._closed.wait(_WATCH_S):
                 raise Cancelled
 
+    def _tell_of_skipped(self) -> None:
+        with self._cache.catalogue.reading() as tables:
+            skipped = describe_skipped(tables.failures())
+        if skipped:
+            logger.warning("%s holds no samples so far: %s", self._cache.path, skipped)
+
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
+        with self._cache.catalogue.reading() as tables:
+            skipped, message = describe_skipped(tables.failures()), str(tables.meta("fill_message", ""))
         why = (
             f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
         )
         if state == "none":
             hint = "start a worker (cs.start_worker, or 'cachestream worker')"
         elif state == "failed":
-            hint = self._cache.status().fill_message or "see 'cachestream status CACHE'"
+            hint = message or "see 'cachestream status CACHE'"
+        elif not have and (message or skipped):
+            hint = f"{message or skipped}; correct what fails and start again"
         elif ended:
             hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
         else:
             hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-        return f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
+        told = f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
+        return f"{told} ({skipped})" if skipped and skipped not in hint else told
 
     # --- order and plan
 

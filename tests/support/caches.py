@@ -53,3 +53,9 @@ def set_fill_state(cache: Cache, state: str) -> None:
     """Make the catalogue say what a worker would have said of the filling."""
     with cache.catalogue.transaction() as tables:
         tables.set_meta("fill_state", state)
+
+
+def skip_samples(cache: Cache, count: int, reason: str) -> None:
+    """Make the catalogue count what a worker would have skipped in a transform."""
+    with cache.catalogue.transaction() as tables:
+        tables.add_failure("transform", reason, count, "a.npy")

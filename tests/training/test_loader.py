@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ import torch
 
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
-from cachestream.training import prefetch
-from tests.support.caches import add_shard, numbered, set_fill_state
+from cachestream.training import prefetch, prepare
+from tests.support.caches import add_shard, numbered, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 
 
@@ -279,9 +280,45 @@ def test_too_few_samples_are_an_error_at_once_when_no_more_will_come(new_cache: 
         assert len(numbers(loader)) == 8
 
 
+@pytest.mark.parametrize("have", [0, 3])
+def test_too_few_samples_because_others_were_skipped_says_why(new_cache: NewCache, have: int) -> None:
+    cache = new_cache(1, have) if have else new_cache(0, 0)
+    set_fill_state(cache, "complete")
+    skip_samples(cache, 7, "ValueError: even!")
+    with EpochLoader(cache, 4) as loader, pytest.raises(NotEnoughSamplesError) as caught:
+        next(iter(loader))
+    assert "7 skipped, most often: transform: ValueError: even! (first: a.npy)" in str(caught.value)
+    assert ("smaller batch_size" in str(caught.value)) == bool(have)
+
+
+def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples come only after the warning."""
+    cache = new_cache(0, 0)
+    skip_samples(cache, 7, "ValueError: even!")
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            add_shard(cache, numbered(0, 8))
+
+    listener = Listener()
+    monkeypatch.setattr(prepare, "_SILENT_S", 0.0)
+    logging.getLogger("cachestream").addHandler(listener)
+    try:
+        with EpochLoader(cache, 4) as loader:
+            assert len(numbers(loader)) == 8
+    finally:
+        logging.getLogger("cachestream").removeHandler(listener)
+    assert len(said) == 1
+    assert "no samples so far: 7 skipped, most often: transform: ValueError: even!" in said[0]
+
+
 def test_too_few_samples_are_an_error_at_the_deadline_when_more_might_come(new_cache: NewCache) -> None:
     with (
-        EpochLoader(new_cache(1, 3), 4, timeout_s=0.5) as loader,
+        EpochLoader(new_cache(1, 3), 4, timeout_s=2.0) as loader,
         pytest.raises(NotEnoughSamplesError, match="start a worker"),
     ):
         next(iter(loader))
