@@ -68,7 +68,10 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; `arguments` are those of the process unless given."""
     signal.signal(signal.SIGTERM, _on_terminate)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("cachestream").setLevel(
+        logging.INFO
+    )  # and no other: drivers tell where they found credentials
     try:
         app(None if arguments is None else list(arguments))
     except CacheStreamError as error:

@@ -186,3 +186,9 @@ def test_the_line_for_logs_holds_the_essentials() -> None:
     assert "\n" not in line
     assert "81234 samples in 812 shards, 143 GB of 200 GB, filling, pass 1 25%, 3 skipped" in line
     assert line.endswith("5 samples/s, 2 MB/s fetched")
+
+
+def test_a_full_disk_shows_in_the_status_and_in_a_line_of_it() -> None:
+    full = status(disk_message="the disk has 0 B left")
+    assert "the disk has 0 B left" in drawn(full)
+    assert one_line(full).endswith("; the disk has 0 B left")

@@ -6,18 +6,19 @@ import os
 import time
 from typing import Any
 
+from cachestream.config import format_size
 from cachestream.model import Schema
 from cachestream.storage.admission import Admission
 from cachestream.storage.board import Board
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import Directory, overhead_bytes
+from cachestream.storage.directory import Directory, free_bytes, overhead_bytes
 from cachestream.storage.eviction import EvictionPolicy
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.locks import is_held
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import Tables
 
-__all__ = ["has_worker", "occupied_bytes", "read_status", "state_of_filling"]
+__all__ = ["has_worker", "occupied_bytes", "read_status", "shortage_of_disk", "state_of_filling"]
 
 
 def has_worker(directory: Directory) -> bool:
@@ -29,6 +30,17 @@ def state_of_filling(directory: Directory, tables: Tables) -> str:
     """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
     state = str(tables.meta("fill_state", "none"))
     return "stopped" if state == "filling" and not has_worker(directory) else state
+
+
+def shortage_of_disk(directory: Directory, tables: Tables) -> str:
+    """Why nothing can be added whatever the limit says: the disk is full; "" where it is not."""
+    min_free_bytes, left_bytes = int(tables.meta("min_free", 0)), free_bytes(directory.root)
+    if left_bytes >= max(min_free_bytes, 1):
+        return ""
+    return (
+        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it free: "
+        "make room on it, or lower min_free"
+    )
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
@@ -52,6 +64,7 @@ def read_status(
         fill_state = state_of_filling(directory, tables)
         positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
+        disk_message = shortage_of_disk(directory, tables)
     current = passes[-1] if passes else None
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
     return CacheStatus(
@@ -81,6 +94,7 @@ def read_status(
         failures=failures,
         quarantined=meta.get("quarantined", 0),
         worker=_worker_status(directory),
+        disk_message=disk_message,
     )
 
 

@@ -40,7 +40,7 @@ class CacheStatus:
     `size_bytes` is what the whole directory occupies on disk. `fill_state` is "filling", "complete",
     "full", "stopped", "failed" or "none". `pass_number` counts passes over the remote from 1 (0: none
     yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
-    source `is_listing`: then `num_units` are those that are listed so far.
+    source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full.
     """
 
     path: str
@@ -69,6 +69,7 @@ class CacheStatus:
     quarantined: int
     worker: WorkerStatus | None
     is_listing: bool = False
+    disk_message: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -18,6 +18,7 @@ from cachestream.errors import (
     RankMismatchError,
 )
 from cachestream.model import IntArray
+from cachestream.storage.looking import shortage_of_disk
 from cachestream.storage.status import describe_skipped
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import draw_order, rounds_of
@@ -130,20 +131,21 @@ class Preparer:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
             if not have and time.monotonic() > speak:
-                self._tell_of_skipped()
+                self._tell_why_none()
                 speak = math.inf
             if cancelled() or self._closed.wait(_WATCH_S):
                 raise Cancelled
 
-    def _tell_of_skipped(self) -> None:
+    def _tell_why_none(self) -> None:
         with self._cache.catalogue.reading() as tables:
-            skipped = describe_skipped(tables.failures())
-        if skipped:
-            logger.warning("%s holds no samples so far: %s", self._cache.path, skipped)
+            why = shortage_of_disk(self._cache.directory, tables) or describe_skipped(tables.failures())
+        if why:
+            logger.warning("%s holds no samples so far: %s", self._cache.path, why)
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
         with self._cache.catalogue.reading() as tables:
             skipped, message = describe_skipped(tables.failures()), str(tables.meta("fill_message", ""))
+            disk = shortage_of_disk(self._cache.directory, tables)
         why = (
             f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
         )
@@ -151,6 +153,8 @@ class Preparer:
             hint = "start a worker (cs.start_worker, or 'cachestream worker')"
         elif state == "failed":
             hint = message or "see 'cachestream status CACHE'"
+        elif disk and not ended:
+            hint = disk
         elif not have and (message or skipped):
             hint = f"{message or skipped}; correct what fails and start again"
         elif ended:

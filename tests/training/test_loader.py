@@ -291,6 +291,17 @@ def test_too_few_samples_because_others_were_skipped_says_why(new_cache: NewCach
     assert ("smaller batch_size" in str(caught.value)) == bool(have)
 
 
+def test_a_full_disk_is_what_those_who_wait_are_told(new_cache: NewCache) -> None:
+    full = r"the disk has .* left, and min_free keeps 1 PB of it free"
+    with Cache(new_cache(0, 0).path, min_free=10**15) as cache:
+        set_fill_state(cache, "stopped")  # as it is while a worker waits for space, or after
+        with EpochLoader(cache, 4, timeout_s=2.0) as loader, pytest.raises(NotEnoughSamplesError, match=full):
+            next(iter(loader))
+        with pytest.raises(NotEnoughSamplesError, match=full):
+            cache.wait(1, timeout_s=0)
+        assert "make room on it" in cache.status().disk_message
+
+
 def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
