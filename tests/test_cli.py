@@ -284,6 +284,12 @@ def test_damage_is_found_repaired_and_then_gone(cache: Path) -> None:
     assert "verify CACHE --repair" in found.stdout
     assert "repaired" in done(cli("verify", cache, "--repair"))
     assert "2 shards, 16 samples: all sound" in done(cli("verify", cache))
+    status = look(cache)
+    assert status.quarantined == 1
+    (failure,) = status.failures
+    assert (failure.kind, failure.count, failure.example) == ("quarantined", 8, str(shard))
+    assert "mismatch" in failure.reason
+    assert "--repair" not in failure.reason  # which is done
     assert "1 damaged shard" in done(cli("status", cache))
 
 

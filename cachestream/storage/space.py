@@ -59,7 +59,8 @@ class Space:
     def put_aside(self, shard_id: int, reason: str) -> None:
         """Quarantine a damaged shard; nothing happens where it is gone already."""
         with self._owner("quarantine") as name:
-            if self._admission.drop(shard_id, name) is None:
+            row = self._admission.drop(shard_id, name)
+            if row is None:
                 return  # evicted, or another rank was faster
             with self._catalogue.reading() as tables:
                 limit_bytes = int(tables.meta("size_limit"))
@@ -68,7 +69,8 @@ class Space:
         with self._catalogue.transaction() as tables:
             tables.add("quarantined" if moved else "lost_shards", 1)
             tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
-            tables.add_failure("quarantined", reason.partition(":")[2].strip() or "damaged", 1, reason)
+            where, _, what = reason.partition("; run ")[0].partition(": ")  # what it advises is done here
+            tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
 
     def clear(self) -> None:
         """Evict everything, and forget the filling and what was put aside.
