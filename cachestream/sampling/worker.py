@@ -18,6 +18,7 @@ from cachestream.errors import ConfigError, WorkerError
 from cachestream.remote.open import open_source, protocols_of
 from cachestream.sampling.job import Job
 from cachestream.sampling.launch import START_TIMEOUT_S, Launch, head_start
+from cachestream.sampling.likeness import has_changed
 from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.partition import Partition
@@ -240,7 +241,19 @@ def start_worker(
     )
     with head_start(cache, protocols_of(source)) as launch:
         job = options.job(cache, open_source(source), transform, int(seed))
-        return _start_or_attach(cache, job, launch, detach, linger_s)
+        worker = _start_or_attach(cache, job, launch, detach, linger_s)
+    _warn_of_mixture(worker, transform)
+    return worker
+
+
+def _warn_of_mixture(worker: Worker, transform: Callable[[Any], Any] | None) -> None:
+    if has_changed(worker.cache, transform):
+        logger.warning(
+            "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "
+            "'cachestream clear' the cache (cache.clear()), or use another directory",
+            worker.cache.path,
+            ", which the running worker goes on with" if worker.attached else "",
+        )
 
 
 def _check_linger(linger_s: float) -> None:

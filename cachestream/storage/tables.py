@@ -149,7 +149,9 @@ class Tables(ProgressTables):
         """Drop the progress of the filling, its failures and the schema; counters and settings stay."""
         for table in ("passes", "claims", "suspects", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
-        self.execute("DELETE FROM meta WHERE key IN ('schema', 'source', 'fill_state', 'fill_message')")
+        self.execute(
+            "DELETE FROM meta WHERE key IN ('schema', 'source', 'transform', 'fill_state', 'fill_message')"
+        )
 
     # --- schemas
 
