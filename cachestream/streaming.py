@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from cachestream.config import keywords_of, reject_unknown
 from cachestream.remote.growing import is_source
-from cachestream.remote.open import Unopened
+from cachestream.remote.open import Unopened, open_source
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
@@ -21,7 +21,8 @@ _CACHE: Final = ("min_free", "eviction")
 _SOURCE: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
-    "first_names",
+    *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
+    *("first_names", "check_crc", "check_hashes", "compression"),
 )
 _TIMEOUT_S: Final = 120.0  # the loader's
 _LINGER_S: Final = 120.0  # in which torchrun has started the ranks again, and they have loaded torch
@@ -85,12 +86,13 @@ def stream(
     """
     worker_names, loader_names = keywords_of(start_worker), keywords_of(EpochLoader.__init__)
     reject_unknown("stream", _without(options, {*_CACHE, *_SOURCE, *worker_names, *loader_names}), _KNOWN)
+    given = _only(options, _SOURCE)
+    # What is none yet is opened while the worker's Python starts.
+    source = open_source(source, **given) if is_source(source) else Unopened(source, given)
     if not isinstance(cache, Cache):
         cache = Cache(cache, size_limit, **_only(options, _CACHE))
     elif size_limit is not None:
         cache.size_limit = size_limit
-    if not is_source(source):
-        source = Unopened(source, _only(options, _SOURCE))  # opened while the worker's Python starts
     filling = _of_this_job(cache, options) | _only(options, worker_names)
     worker = start_worker(cache, source, transform=transform, num_workers=num_workers, **filling)
     try:

@@ -107,7 +107,9 @@ def open_source(what: Any, **options: Any) -> Source:
 
 def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
     if options:
-        raise ConfigError(f"open_source() takes no options beside a Source: {', '.join(options)}")
+        raise ConfigError(
+            f"open_source() takes no options beside a Source: {', '.join(options)}; give them where {source!r} is made"
+        )
     return source
 
 

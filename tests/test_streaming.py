@@ -1,0 +1,46 @@
+"""`stream` takes what the parts take, and gives each what is its own."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cachestream as cs
+from cachestream.errors import ConfigError
+from cachestream.streaming import _SOURCE
+
+SOURCES = (
+    *(cs.ArraySource, cs.FileSource, cs.LitDataSource, cs.MDSSource, cs.ParquetSource, cs.TarSource),
+    *(cs.TFRecordSource, cs.IterableSource, cs.DatasetSource, cs.CallableSource),
+)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_options_of_every_source_are_taken(kind: type) -> None:
+    options = list(inspect.signature(kind).parameters)[1:]
+    assert set(options) - {"weights"} <= set(_SOURCE)  # weights are the loader's
+
+
+def test_windows_of_an_array_are_streamed_by_its_path(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100.0))
+    with cs.stream(
+        str(tmp_path / "a.npy"),
+        tmp_path / "cache",
+        "10MB",
+        min_free=0,
+        batch_size=10,
+        window=10,
+        windows="grid",
+    ) as loader:
+        assert next(iter(loader))["array"].shape == (10, 10)
+
+
+def test_options_of_the_source_beside_a_source_are_refused_not_ignored(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100.0))
+    source = cs.FileSource(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no options beside a Source: resize; give them where <FileSource"):
+        cs.stream(source, tmp_path / "cache", "10MB", min_free=0, batch_size=1, resize=8)
+    assert not (tmp_path / "cache").exists()
