@@ -46,7 +46,6 @@ from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from cachestream.storage.history import read_history
-from cachestream.storage.status import describe_skipped
 
 __all__ = ["app", "main"]
 
@@ -69,9 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; `arguments` are those of the process unless given."""
     signal.signal(signal.SIGTERM, _on_terminate)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    logging.getLogger("cachestream").setLevel(
-        logging.INFO
-    )  # and no other: drivers tell where they found credentials
+    # And no other: drivers tell where they found credentials.
+    logging.getLogger("cachestream").setLevel(logging.INFO)
     try:
         app(None if arguments is None else list(arguments))
     except CacheStreamError as error:
@@ -175,12 +173,7 @@ def _follow(started: Worker, filled: Cache) -> None:
             terminal.follow(started)
     finally:
         status = filled.status()
-        terminal.say(terminal.one_line(status))
-        told = describe_skipped(status.failures)
-        if told:
-            terminal.say(f"{told}; all reasons: cachestream status {status.path}")
-        elif status.fill_state == "complete" and status.fill_message:
-            terminal.say(status.fill_message)
+        terminal.say_what_there_is(status)
     if status.fill_state == "complete" and status.fill_message and not status.num_samples:
         raise typer.Exit(PROBLEM)
 

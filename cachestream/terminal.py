@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cachestream.report import RateWindow, one_line, status_view
 from cachestream.sampling.worker import Worker
 from cachestream.storage.cache import Cache
-from cachestream.storage.status import CacheStatus, VerifyReport
+from cachestream.storage.status import CacheStatus, VerifyReport, describe_skipped
 
-__all__ = ["follow", "one_line", "progress", "say", "show", "show_verification", "watch"]
+__all__ = ["follow", "one_line", "progress", "say", "say_what_there_is", "show", "show_verification", "watch"]
 
 _LOOK_S: Final = 0.5
 _LINE_S: Final = 10.0
@@ -65,6 +65,15 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
                 pause.wait(interval_s)
     except KeyboardInterrupt:
         return
+
+
+def say_what_there_is(status: CacheStatus) -> None:
+    """What filling has come to, and why there is not more."""
+    say(one_line(status))
+    if told := describe_skipped(status.failures):
+        say(f"{told}; all reasons: cachestream status {status.path}")
+    elif status.fill_state == "complete" and status.fill_message:
+        say(status.fill_message)
 
 
 def follow(worker: Worker) -> None:

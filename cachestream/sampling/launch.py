@@ -28,7 +28,7 @@ class Launch:
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._sys_path = import_path()
         self._process: subprocess.Popen[bytes] | None = start_python(
-            "cachestream.sampling.supervisor",
+            "cachestream.sampling.background",
             self._sys_path,
             *protocols,
             stdin=subprocess.PIPE,

@@ -6,12 +6,10 @@ It does no work of its own, holds nothing that must survive, and loads neither t
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import math
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -20,35 +18,32 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, WorkerError
+from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
 from cachestream.sampling.curriculum import draw_curriculum
 from cachestream.sampling.forkserver import ForkServer
 from cachestream.sampling.health import START_DEADLINE_S, Death, Suspicion, is_crash_loop, longest_pause_s
-from cachestream.sampling.job import Job, read_frame, share, unpack, unpack_sampler, write_frame
-from cachestream.sampling.kinship import end_orphans, look_after_orphans, name_process
+from cachestream.sampling.job import Job, share, unpack_sampler
+from cachestream.sampling.kinship import end_orphans, look_after_orphans
 from cachestream.sampling.lister import Lister, ListingError
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import all_units, check_drawn
-from cachestream.sampling.passes import begin, go_on
+from cachestream.sampling.passes import go_on
 from cachestream.sampling.process import EXIT_FATAL, EXIT_FULL, EXIT_RESTART
-from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.history import History
-from cachestream.storage.locks import HeldFile, lock_file
+from cachestream.storage.locks import HeldFile
 from cachestream.storage.status import describe_skipped
 
-__all__ = ["Supervisor", "main"]
+__all__ = ["Supervisor"]
 
 _TICK_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
-_LOG_BYTES: Final = 64 * 1024
-_LOCK_TIMEOUT_S: Final = 1.0
 _FULL_PAUSE_S: Final = 2.0
 _SAY_AGAIN_S: Final = 60.0
 
@@ -338,65 +333,7 @@ class Supervisor:
             logger.exception("left to the next who opens the cache")
 
 
-def main() -> None:
-    """The supervisor's main: the job comes through stdin, one answer goes to stdout."""
-    name_process("cs-supervisor")
-    begin_clean()
-    server = ForkServer(sys.argv[1:])  # first of all: it must not have what is opened and locked below
-    try:
-        supervisor = _begin(server)
-        code = 0 if supervisor is None else supervisor.run()
-    finally:
-        server.close()
-    logging.shutdown()
-    os._exit(code)  # the lock goes with the process: who sees it free knows that nothing of it is left
-
-
-def _begin(server: ForkServer) -> Supervisor | None:
-    """Take the job, start its processes and answer; None if nothing came of it."""
-    try:
-        job: Job = read_frame(sys.stdin.buffer)
-    except EOFError:
-        return None  # started ahead of a source that could not be opened, or by a process that has died
-    answer = sys.stdout.buffer
-    try:
-        cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
-        lock = _become_the_supervisor(cache)
-        _open_log(cache)
-        removed = cache.recover()
-        supervisor = Supervisor(job, cache, lock, server)
-        has_more = begin(cache, job, supervisor.draw)
-        supervisor.start(is_complete=not has_more)
-        write_frame(answer, "ready")
-    except CacheStreamError as error:
-        write_frame(answer, error)
-        return None
-    except Exception as error:  # a process's main: the caller gets the traceback
-        write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
-        raise
-    logger.info("started, %d left-over files removed", removed)
-    let_go_of_terminal()
-    return supervisor
-
-
 def _last_error(words: str) -> str:
     """The message of the error whose traceback ends `words`."""
     lines = words.strip().splitlines()
     return (lines[-1].partition(": ")[2] or lines[-1]) if lines else "the worker cannot go on"
-
-
-def _become_the_supervisor(cache: Cache) -> HeldFile:
-    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
-    if lock is None:
-        raise CacheLockedError(f"another supervisor runs for {cache.path}; attach to it by starting again")
-    return lock
-
-
-def _open_log(cache: Cache) -> None:
-    handler = logging.handlers.RotatingFileHandler(
-        cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
-    )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
