@@ -1,8 +1,7 @@
 """Shards that are not in the page cache: `python -m benchmarks.disk [rounds]`.
 
 8192 samples of 128 KiB float32, shuffled, batches of 64. The shards are opened (and so verified) in a first epoch. Then in
-each round they are dropped from the page cache, and an epoch is read from the disk, with reading ahead and without (page
-faults, with what the kernel reads around them: /sys/block/*/queue/read_ahead_kb); beside `fio` (random reads of 128 KiB,
+each round they are dropped from the page cache, and an epoch is read from the disk; beside `fio` (random reads of 128 KiB,
 16 at once, past the page cache) before and after, in the same run. The rate counts from the first batch on. Every batch
 is checked. It needs `fio`, and room for 2 GB.
 """
@@ -13,7 +12,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -21,7 +19,6 @@ import cachestream as cs
 from benchmarks.measure import emit, scratch
 from benchmarks.pagecache import cached_share, evict, fio_gb_per_s
 from benchmarks.warm import BATCH, BATCH_BYTES, FLOATS, fill
-from cachestream.training.coldness import Coldness
 
 DEPTH = 16
 
@@ -42,7 +39,7 @@ def main(rounds: int = 1) -> None:
     torch.set_num_threads(1)
     with scratch() as folder:
         cache = fill(folder / "cache")
-        fio, rates, ahead_s, faults_s = [], [], [], []
+        fio, rates, ahead_s = [], [], []
         with cs.EpochLoader(cache, batch_size=BATCH) as loader:
             for _ in loader:
                 pass
@@ -52,15 +49,12 @@ def main(rounds: int = 1) -> None:
                 rates.append(rate)
                 ahead_s.append(took_s)
                 fio.append(fio_gb_per_s(folder, 4 * FLOATS, DEPTH, seconds=1))
-                with patch.object(Coldness, "look", lambda _: False):
-                    faults_s.append(cold_epoch(loader, folder)[1])
         rate, limit = statistics.median(rates), statistics.median(fio)
         emit(
             fio_gb_per_s=limit,
             loader_gb_per_s=rate,
             loader_to_fio=rate / limit,
             first_48_batches_s=statistics.median(ahead_s),
-            first_48_batches_without_reading_ahead_s=statistics.median(faults_s),
         )
 
 
