@@ -243,7 +243,7 @@ _NEXT: Final[dict[str, tuple[str, ...]]] = {
         "look for a limit on the way: the link, a proxy, the bucket's own; or run nearer to the data",
     ),
     "requests": (
-        "larger units need fewer requests: tars, Parquet or MDS instead of small files",
+        "larger units need fewer requests: tars, Parquet or MDS instead of small files, larger windows of arrays",
         "more processes: --workers, up to the number of cores",
     ),
     "transform": (

@@ -31,6 +31,7 @@ _NETWORK_FILESYSTEM: Final = re.compile(
     r"|fuse\..*(s3|gcs|blob|rclone|sshfs|ceph|gluster|juice|goofys|dav|ftp|afs|hdfs|weka|quobyte|alluxio).*"
 )
 TEMPORARY_SUFFIX: Final = ".tmp"
+_MOST_PATH_BYTES: Final = 500  # SQLite takes 512, and adds to them
 _OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes blanks and backslashes
 _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
@@ -94,6 +95,8 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     if not given or "://" in given:
         raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
     root = os.path.realpath(given)
+    if len(os.fsencode(Directory(root).catalogue)) > _MOST_PATH_BYTES:
+        raise ConfigError(f"{root} is too long a path for SQLite; give a directory nearer to the root")
     if os.path.exists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is a file; give a directory for the cache")
     try:

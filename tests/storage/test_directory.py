@@ -46,6 +46,25 @@ def test_a_path_with_anything_in_it_works(tmp_path: Path) -> None:
         assert cache.num_samples == 3
 
 
+def path_of(num_bytes: int, base: Path) -> Path:
+    """A path below `base` that is so long."""
+    path = str(base)
+    while len(path) < num_bytes:
+        left = num_bytes - len(path) - 1
+        path += "/" + "x" * min(200 if left != 201 else 199, left)
+    return Path(path)
+
+
+def test_a_path_that_is_too_long_for_the_catalogue_is_refused_and_a_shorter_one_works(tmp_path: Path) -> None:
+    with new_cache(path_of(480, tmp_path)) as cache:
+        publish(cache, content(0))
+        assert cache.num_samples == 3
+    with pytest.raises(
+        ConfigError, match="is too long a path for SQLite; give a directory nearer to the root"
+    ):
+        Cache(path_of(490, tmp_path))
+
+
 @pytest.mark.parametrize("path", ["", "s3://bucket/cache", "file:///tmp/cache"])
 def test_what_is_no_local_directory_is_refused(path: str) -> None:
     with pytest.raises(
