@@ -10,6 +10,8 @@ __all__ = ["Pace"]
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
 _LEAST_AHEAD_S: Final = 1.0
 _SMOOTHING: Final = 0.2
+# Longer than a thread waits for the GIL, twice, beside a trainer that computes in Python: woken late, it would be late.
+_SLOW_S: Final = 0.012
 
 
 class Pace:
@@ -36,6 +38,17 @@ class Pace:
             self._batch_s = before_s + _SMOOTHING * (took_s - before_s)
         self._last_s, self._last_batches = now, batches
         self._noted += batches
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the trainer works on a batch for so long that nobody has to hurry."""
+        return self._batch_s is not None and self._noted >= self._least and self._batch_s >= _SLOW_S
+
+    def until_gone(self, batches: int) -> float:
+        """How long until the trainer has come for so many more batches, and is in the midst of working on the last."""
+        assert self._batch_s is not None
+        left_s = self._last_s + (batches + 0.5) * self._batch_s - self._clock()
+        return max(self._batch_s, left_s)
 
     def is_time(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
         """Whether to prepare what comes after a segment of `batches`, when `gathered` are there and `waiting` of these

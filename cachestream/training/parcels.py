@@ -58,6 +58,11 @@ class Shelf:
         return self.batches < self._resume
 
     @property
+    def until_room(self) -> int:
+        """How many batches have to be taken until then."""
+        return max(0, self.batches - self._resume + 1)
+
+    @property
     def is_low(self) -> bool:
         """Whether less than half of the batches are there."""
         return not self.batches or 2 * self.batches < self._most

@@ -92,7 +92,9 @@ class Schedule:
                 self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
             parcel = self._shelf.take()
             self._pace.note(len(parcel.batches))
-            if self._shelf.has_room_again:
+            # Woken now, the gathering thread would take the GIL as soon as the trainer lets its last batch go, which torch
+            # does without it. Where there is time, it comes by itself, while the trainer computes.
+            if self._shelf.has_room_again and (self._shelf.is_low or not self._pace.is_slow):
                 self._room.notify()
             self._wake_if_due()
             return parcel
@@ -214,7 +216,9 @@ class Schedule:
         """Queue `parcel` when there is room; False when nobody wants it any more."""
         with self._lock:
             if parcel.batches and self._shelf.is_full:
-                self._room.wait_for(lambda: self._shelf.has_room_again or self._unwanted(parcel))
+                while not (self._shelf.has_room_again or self._unwanted(parcel)):
+                    pace, until = self._pace, self._shelf.until_room
+                    self._room.wait(pace.until_gone(until) if pace.is_slow else None)
             if self._unwanted(parcel):
                 return False
             self._shelf.put(parcel)

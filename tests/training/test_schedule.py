@@ -86,6 +86,38 @@ def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_
     assert trainer.schedule.take(0, 1.0).batches[0].number == 3
 
 
+@pytest.mark.parametrize(("step_s", "woken"), [(0.001, True), (0.03, False)])
+def test_a_slow_trainer_does_not_wake_the_gathering_thread_which_comes_by_itself(
+    step_s: float, woken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Woken, it would take the GIL from the trainer."""
+    trainer = Trainer(batches=100)
+    trainer.gather(4)
+    for number in range(1, 9):
+        assert trainer.step(step_s) == number
+    calls: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.schedule._room, "notify", lambda: calls.append("woken"))
+        for left in (3, 2):
+            trainer.schedule.take(0, 1.0)
+            assert bool(calls) == (woken and left == 2)
+        trainer.schedule.take(0, 1.0)
+        assert calls[-1:] == ["woken"], "only one is left"
+        trainer.gather(3)
+        gathering = threading.Thread(target=trainer.gather, daemon=True)
+        gathering.start()  # all are there: it rests
+        if not woken:
+            for _ in (3, 2):
+                trainer.schedule.take(0, 1.0)
+            gathering.join(60.0)
+            assert not gathering.is_alive()
+    if woken:
+        for _ in (3, 2):
+            trainer.schedule.take(0, 1.0)
+        gathering.join(60.0)
+        assert not gathering.is_alive()
+
+
 def test_the_next_epoch_is_prepared_when_what_is_left_lasts_for_a_second() -> None:
     trainer = Trainer(batches=1000)
     trainer.gather(4)
