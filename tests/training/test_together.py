@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cachestream import EpochDataset
-from cachestream.mapping import count_cached
+from cachestream.mapping import ask_for_all, count_cached
 from cachestream.model import IntArray
 from cachestream.storage.shard import shard_path
+from cachestream.training import together
 from cachestream.training.maps import EpochMaps
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
@@ -67,10 +68,19 @@ def test_a_page_fault_reads_nothing_around_its_page(maps: EpochMaps) -> None:
     assert 1 <= count_cached(pages) <= ROW_PAGES
 
 
-def test_the_samples_of_a_batch_are_read_and_no_others(maps: EpochMaps) -> None:
-    wanted = [3, 200, 77]
+def test_the_samples_of_a_batch_are_asked_for_together_and_no_others_are_read(
+    maps: EpochMaps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, asked = [3, 200, 77], []
+
+    def ask(starts: IntArray, stops: IntArray) -> None:
+        asked.append((stops - starts).tolist())
+        ask_for_all(starts, stops)
+
+    monkeypatch.setattr(together, "ask_for_all", ask)
     with EpochDataset(maps.snapshot, maps=maps) as dataset:
         batch = dataset.__getitems__(wanted).whole()
     assert batch[:, 0].tolist() == batch[:, -1].tolist() == wanted
+    assert asked == [[ROW_PAGES * mmap.PAGESIZE] * len(wanted)]
     # A row may begin in the midst of a page.
     assert len(wanted) * ROW_PAGES <= count_cached(pages_of(maps)) <= len(wanted) * (ROW_PAGES + 1)
