@@ -21,6 +21,7 @@ from cachestream.storage.admission import Owner, disk_footprint
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.private import open_private
 from cachestream.storage.tables import PassRow, Tables
 
 __all__ = ["begin", "go_on", "order_file", "pass_is_open"]
@@ -197,7 +198,7 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
         try:
             with (
                 translated_disk_errors(path, "saving what the sampler drew"),
-                open(path + ".new", "wb", opener=_private) as file,
+                open(path + ".new", "wb", opener=open_private) as file,
             ):
                 np.save(file, drawn)
                 file.flush()
@@ -207,7 +208,3 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
             cache.admission.cancel(reserved)
     finally:
         owner.release()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
