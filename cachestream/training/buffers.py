@@ -54,14 +54,14 @@ class _Buffer:
         self.memory = memory[start : start + num_bytes]
         self.address = self.memory.data_ptr()
         self.type = _lent_type(num_bytes)
-        self._rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def rows(self, count: int, row_bytes: int, unit: int) -> torch.Tensor:
         """`rows_of` the start. The last view asked for is kept: batches are alike."""
-        rows = self._rows.get((row_bytes, unit))
-        if rows is None or len(rows) != count:
+        rows = self._rows.get((count, row_bytes, unit))
+        if rows is None:
             rows = rows_of(self.memory[: count * row_bytes], row_bytes, unit)
-            self._rows = {(row_bytes, unit): rows}
+            self._rows = {(count, row_bytes, unit): rows}
         return rows
 
 

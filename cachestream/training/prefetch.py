@@ -238,7 +238,7 @@ class Engine:
         if self._sharing.most == 1:
             copy.run()
             return
-        hurried, began_s = self.schedule.hurried, time.perf_counter()
+        hurried, began_s = self.schedule.was_hurried(), time.perf_counter()
         copy.run()
         self._copied.append((copy.out.nbytes, time.perf_counter() - began_s, hurried))
         if len(self._copied) == COPIES_A_TURN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -109,29 +110,29 @@ class _Reader:
     def gather(self, part: Places, ahead: ReadAhead) -> Iterator[Gathered]:
         """The batches of `part`, a few small ones at a time."""
         shards, rows, bounds = part.shards, part.rows, part.bounds
-        skipped: IntArray = np.zeros(len(part), np.int64)
+        skipped = [0] * len(part)
         sound = ~self._damaged[shards]
         if not sound.all():
             shards, rows, bounds, skipped = _without(shards, rows, bounds, sound)
-        block = part.block or self._gatherer.block(shards, rows)
+        block, ends = part.block or self._gatherer.block(shards, rows), bounds.tolist()
         start = 0
         while start < len(part):
             stop = min(start + self._together, len(part))
             for number in range(part.first + start, part.first + stop):
                 ahead.reach(number)
-            ends = bounds[start : stop + 1]
+            here = ends[start : stop + 1]
             yield Gathered(
                 part.first + start,
-                *self._gatherer.begin(block, ends.tolist()),
-                np.diff(ends).tolist(),
-                skipped[start:stop].tolist(),
+                *self._gatherer.begin(block, here),
+                [last - first for first, last in pairwise(here)],
+                skipped[start:stop],
             )
             start, self._together = stop, min(self._most, 4 * self._together)
 
 
 def _without(
     shards: IntArray, rows: IntArray, bounds: IntArray, sound: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+) -> tuple[IntArray, IntArray, IntArray, list[int]]:
     """The samples that are sound, where their batches begin and end now, and how many each batch has lost."""
     kept = np.concatenate([[0], np.cumsum(sound)])[bounds]
-    return shards[sound], rows[sound], kept, np.diff(bounds) - np.diff(kept)
+    return shards[sound], rows[sound], kept, (np.diff(bounds) - np.diff(kept)).tolist()

@@ -49,6 +49,7 @@ class Schedule:
         self._raised = False
         self._generation = 0
         self._trained_epoch = -1
+        self._has_waited = False
         self._totals: dict[tuple[int, int], int] = {}
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
@@ -89,6 +90,7 @@ class Schedule:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
         with self._lock:
             if not self._shelf.holds(epoch):
+                self._has_waited = True
                 self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
             parcel = self._shelf.take()
             self._pace.note(len(parcel.batches))
@@ -194,10 +196,10 @@ class Schedule:
 
     # --- the thread that gathers
 
-    @property
-    def hurried(self) -> bool:
-        """Whether the trainer takes batches as fast as they come: less than half of those ahead are there."""
-        return self._shelf.is_low
+    def was_hurried(self) -> bool:
+        """Whether the trainer has found no batch waiting since this was asked last."""
+        waited, self._has_waited = self._has_waited, False
+        return waited
 
     def next_segment(self) -> Segment | None:
         """The next prepared segment, waited for; None when all is over."""

@@ -86,6 +86,24 @@ def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_
     assert trainer.schedule.take(0, 1.0).batches[0].number == 3
 
 
+def test_a_trainer_is_hurried_only_when_it_finds_no_batch_that_waits() -> None:
+    """Copies are then shared with a second thread, which takes a core."""
+    trainer = Trainer(batches=100)
+    trainer.gather(2)
+    trainer.schedule.take(0, 1.0)
+    assert not trainer.schedule.was_hurried(), "one of four was left"
+    trainer.schedule.take(0, 1.0)
+    assert not trainer.schedule.was_hurried(), "it was there when it was wanted"
+    taking = threading.Thread(target=trainer.schedule.take, args=(0, 60.0), daemon=True)
+    taking.start()
+    while not trainer.schedule._has_waited and taking.is_alive():
+        taking.join(0.01)
+    trainer.gather()
+    taking.join(60.0)
+    assert trainer.schedule.was_hurried()
+    assert not trainer.schedule.was_hurried(), "not since it was asked last"
+
+
 @pytest.mark.parametrize(("step_s", "woken"), [(0.001, True), (0.03, False)])
 def test_a_slow_trainer_does_not_wake_the_gathering_thread_which_comes_by_itself(
     step_s: float, woken: bool, monkeypatch: pytest.MonkeyPatch
