@@ -22,6 +22,6 @@ def test_a_proxy_that_ends_while_clients_arrive_closes_all_connections(s3_server
                 arrived = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(20)]
             for client in arrived:
                 client.close()
-            del proxy
-            gc.collect()
+        del proxy
+        gc.collect()
     assert not unclosed
