@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cachestream.training.epoch import Segment
-from cachestream.training.schedule import Delivery
+from cachestream.training.parcels import Delivery
 
 __all__ = ["Cursor"]
 

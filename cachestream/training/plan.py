@@ -21,7 +21,6 @@ __all__ = [
     "SequentialOrder",
     "ShuffledOrder",
     "TailOrder",
-    "batch_positions",
     "count_batches",
 ]
 
@@ -153,8 +152,3 @@ class Plan:
             np.concatenate([starts, others[:, 0]]),
             np.concatenate([starts + self.batch_size, others[:, 1]]),
         )
-
-
-def batch_positions(plan: Plan, rank: int, batch_index: int) -> IntArray:
-    """The positions in the order that make up batch `batch_index` of `rank`, int64 `[batch]`."""
-    return np.arange(*plan.span(rank, batch_index), dtype=np.int64)

@@ -7,30 +7,23 @@ epoch's first batch is there before the last one of the epoch before is consumed
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
-from cachestream.errors import CorruptShardError, EpochError
-from cachestream.training.batches import packed
-from cachestream.training.crew import Crew
+from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.gather import LARGE_BYTES, Copy
+from cachestream.training.gathering import Gathering
 from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
-from cachestream.training.reading import Gathered, batch_bytes, read_batches
-from cachestream.training.schedule import Delivery, Parcel, Schedule
-from cachestream.training.sharing import COPIES_A_TURN, Sharing
-from cachestream.training.threads import use_threads
+from cachestream.training.schedule import Schedule
 from cachestream.training.transfer import BatchTransform, Transfer
 
 __all__ = ["Engine"]
@@ -41,16 +34,8 @@ _EXIT_JOIN_S: Final = 30.0  # longer than a call to the store of the ranks takes
 _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
 _OPEN_AT_ONCE: Final = 16
-_MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-class _Work(NamedTuple):
-    """Batches to be completed, of `segment`: it keeps their maps."""
-
-    segment: Segment
-    gathered: Gathered
 
 
 class Engine:
@@ -68,14 +53,11 @@ class Engine:
         self.schedule = schedule
         self.preparer = preparer
         self.transfer = transfer
-        self._transform = transform
-        self._quarantine = quarantine
         self._closed = closed
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
         self._executor = ThreadPoolExecutor(1, "cachestream-places")
-        self._sharing = Sharing.begin(1)
-        self._copied: list[tuple[int, float, bool]] = []
+        self._gathering = Gathering(schedule, preparer, transfer, transform, quarantine)
 
     def start(self) -> None:
         """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
@@ -180,84 +162,11 @@ class Engine:
                 return
             schedule.doing["gather"] = f"gathering epoch {segment.request.epoch}"
             try:
-                self._gather(segment)
+                self._gathering.run(segment)
             except Cancelled:
                 continue
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
                 schedule.fail(segment.request, error)
-
-    def _gather(self, segment: Segment) -> None:
-        """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
-        threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
-        # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
-        hands = 1 if self._transform is None else threads
-        most = threads if hands == 1 and batch_bytes(segment) >= LARGE_BYTES else 1
-        if self._sharing.most != most:
-            self._sharing = Sharing.begin(most)
-        use_threads(self._sharing.threads)
-        crew = Crew(hands, self._finish, self._deliver)
-        assert segment.places is not None
-        batches = read_batches(
-            segment,
-            segment.places,
-            self.transfer.pool,
-            lambda *damage: self._on_damage(segment, *damage),
-            crew.settle,
-        )
-        # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
-        if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
-            self.schedule.put(Parcel(segment))
-
-    def _finish(self, work: _Work) -> tuple[Parcel, BaseException | None]:
-        """Complete batches, up to the first that fails, and send them where they are trained on."""
-        segment, gathered = work
-        parcel = Parcel(segment)
-        try:
-            for copy in gathered.copies:
-                self._copy(copy)
-            self._send(parcel, gathered)
-        except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
-            return parcel, error
-        return parcel, None
-
-    def _send(self, parcel: Parcel, gathered: Gathered) -> None:
-        schema, send, transform = parcel.segment.snapshot.schema, self.transfer.send, self._transform
-        done = parcel.segment.request.done + gathered.first
-        for columns, size, skipped in zip(gathered.batches, gathered.sizes, gathered.skipped, strict=True):
-            done += 1
-            if size:
-                parcel.batches.append(Delivery(send(packed(columns, schema), transform), done, size, skipped))
-            elif not self.preparer.alone:
-                raise CorruptShardError(
-                    f"all samples of a batch of epoch {parcel.segment.request.epoch} lie in damaged shards, and the "
-                    "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
-                )
-
-    def _copy(self, copy: Copy) -> None:
-        """Run `copy` with as many of torch's threads as are quickest now."""
-        if self._sharing.most == 1:
-            copy.run()
-            return
-        hurried, began_s = self.schedule.was_hurried(), time.perf_counter()
-        copy.run()
-        self._copied.append((copy.out.nbytes, time.perf_counter() - began_s, hurried))
-        if len(self._copied) == COPIES_A_TURN:
-            copied_bytes, took_s, hurries = map(sum, zip(*self._copied, strict=True))
-            self._copied.clear()
-            self._sharing = self._sharing.next(copied_bytes / took_s, hurries > 1)
-            use_threads(self._sharing.threads)
-
-    def _deliver(self, finished: tuple[Parcel, BaseException | None]) -> bool:
-        parcel, error = finished
-        wanted = not parcel.batches or self.schedule.put(parcel)
-        if error is not None:
-            raise error
-        return wanted
-
-    def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
-        if self.schedule.stale(segment.request):
-            raise Cancelled  # its lease has ended: the shard may be gone by right
-        self._quarantine(shard_id, str(error))
 
 
 def close_all(segments: Iterable[Segment]) -> None:

@@ -16,9 +16,9 @@ from typing import Final
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.pace import Pace
-from cachestream.training.parcels import Delivery, Parcel, Shelf
+from cachestream.training.parcels import Parcel, Shelf
 
-__all__ = ["Delivery", "Parcel", "Schedule"]
+__all__ = ["Schedule"]
 
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 

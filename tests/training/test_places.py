@@ -14,8 +14,9 @@ from cachestream.model import IntArray, Schema, Snapshot
 from cachestream.permutation import Permutation
 from cachestream.training.maps import EpochMaps
 from cachestream.training.places import PlacesAhead, find_places
-from cachestream.training.plan import Order, Plan, ShuffledOrder, batch_positions, count_batches
+from cachestream.training.plan import Order, Plan, ShuffledOrder, count_batches
 from cachestream.training.ranks import Cancelled
+from tests.training.plans import batch_positions
 
 DEADLINE_S = 60.0
 

@@ -14,9 +14,9 @@ from cachestream.training.plan import (
     SequentialOrder,
     ShuffledOrder,
     TailOrder,
-    batch_positions,
     count_batches,
 )
+from tests.training.plans import batch_positions
 
 SAMPLES = st.integers(0, 400)
 BATCH = st.integers(1, 20)

@@ -16,9 +16,10 @@ from torch.utils import data
 import cachestream as cs
 from cachestream import ConfigError, EpochLoader
 from cachestream.training.drawing import interleave
-from cachestream.training.plan import Plan, batch_positions, count_batches
+from cachestream.training.plan import Plan, count_batches
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
+from tests.training.plans import batch_positions
 
 
 class Strided(data.Sampler[int]):

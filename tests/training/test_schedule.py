@@ -15,9 +15,10 @@ from cachestream.model import Schema, Snapshot
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.maps import EpochMaps
+from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.plan import Plan, SequentialOrder
 from cachestream.training.resume import Record
-from cachestream.training.schedule import Delivery, Parcel, Schedule
+from cachestream.training.schedule import Schedule
 from cachestream.training.threads import one_thread, use_threads
 from cachestream.training.transfer import Staged
 

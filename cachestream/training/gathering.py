@@ -1,0 +1,107 @@
+"""From a prepared segment to the schedule's shelf: its batches gathered, transformed, and sent on their way."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from cachestream.errors import CorruptShardError
+from cachestream.training.batches import packed
+from cachestream.training.copying import Copier
+from cachestream.training.crew import Crew
+from cachestream.training.epoch import Segment
+from cachestream.training.gather import LARGE_BYTES
+from cachestream.training.parcels import Delivery, Parcel
+from cachestream.training.prepare import Preparer
+from cachestream.training.ranks import Cancelled
+from cachestream.training.reading import Gathered, batch_bytes, read_batches
+from cachestream.training.schedule import Schedule
+from cachestream.training.transfer import BatchTransform, Transfer
+
+__all__ = ["Gathering"]
+
+_MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
+
+
+class _Work(NamedTuple):
+    """Batches to be completed, of `segment`: it keeps their maps."""
+
+    segment: Segment
+    gathered: Gathered
+
+
+class Gathering:
+    """The work of the gathering thread; where batches are transformed, a second one shares it."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        preparer: Preparer,
+        transfer: Transfer,
+        transform: BatchTransform | None,
+        quarantine: Callable[[int, str], None],
+    ) -> None:
+        self._schedule = schedule
+        self._preparer = preparer
+        self._transfer = transfer
+        self._transform = transform
+        self._quarantine = quarantine
+        self._copier = Copier(schedule.was_hurried)
+
+    def run(self, segment: Segment) -> None:
+        """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
+        threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
+        # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
+        hands = 1 if self._transform is None else threads
+        self._copier.use(threads if hands == 1 and batch_bytes(segment) >= LARGE_BYTES else 1)
+        crew = Crew(hands, self._finish, self._deliver)
+        assert segment.places is not None
+        batches = read_batches(
+            segment,
+            segment.places,
+            self._transfer.pool,
+            lambda *damage: self._on_damage(segment, *damage),
+            crew.settle,
+        )
+        # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
+        if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
+            self._schedule.put(Parcel(segment))
+
+    def _finish(self, work: _Work) -> tuple[Parcel, BaseException | None]:
+        """Complete batches, up to the first that fails, and send them where they are trained on."""
+        segment, gathered = work
+        parcel = Parcel(segment)
+        try:
+            for copy in gathered.copies:
+                self._copier.run(copy)
+            self._send(parcel, gathered)
+        except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
+            return parcel, error
+        return parcel, None
+
+    def _send(self, parcel: Parcel, gathered: Gathered) -> None:
+        schema, send, transform = parcel.segment.snapshot.schema, self._transfer.send, self._transform
+        done = parcel.segment.request.done + gathered.first
+        for columns, size, skipped in zip(gathered.batches, gathered.sizes, gathered.skipped, strict=True):
+            done += 1
+            if size:
+                parcel.batches.append(Delivery(send(packed(columns, schema), transform), done, size, skipped))
+            elif not self._preparer.alone:
+                raise CorruptShardError(
+                    f"all samples of a batch of epoch {parcel.segment.request.epoch} lie in damaged shards, and the "
+                    "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
+                )
+
+    def _deliver(self, finished: tuple[Parcel, BaseException | None]) -> bool:
+        parcel, error = finished
+        wanted = not parcel.batches or self._schedule.put(parcel)
+        if error is not None:
+            raise error
+        return wanted
+
+    def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
+        if self._schedule.stale(segment.request):
+            raise Cancelled  # its lease has ended: the shard may be gone by right
+        self._quarantine(shard_id, str(error))

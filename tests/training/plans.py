@@ -1,0 +1,15 @@
+"""What a plan gives to a rank, listed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cachestream.model import IntArray
+from cachestream.training.plan import Plan
+
+__all__ = ["batch_positions"]
+
+
+def batch_positions(plan: Plan, rank: int, batch_index: int) -> IntArray:
+    """The positions in the order that make up batch `batch_index` of `rank`, int64 `[batch]`."""
+    return np.arange(*plan.span(rank, batch_index), dtype=np.int64)
