@@ -16,6 +16,7 @@ from cachestream.errors import ConfigError
 from cachestream.training.course import Course
 from cachestream.training.cursor import Cursor
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.gathering import Gathering
 from cachestream.training.options import Drawing, EpochSettings, check_count, make_weights, refuse_unknown
 from cachestream.training.prefetch import Engine
 from cachestream.training.prepare import Preparer
@@ -239,4 +240,6 @@ def _make_engine(
         closed,
     )
     preparer = Preparer(cache, settings, find, closed)
-    return Engine(Schedule(prefetch), preparer, transfer, transform, cache.quarantine, closed)
+    schedule = Schedule(prefetch)
+    gathering = Gathering(schedule, preparer, transfer, transform, cache.quarantine)
+    return Engine(schedule, preparer, transfer, gathering, closed)

@@ -11,7 +11,7 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -24,7 +24,7 @@ from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
 from cachestream.training.schedule import Schedule
-from cachestream.training.transfer import BatchTransform, Transfer
+from cachestream.training.transfer import Transfer
 
 __all__ = ["Engine"]
 
@@ -46,8 +46,7 @@ class Engine:
         schedule: Schedule,
         preparer: Preparer,
         transfer: Transfer,
-        transform: BatchTransform | None,
-        quarantine: Callable[[int, str], None],
+        gathering: Gathering,
         closed: threading.Event,
     ) -> None:
         self.schedule = schedule
@@ -57,7 +56,7 @@ class Engine:
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
         self._executor = ThreadPoolExecutor(1, "cachestream-places")
-        self._gathering = Gathering(schedule, preparer, transfer, transform, quarantine)
+        self._gathering = gathering
 
     def start(self) -> None:
         """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
