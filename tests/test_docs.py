@@ -17,9 +17,15 @@ import pytest
 from cachestream.cli import app
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES_THAT_RUN: Final = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES_THAT_RUN: Final = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/**/*.md"))]
 PAGES: Final = sorted(
-    {*PAGES_THAT_RUN, *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")}
+    {
+        *PAGES_THAT_RUN,
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("examples/*.md"),
+    }
 )
 NOT_RUN: Final = re.compile(r"<!-- not run: \S.*-->")
 LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -60,7 +66,7 @@ def test_the_script_of_a_page_keeps_line_numbers_and_leaves_out_what_is_marked()
 
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=page_id)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / f"page_{page.stem}.py"  # not the name of a package that it imports
     script.write_text(script_of(page.read_text(encoding="utf-8")), encoding="utf-8")
     command = [sys.executable, "-W", "error", script.name]
     done = subprocess.run(
@@ -109,6 +115,13 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     named = {name for piece in code_of(page) for name in re.findall(r"\bmake ((?!PYTHON)[a-z-]+)", piece)}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert named <= targets
+
+
+def test_the_overview_of_sources_leads_to_the_page_of_each() -> None:
+    linked = LINK.findall((ROOT / "docs" / "guide" / "sources.md").read_text(encoding="utf-8"))
+    pages = {f"sources/{page.name}" for page in ROOT.glob("docs/guide/sources/*.md")}
+    assert pages
+    assert pages <= {link.partition("#")[0] for link in linked}
 
 
 def test_the_index_of_decisions_names_every_decision() -> None:
