@@ -50,8 +50,13 @@ source = cs.mix([(Recordings(), 1), (log, 2 / 30), (simulation, 2)])
 names = ("recorded", "logged", "simulated")  # keys begin with the number of the source: "0/17"
 
 network = nn.Sequential(
-    *(nn.Conv1d(1, 16, 9, stride=2), nn.ReLU(), nn.Conv1d(16, 16, 9, stride=2), nn.ReLU()),
-    *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(16, 3)),
+    nn.Conv1d(1, 16, 9, stride=2),
+    nn.ReLU(),
+    nn.Conv1d(16, 16, 9, stride=2),
+    nn.ReLU(),
+    nn.AdaptiveAvgPool1d(1),
+    nn.Flatten(),
+    nn.Linear(16, 3),
 )
 optimizer = torch.optim.Adam(network.parameters(), 1e-2)
 with cs.stream(source, "mix-demo", "100MB", batch_size=32, epoch_size=1024, with_keys=True) as loader:

@@ -53,14 +53,24 @@ def clear_first(progress: float) -> npt.NDArray[np.bool_]:
 
 source = cs.FileSource(cs.Manifest(listed, label="shape"), resize=(24, 24))
 network = nn.Sequential(
-    *(nn.BatchNorm2d(3), nn.Conv2d(3, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 5), nn.ReLU()),
-    *(nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(64, len(source.label_names))),
+    nn.BatchNorm2d(3),
+    nn.Conv2d(3, 16, 5),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(16, 16, 5),
+    nn.ReLU(),
+    nn.AdaptiveMaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(64, len(source.label_names)),
 )
 optimizer = torch.optim.Adam(network.parameters(), 3e-3)
+limit = None if len(sys.argv) > 2 else "300KB/s"
 loader = cs.stream(
-    *(source, cache, "1GB"),
+    source,
+    cache,
+    "1GB",
     order=clear_first,
-    bandwidth_limit=None if len(sys.argv) > 2 else "300KB/s",
+    bandwidth_limit=limit,
     batch_size=32,
     epoch_size=1024,
     with_keys=True,

@@ -49,8 +49,15 @@ train, test = sys.argv[1:3] if len(sys.argv) > 3 else make_tables(demo)
 cache = sys.argv[3] if len(sys.argv) > 3 else demo / "cache"
 
 network = nn.Sequential(
-    *(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(2)),
-    *(nn.Conv2d(8, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(64, 10)),
+    nn.BatchNorm2d(3),
+    nn.Conv2d(3, 8, 5),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Conv2d(8, 16, 5),
+    nn.ReLU(),
+    nn.AdaptiveMaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(64, 10),
 )
 optimizer = torch.optim.Adam(network.parameters(), 3e-3)
 options: dict[str, Any] = {"columns": ["image", "label"], "resize": (28, 28)}

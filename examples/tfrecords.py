@@ -51,12 +51,7 @@ features = {"wave": (2, LENGTH), "pitch_hz": "scalar"}
 network = nn.Sequential(nn.Linear(LENGTH // 2 + 1, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.Adam(network.parameters(), 3e-3)
 with cs.stream(
-    *(train, cache, "1GB"),
-    features=features,
-    batch_size=32,
-    epoch_size=2048,
-    num_workers=2,
-    batch_transform=to_spectrum,
+    train, cache, "1GB", features=features, batch_size=32, epoch_size=2048, batch_transform=to_spectrum
 ) as loader:
     for epoch in range(6):
         losses = []

@@ -82,7 +82,7 @@ def _merge(values: list[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_merge(list(column)) for column in zip(*values, strict=True))
     if isinstance(first, np.ndarray):
-        return _merge([torch.from_numpy(value) for value in values])
+        return _merge([torch.from_numpy(np.require(value, requirements=("C", "W"))) for value in values])
     if isinstance(first, torch.Tensor):
         return torch.stack(values) if all(value.shape == first.shape for value in values) else values
     if isinstance(first, bool | int | float | complex | np.generic):

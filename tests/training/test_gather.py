@@ -138,6 +138,9 @@ def test_collate_works_on_lists_of_samples_as_the_default_collate_does(cache_of:
         ours, theirs = cs.collate(samples), default_collate(samples)
         assert all(same(ours[name], theirs[name]) for name in theirs)
         assert cs.collate([(1, "a"), (2, "b")])[0].tolist() == [1, 2]
+        fixed = np.arange(6.0)
+        fixed.flags.writeable = False  # as parts of what a file was read into are: torch would warn
+        assert cs.collate([fixed, fixed[::-1]]).tolist() == [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]
         ragged = cs.collate([torch.zeros(2), torch.zeros(3)])
         assert [len(value) for value in ragged] == [2, 3]
 
