@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from cachestream.errors import ConfigError
@@ -21,8 +22,9 @@ _SIZE: Final = re.compile(r"(\d+)(?:x(\d+))?")
 def load(name: str, what: str) -> Any:
     """The object that "module:name" names, looked for in the current folder too."""
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    with suppress(FileNotFoundError):  # it is gone: nothing can be loaded from there
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -67,6 +69,10 @@ def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
         inner = found
         for name in path:
             inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"{what}: {name!r} has a value already, and cannot have keys of its own as well"
+                )
         inner[last] = value
     return found
 

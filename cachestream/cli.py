@@ -9,13 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import logging
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
@@ -23,8 +19,9 @@ import typer
 import cachestream
 from cachestream import refetching, terminal
 from cachestream.arguments import load, source_of
+from cachestream.command import PROBLEM, run
 from cachestream.config import format_size, parse_size
-from cachestream.errors import CacheStreamError, ConfigError
+from cachestream.errors import ConfigError
 from cachestream.flags import (
     CacheArgument,
     CropOption,
@@ -50,8 +47,6 @@ from cachestream.storage.history import read_history
 __all__ = ["app", "main"]
 
 DONE: Final = 0
-PROBLEM: Final = 1
-USAGE: Final = 2
 
 app = typer.Typer(
     name="cachestream",
@@ -66,22 +61,7 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; `arguments` are those of the process unless given."""
-    signal.signal(signal.SIGTERM, _on_terminate)
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    # And no other: drivers tell where they found credentials.
-    logging.getLogger("cachestream").setLevel(logging.INFO)
-    try:
-        app(None if arguments is None else list(arguments))
-    except CacheStreamError as error:
-        typer.echo(f"cachestream: {error}", err=True)
-        sys.exit(USAGE if isinstance(error, ConfigError) else PROBLEM)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-
-
-def _on_terminate(number: int, _frame: FrameType | None) -> None:
-    """Unwind as for Ctrl-C, so that a worker in the foreground is let go."""
-    sys.exit(128 + number)
+    run(app, arguments)
 
 
 def _show_version(wanted: bool) -> None:
@@ -180,7 +160,8 @@ def _follow(started: Worker, filled: Cache) -> None:
 
 @app.command()
 def stop(
-    cache: CacheArgument, timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds.")] = 5.0
+    cache: CacheArgument,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")] = 5.0,
 ) -> None:
     """Stop the worker of CACHE.
 

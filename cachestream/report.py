@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +33,7 @@ __all__ = [
 _STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "failed": "bold red"}
 _REASONS_SHOWN: Final = 5
 _BAR_WIDTH: Final = 28
+_GAP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
         yield "", Text(status.fill_message, "red" if status.fill_state == "failed" else "")
     if status.disk_message:
         yield "", Text(status.disk_message, "red")
-    yield "cache", _with_bar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
+    yield "cache", _WithBar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
     yield "samples", f"{status.num_samples:,} in {_count(status.num_shards, 'shard')}{_evicted(status)}"
     if status.pass_number:
         yield f"pass {status.pass_number}", _progress(status)
@@ -159,13 +161,28 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
         yield "source", status.source
 
 
-def _with_bar(share: float, text: str) -> RenderableType:
-    row = Table.grid(padding=(0, 2))
-    row.add_column(width=_BAR_WIDTH)
-    row.add_column()
-    bar = ProgressBar(total=1.0, completed=min(max(share, 0.0), 1.0), width=_BAR_WIDTH)
-    row.add_row(bar, Text(text))
-    return row
+@dataclass(frozen=True, slots=True)
+class _WithBar:
+    """`text` beside a bar that is full to `share`; alone where there is no room for both."""
+
+    share: float
+    text: str
+
+    @property
+    def _width(self) -> int:
+        return _BAR_WIDTH + _GAP + len(self.text)
+
+    def __rich_measure__(self, _console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self.text), options.max_width), min(self._width, options.max_width))
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._width > options.max_width:
+            yield Text(self.text)
+            return
+        row = Table.grid(padding=(0, _GAP))
+        bar = ProgressBar(total=1.0, completed=min(max(self.share, 0.0), 1.0), width=_BAR_WIDTH)
+        row.add_row(bar, Text(self.text))
+        yield row
 
 
 def _sizes(status: CacheStatus) -> str:
@@ -183,7 +200,7 @@ def _progress(status: CacheStatus) -> RenderableType:
     units = f" of {status.num_units:,} units" if status.num_units is not None else ""
     left_s = remaining_s(status)
     left = f", about {describe_duration(left_s)} left" if left_s is not None else ""
-    return _with_bar(status.pass_done, f"{status.pass_done:.1%}{units}{left}")
+    return _WithBar(status.pass_done, f"{status.pass_done:.1%}{units}{left}")
 
 
 def _epochs(status: CacheStatus) -> str:

@@ -34,6 +34,11 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False)
 
 
+def _can_draw(console: Console) -> bool:
+    """Whether what was written can be drawn over; on a dumb terminal only the last state would be seen."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def _write(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -51,7 +56,7 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
     """Look again every `interval_s`, until Ctrl-C: drawn on a terminal, else a line (of JSON) each time."""
     rates, console, pause = RateWindow(), _console(), threading.Event()
     try:
-        if as_json or not console.is_terminal:
+        if as_json or not _can_draw(console):
             while True:
                 status = cache.status()
                 now = rates.add(time.monotonic(), status.worker)
@@ -82,7 +87,7 @@ def follow(worker: Worker) -> None:
     Raises WorkerError, with the traceback from the background, if it failed.
     """
     rates, console = RateWindow(), _console(stderr=True)
-    if console.is_terminal:
+    if _can_draw(console):
         with Live(console=console, auto_refresh=False) as live:
             ended = False
             while not ended:
@@ -104,7 +109,8 @@ def say(line: str) -> None:
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr for the `with` block, moved by calls of `(done, total)`."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
+    console = _console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not _can_draw(console)) as bar:
         task = bar.add_task(what, total=None)
 
         def advance(done: int, total: int) -> None:

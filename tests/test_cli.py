@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -322,6 +323,8 @@ def test_what_epochs_hold_stays_and_the_command_says_so(cache: Path) -> None:
         (["worker", "IMAGES", "CACHE", "--order", "backwards"], "order='backwards'"),
         (["worker", "IMAGES", "CACHE", "--transform", "json:no_such"], "--transform='json:no_such'"),
         (["worker", "IMAGES", "CACHE", "--source-option", "colour=red"], "no argument 'colour'"),
+        (["worker", "IMAGES", "CACHE", "--storage-option", "a=1", "--storage-option", "a.b=2"], "'a'"),
+        (["stop", "CACHE", "--timeout", "nan"], "--timeout"),
         (["status"], "CACHE"),
         (["frobnicate"], "frobnicate"),
         (["status", "CACHE", "--frob"], "--frob"),
@@ -380,6 +383,28 @@ def test_watching_writes_a_line_of_json_for_each_look_until_ctrl_c(cache: Path) 
     assert [look["num_samples"] for look in looks] == [8, 8, 8]
 
 
+def test_watching_where_nothing_can_be_drawn_over_writes_lines(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(cache, 1, 8).close()
+    monkeypatch.setenv("TERM", "dumb")
+    master, slave = pty.openpty()
+    try:
+        with (
+            running("status", cache, "--watch", "--interval", 0.1, stdout=slave) as process,
+            open(master, "rb", buffering=0, closefd=False) as terminal,
+        ):
+            seen = b""
+            while seen.count(b"8 samples in 1 shard") < 2:
+                assert select.select([terminal], [], [], TIMEOUT_S)[0], seen
+                seen += terminal.read(65536)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_S) == 0
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
 def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(cache: Path) -> None:
     fill(cache, 1, 8).close()
     master, slave = pty.openpty()
@@ -412,6 +437,83 @@ def test_a_reader_that_goes_away_is_no_traceback(cache: Path) -> None:
         process.stdout.close()
         assert process.wait(TIMEOUT_S) != 0
         assert process.stderr.read() == ""
+
+
+def in_a_folder_that_is_gone(*arguments: object) -> str:
+    """The command line after its current folder was removed."""
+    return (
+        "import os, sys, tempfile; folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder);"
+        f"from cachestream.command import main; main({[str(argument) for argument in arguments]!r})"
+    )
+
+
+def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_says_so(
+    images: Path, cache: Path
+) -> None:
+    filling = ("worker", images, cache, "--workers", 1, "--size-limit", "20MB", "--transform", "copy:copy")
+    done(run_code(in_a_folder_that_is_gone(*filling)))
+    assert "current folder" in refused(run_code(in_a_folder_that_is_gone("status", "cache")), 1)
+    assert "current folder" in refused(run_code(in_a_folder_that_is_gone("worker", images, "cache")), 2)
+
+
+def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = " ".join(shlex.quote(str(word)) for word in (*COMMAND, *arguments))
+    return subprocess.run(
+        ["/bin/sh", "-c", f"{command} {redirection}"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one_line(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    assert done(in_a_shell(">&-", "status", cache, "--json")) == ""
+    assert "8 samples" in done(in_a_shell("2>&- <&-", "verify", cache))
+    assert "No space left" in refused(in_a_shell(">/dev/full", "status", cache, "--json"), 1)
+
+
+def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_path: Path) -> None:
+    cache = tmp_path / "kä\N{SNOWMAN}sh"
+    fill(cache, 1, 8).close()
+    shown = cli("status", cache, environment={"PYTHONIOENCODING": "ascii", "COLUMNS": "500"})
+    assert "k\\xe4\\u2603sh" in done(shown)
+
+
+# A module that is loaded for the command line sends what Ctrl-C sends.
+INTERRUPTED: Final = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from cachestream.command import main
+main(["--version"])
+"""
+
+
+def test_ctrl_c_while_the_command_is_being_loaded_ends_it_quietly() -> None:
+    result = run_code(INTERRUPTED)
+    assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def test_a_command_that_is_started_deaf_to_ctrl_c_stays_so() -> None:
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    assert done(run_code(deaf + INTERRUPTED)).startswith("cachestream ")
 
 
 def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> None:

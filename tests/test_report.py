@@ -181,6 +181,14 @@ def test_the_view_fits_any_width(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
 
 
+def test_a_narrow_view_leaves_out_the_bars_not_the_figures() -> None:
+    narrow = drawn(status(), width=40)
+    assert "143 GB of 200 GB" in narrow
+    assert "25.0% of 1,000 units" in narrow
+    assert "━" not in narrow
+    assert "━" in drawn(status(), width=80)
+
+
 def test_the_line_for_logs_holds_the_essentials() -> None:
     line = one_line(status(skipped=3), Rates(5, 2e6))
     assert "\n" not in line

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["begin_clean", "let_go_of_terminal"]
+__all__ = ["begin_clean", "have_standard_files", "let_go_of_terminal"]
 
 
 def begin_clean() -> None:
     """Not as the caller may be: deaf to its children's deaths and to signals, or without standard files.
 
-    A signal that is ignored or blocked stays so in what a process starts; the first file opened after one of these
-    was closed would take its place.
+    A signal that is ignored or blocked stays so in what a process starts.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    have_standard_files()
+
+
+def have_standard_files() -> None:
+    """Open those of standard input and outputs that are closed: the first file opened would take their place."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(fd)

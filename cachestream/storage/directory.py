@@ -94,7 +94,12 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     given = os.fsdecode(path)
     if not given or "://" in given:
         raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
-    root = os.path.realpath(given)
+    try:
+        root = os.path.realpath(given)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{given!r} is relative to the current folder, which is gone; give an absolute path"
+        ) from error
     if len(os.fsencode(Directory(root).catalogue)) > _MOST_PATH_BYTES:
         raise ConfigError(f"{root} is too long a path for SQLite; give a directory nearer to the root")
     if os.path.exists(root) and not os.path.isdir(root):
