@@ -32,6 +32,7 @@ _UNITS: Final[dict[str, int]] = {
     "pb": 10**15,
     "pib": 2**50,
 }
+_MOST_BYTES: Final = 2**62  # the catalogue and the system count with 64 bits, one of them for the sign
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 # What users of the peers type, and what it is called here.
@@ -70,12 +71,16 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
     if isinstance(value, int | float):
         if not math.isfinite(value) or value < 0:
             raise ConfigError(f"{what}={value!r}: must be a finite number of bytes, 0 or more")
-        return int(value)
-    match = _SIZE.fullmatch(value.strip().removesuffix("/s"))
-    factor = _UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+        size_bytes = int(value)
+    else:
+        match = _SIZE.fullmatch(value.strip().removesuffix("/s"))
+        factor = _UNITS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
+        size_bytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if size_bytes > _MOST_BYTES:
+        raise ConfigError(f"{what}={value!r}: more than any disk has; give at most 4000PB")
+    return size_bytes
 
 
 def format_size(size_bytes: float) -> str:

@@ -37,8 +37,22 @@ def test_a_size_is_bytes_with_decimal_or_binary_units(text: float | str, size_by
 @pytest.mark.parametrize(
     "value",
     [
-        *("", "GB", "-1", "-1GB", "1,5GB", "1 2", "five", "1GBB", "0x10", "1e9", "²GB", "1GB/m"),
-        *(-1, -0.5, math.nan, math.inf, True, None, b"1", [1]),
+        *(
+            "",
+            "GB",
+            "-1",
+            "-1GB",
+            "1,5GB",
+            "1 2",
+            "five",
+            "1GBB",
+            "0x10",
+            "1e9",
+            "²GB",
+            "1GB/m",
+            "99999999999TB",
+        ),
+        *(-1, -0.5, 2**63, 1e30, math.nan, math.inf, True, None, b"1", [1]),
     ],
 )
 def test_what_is_not_a_size_is_refused_with_the_argument_and_the_value(value: object) -> None:
@@ -47,7 +61,7 @@ def test_what_is_not_a_size_is_refused_with_the_argument_and_the_value(value: ob
     assert str(caught.value).startswith(f"size_limit={value!r}: ")
 
 
-@given(st.integers(0, 2**63))
+@given(st.integers(0, 2**62))
 def test_a_whole_number_survives_as_text_to_the_byte(size_bytes: int) -> None:
     """Also above 2⁵³, where floats would round."""
     assert parse_size(str(size_bytes)) == parse_size(size_bytes) == size_bytes
