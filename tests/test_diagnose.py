@@ -22,8 +22,8 @@ import pytest
 from PIL import Image
 
 import cachestream as cs
+from cachestream.diagnosis import crowding, probing
 from cachestream.diagnosis import diagnose as diagnosis
-from cachestream.diagnosis import probing
 from cachestream.diagnosis.diagnose import diagnose
 from cachestream.diagnosis.findings import Findings
 from cachestream.diagnosis.stages import Crowd, Delivery, Stages, Written, judge
@@ -75,6 +75,7 @@ BUSY: Final = replace(CROWD, busy_cores=3.9, wanted_cores=4.2, decoding=0.9)
 FIGURES: Final = {
     "remote": EVEN,
     "network": replace(EVEN, crowd=HELD),
+    "machine": replace(EVEN, crowd=replace(HELD, machine_cores=3.9)),
     "requests": replace(EVEN, read_cpu_s=0.9, crowd=replace(CROWD, busy_cores=1.0, wanted_cores=1.1)),
     "decode": replace(EVEN, decode_s=10.0, crowd=BUSY),
     "transform": replace(EVEN, transform_s=10.0, transform_cpu_s=9.9),
@@ -150,7 +151,7 @@ def test_every_stage_has_a_line_with_its_own_figures() -> None:
 def test_reads_that_something_else_held_up_are_not_the_remotes(crowd: dict[str, Any], has_more: bool) -> None:
     stages = replace(EVEN, crowd=replace(CROWD, **crowd))
     assert stages.remote_has_more is has_more
-    assert (judge(stages).binds in ("remote", "network")) is not has_more
+    assert (judge(stages).binds in ("remote", "network", "machine")) is not has_more
     assert (" > 3,200" in str(Findings("x", stages, judge(stages), "/tmp"))) is has_more
 
 
@@ -164,6 +165,14 @@ def test_a_source_that_lets_one_call_at_a_time_through_does_so_in_each_process()
     stages = replace(EVEN, fetched_bytes=0, crowd=crowd)
     assert stages.read_per_s == pytest.approx(400)
     assert replace(stages, crowd=replace(crowd, num_samples=3200)).read_per_s == pytest.approx(3200)
+
+
+def test_other_programs_are_blamed_only_for_reads_that_do_not_help_one_another() -> None:
+    crowded = replace(CROWD, machine_cores=4.0)
+    assert judge(replace(EVEN, crowd=crowded)).binds == "remote"  # many reads brought more all the same
+    verdict = judge(replace(EVEN, crowd=replace(HELD, machine_cores=3.8, busy_cores=0.3)))
+    assert "other programs keep 3.5 of 4 cores busy" in verdict.because
+    assert judge(replace(EVEN, crowd=replace(HELD, machine_cores=1.0))).binds == "network"
 
 
 def test_what_is_next_fits_what_was_seen() -> None:
@@ -249,7 +258,19 @@ def test_a_network_that_is_narrow_is_found(
     put_files(s3_bucket, 100, 40_000)
     s3_proxy.bytes_per_s = 200_000
     found = look(s3_source(s3_bucket, s3_server, s3_proxy.port), seconds=4.0)
-    assert found.verdict.binds == "network", f"{found}\n{found.stages}"
+    assert found.stages.crowd.machine_cores is not None
+    assert found.verdict.binds in ("network", "machine"), f"{found}\n{found.stages}"
+
+
+def test_what_the_cores_did_holds_what_this_process_did() -> None:
+    before_s, until_s = crowding.machine_s(), time.thread_time() + 0.5
+    if before_s is None:
+        pytest.skip("the system does not tell")
+    while time.thread_time() < until_s:
+        pass
+    after_s = crowding.machine_s()
+    assert after_s is not None
+    assert after_s - before_s > 0.25  # counted in hundredths of a second, by looking who runs
 
 
 @pytest.mark.slow  # what else the machine does at that time is a part of what it finds

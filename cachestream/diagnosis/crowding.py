@@ -23,7 +23,7 @@ from cachestream.errors import SourceUnavailableError
 from cachestream.remote import pulse
 from cachestream.remote.source import Rows, Source
 
-__all__ = ["read_together"]
+__all__ = ["machine_s", "read_together"]
 
 
 def read_together(
@@ -55,6 +55,7 @@ class _Together:
         ]
         pulse.install(self._on_fetched, self._on_asking, self._on_slow_down)
         begun_s, busy_s, queued_s = time.perf_counter(), time.process_time(), _queues_s()
+        before_s = machine_s()
         try:
             for thread in threads:
                 thread.start()
@@ -62,6 +63,7 @@ class _Together:
             spent_s = time.perf_counter() - begun_s
             waiting_s = sum(now_s - queued_s.get(name, 0.0) for name, now_s in _queues_s().items())
             busy_s = time.process_time() - busy_s
+            after_s = machine_s()
             with self._lock:
                 return Crowd(
                     reads=reads,
@@ -72,6 +74,9 @@ class _Together:
                     wanted_cores=(busy_s + waiting_s) / spent_s,
                     decoding=self._share_of_decoding(),
                     slowed_down=self._slowed_down,
+                    machine_cores=None
+                    if after_s is None or before_s is None
+                    else (after_s - before_s) / spent_s,
                 )
         finally:
             self._stop.set()
@@ -137,6 +142,20 @@ class _Together:
             return None
         decoding_s, reading_s = map(sum, zip(*self._sums_s, strict=True))
         return decoding_s / max(decoding_s + reading_s, 1e-9)
+
+
+def machine_s() -> float | None:
+    """How long the cores that we may use were busy so far, all together; None where the kernel does not tell."""
+    ours, ticks = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
+    try:
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *spent = line.split()
+            if name in ours:
+                user, nice, system, _idle, _waiting_for_disks, *interrupts_and_stolen = map(int, spent[:8])
+                ticks += user + nice + system + sum(interrupts_and_stolen)
+    except (OSError, ValueError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
 def _queues_s() -> dict[str, float]:

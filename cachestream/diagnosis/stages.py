@@ -25,7 +25,8 @@ class Crowd:
 
     `busy_cores`: how many cores this process used meanwhile; `wanted_cores`: and waited for. `decoding`: the share of the readers' time
     that did not pass in reading, None where the source does not tell. `slowed_down`: answers that there are too many
-    requests.
+    requests. `machine_cores`: how many of the cores that this process may use were busy, whoever used them; None where
+    the system does not tell.
     """
 
     reads: int
@@ -36,6 +37,7 @@ class Crowd:
     wanted_cores: float
     decoding: float | None = None
     slowed_down: int = 0
+    machine_cores: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ class Stages:
         return gain >= math.sqrt(crowd.reads)  # the middle between no gain and all of it
 
     @property
+    def others_crowd(self) -> bool:
+        """Whether other programs left no core to spare while many units were read at once."""
+        return (self.crowd.machine_cores or 0.0) >= BUSY * self.cores
+
+    @property
     def cpu_s(self) -> dict[str, float]:
         """Processor time of each stage."""
         return {
@@ -171,7 +178,7 @@ def _rate(count: int, seconds: float) -> float:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What holds up the rest: `binds` is "remote" (how long it takes to answer), "network" (how much comes at a time),
-    "requests" (the processor's work on them), "decode", "transform", "pack", "disk" or "transfer"; `because` says why,
+    "machine" (other programs on it, so that the network's part is not seen), "requests" (the processor's work on them), "decode", "transform", "pack", "disk" or "transfer"; `because` says why,
     `what_next` what to do about it. `samples_per_s`: what it lets through.
     """
 
@@ -199,7 +206,7 @@ def judge(stages: Stages) -> Verdict:
         binds = max(costs, key=lambda name: costs[name])
         binds = "requests" if binds == "read" else binds
     elif slowest == "read":
-        binds = "remote" if stages.more_reads_help else "network"
+        binds = "remote" if stages.more_reads_help else "machine" if stages.others_crowd else "network"
     return Verdict(binds, rates[slowest], _because(binds, stages), _what_next(binds, stages))
 
 
@@ -217,7 +224,13 @@ _WORK: Final = {
 
 def _because(binds: str, stages: Stages) -> str:
     if binds == "network":
-        return f"{stages.crowd.reads} reads at once bring hardly more than one: the bandwidth is used up"
+        return f"{stages.crowd.reads} reads at once bring hardly more than one: the bandwidth is used up, or the server"
+    if binds == "machine":
+        others = max(0.0, (stages.crowd.machine_cores or 0.0) - stages.crowd.busy_cores)
+        return (
+            f"{stages.crowd.reads} reads at once bring hardly more than one, while other programs keep {others:.1f} of "
+            f"{stages.cores} cores busy"
+        )
     if binds == "remote":
         few = stages.crowd.reads < 2 or not stages.fetched_bytes
         return "reads wait for answers" + ("" if few else ", and many at once bring more")
@@ -241,6 +254,10 @@ _NEXT: Final[dict[str, tuple[str, ...]]] = {
     "network": (
         "fetch fewer bytes: smaller files, only the columns or windows that are needed",
         "look for a limit on the way: the link, a proxy, the bucket's own; or run nearer to the data",
+    ),
+    "machine": (
+        "look again while nothing else runs here: only then is it seen what the network brings",
+        "a server of the remote on this machine, as for tests, is such a program: run it on another",
     ),
     "requests": (
         "larger units need fewer requests: tars, Parquet or MDS instead of small files, larger windows of arrays",
