@@ -21,9 +21,16 @@ import traceback
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
+from types import FrameType
 from typing import IO, Any, Final
 
-from cachestream.sampling.kinship import adopt_orphans, die_with_parent, name_process
+from cachestream.sampling.kinship import (
+    adopt_orphans,
+    die_with_parent,
+    end_sessions,
+    is_there,
+    name_process,
+)
 from cachestream.sampling.surroundings import let_go_of_terminal
 
 __all__ = ["ForkServer", "Forked"]
@@ -31,6 +38,7 @@ __all__ = ["ForkServer", "Forked"]
 _PID: Final = struct.Struct("<i")
 _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
+_ORPHANED_TURNS: Final = 400
 # What a sampling process loads of ours before it gets its source, and of those that `open_source` makes.
 _OURS: Final = ("cachestream.sampling.process", "cachestream.remote.open")
 
@@ -181,15 +189,38 @@ class ForkServer:
 
 
 def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
-    """The fork server's main: until the supervisor is gone."""
-    die_with_parent()
+    """The fork server's main: until the supervisor is gone. If that was killed, what its processes had started goes too."""
+    ours, parent, sessions = os.getpid(), os.getppid(), set[int]()
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == ours and _is_orphaned(parent):
+            end_sessions(sessions)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, leave)
+    die_with_parent(signal.SIGTERM)
+    with suppress(OSError):  # the socket of one that was killed before it had read all says so
+        _answer(supervisor, protocols, parent, sessions)
+    end_sessions(sessions)  # even if the signal comes later: the socket closes before the parent changes
+
+
+def _is_orphaned(parent: int) -> bool:
+    """Whether `parent` is gone. The signal of its end comes with that of its main thread; others may take a moment more."""
+    for _ in range(_ORPHANED_TURNS):
+        if os.getppid() != parent:
+            return True
+        time.sleep(_PAUSE_S)
+    return False
+
+
+def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, sessions: set[int]) -> None:
+    """Fork what is asked for, until nobody asks any more. Each leads one of `sessions`."""
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     let_go_of_terminal()  # nor are its supervisor's pipes to the caller to be kept open
     for module in _OURS:
         importlib.import_module(module)
     _load(protocols)
-    parent = os.getppid()
     gc.collect()
     gc.freeze()  # looking through what is shared would copy it
     while True:
@@ -199,7 +230,10 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
         message = json.loads(said)
         _load(message.get("protocols", ()))
         if "module" in message:  # an answer for each, also where the system had no room for the descriptors
-            supervisor.send(_PID.pack(_fork(message["module"], message["job_fd"], fds, supervisor, parent)))
+            sessions -= {session for session in sessions if not is_there(session)}
+            pid = _fork(message["module"], message["job_fd"], fds, supervisor, parent)
+            sessions.add(pid)
+            supervisor.send(_PID.pack(pid))
             for fd in fds:
                 os.close(fd)
 
@@ -220,6 +254,7 @@ def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, p
         between = os.fork()
         if not between:
             try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 between = os.getpid()
                 pid = os.fork()
                 if pid:

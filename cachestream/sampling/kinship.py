@@ -18,6 +18,8 @@ __all__ = [
     "end_group_of_dead",
     "end_if_forked",
     "end_orphans",
+    "end_sessions",
+    "is_there",
     "look_after_orphans",
     "name_process",
 ]
@@ -27,12 +29,15 @@ _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _GRACE_S: Final = 1.0
 _TICK_S: Final = 0.01
+_TURN_S: Final = 0.05
+_GRACE_TURNS: Final = 20
+_MOST_TURNS = 200  # on a machine that is busy, a process takes long to die
 _ended: dict[int, float] = {}  # leaders of groups that were to end, and since when
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent ends, however it does."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get the signal `number` when the parent ends, however it does."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> bool:
@@ -96,11 +101,56 @@ def look_after_orphans(but: Collection[int]) -> int:
     return len(left)
 
 
+def is_there(pid: int) -> bool:
+    """Whether the process `pid` is there, which may not lead a group yet, or anybody in the group that it led."""
+    for look in (os.kill, os.killpg):
+        try:
+            look(pid, 0)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            pass
+        return True
+    return False
+
+
 def end_orphans() -> None:
     """Wait until none is left of the groups that were to end, which takes the moment that they have, and little more."""
     deadline_s = time.monotonic() + 2 * _GRACE_S
     while look_after_orphans(()) and time.monotonic() < deadline_s:
         time.sleep(_TICK_S)
+
+
+def end_sessions(leaders: Collection[int]) -> None:
+    """Ask all in the sessions that `leaders` led to end, and kill those that have not a moment later.
+
+    Leaders themselves are waited for: they are about to end. While one is there, its number may be another's by now,
+    and after that it cannot be: a session keeps it as long as anybody is in it.
+    """
+    asked: dict[int, int] = {}
+    for turn in range(_MOST_TURNS):  # not by the clock: this process may be stopped meanwhile
+        sessions = _sessions()
+        if sessions.keys().isdisjoint(leaders) and not set(sessions.values()) & set(leaders):
+            return
+        for pid, session in sessions.items():
+            if session in leaders and session not in sessions:
+                waited = turn - asked.setdefault(pid, turn)
+                with suppress(ProcessLookupError, PermissionError):
+                    if not waited or waited >= _GRACE_TURNS:
+                        os.kill(pid, signal.SIGKILL if waited else signal.SIGTERM)
+        time.sleep(_TURN_S)
+
+
+def _sessions() -> dict[int, int]:
+    """The session of each process that has not ended."""
+    found = {}
+    for name in os.listdir("/proc"):
+        with suppress(OSError, ValueError):  # no process, or it has just ended
+            stat = Path(f"/proc/{int(name)}/stat").read_bytes()
+            state, _parent, _group, session = stat.rpartition(b")")[2].split()[:4]
+            if state not in (b"Z", b"X"):
+                found[int(name)] = int(session)
+    return found
 
 
 def _prctl(option: int, value: object) -> bool:

@@ -112,6 +112,34 @@ def test_what_it_has_started_outlives_a_fork_server_that_is_killed_and_there_are
     assert run(tmp_path, body) == ["None", "7"]
 
 
+def test_one_that_is_killed_before_its_number_is_known_counts_as_killed_and_there_are_no_more(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "os.kill(server._pid, signal.SIGSTOP)\n"  # it has no time
+        "forked = server.start('told', job)\n"
+        "print(forked.pid, forked.poll())\n"
+        "forked.kill()\n"
+        "print(forked.poll(), server.start('told', job))"
+    )
+    assert run(tmp_path, body) == ["None None", "-9 None"]
+
+
+def test_answers_that_come_late_reach_those_who_asked_in_their_order(tmp_path: Path) -> None:
+    body = (
+        "os.dup2(job, 50)\n"
+        "os.kill(server._pid, signal.SIGSTOP)\n"
+        "asked = [server.start('told', 50) for _ in range(3)]\n"
+        "for number, forked in enumerate(asked): forked.stdin.write(b'%d\\n' % number); forked.stdin.flush()\n"
+        "print([forked.pid for forked in asked])\n"
+        "os.kill(server._pid, signal.SIGCONT)\n"
+        "print([forked.wait(60) for forked in reversed(asked)])\n"
+        "print([forked.stdout.read().split()[3].decode() for forked in asked])\n"
+        "print(len({forked.pid for forked in asked}))"
+    )
+    assert run(tmp_path, body) == ["[None, None, None]", "[7, 7, 7]", "['0', '1', '2']", "3"]
+
+
 def test_a_process_that_the_system_refuses_counts_as_one_that_died(tmp_path: Path) -> None:
     body = (
         "import resource\n"

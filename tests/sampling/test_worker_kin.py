@@ -27,6 +27,7 @@ from tests.sampling.support import (
     ROOT,
     Processes,
     is_running,
+    left_files,
     only_once,
     sampling_pids,
     script,
@@ -96,6 +97,51 @@ def test_what_a_transform_has_started_goes_with_its_process(cache: Cache, folder
         wait_until(lambda: not is_running(first), "it goes with the killed process")
         wait_until(lambda: len(told(folder)) > 1, "another process takes its place")
     wait_until(lambda: not any(map(is_running, told(folder))), "the others go with theirs")
+
+
+def test_what_a_transform_has_started_goes_with_a_supervisor_that_is_killed(
+    cache: Cache, folder: Path, processes: Processes
+) -> None:
+    worker = cs.start_worker(cache, Numbers(3), num_workers=1, transform=Starts(folder, stays))
+    wait_until(lambda: told(folder), "the transform has started a process")
+    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, told(folder))), "they go")
+    processes.wait_until_gone()
+    worker.close()
+    wait_until(lambda: cache.recover() == 0 and not left_files(cache), "killed threads have let go of files")
+
+
+SESSIONS = """
+import os, signal, subprocess, sys
+from cachestream.sampling import kinship
+
+kinship._MOST_TURNS = 50  # how long one is waited for that does not end
+deaf = "trap '' TERM; echo; while :; do sleep 1; done"
+starts = f"({deaf}) & read line; exit"
+led = subprocess.Popen(["sh", "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+alive = subprocess.Popen(["sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE, start_new_session=True)
+other = subprocess.Popen(["sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
+for process in (led, alive, other):
+    process.stdout.readline()
+led.stdin.close()
+led.wait()
+kinship.end_sessions([led.pid, alive.pid])
+print(led.stdout.read(), alive.poll(), other.poll())
+alive.kill()
+other.kill()
+"""
+
+
+def test_a_session_ends_after_its_leader_with_who_is_deaf_and_nobody_else_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SESSIONS],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout.split() == ["b''", "None", "None"], done.stderr
 
 
 def test_what_a_transform_has_started_goes_at_an_end_in_order_too_unless_it_has_a_session_of_its_own(
