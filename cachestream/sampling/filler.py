@@ -34,7 +34,7 @@ from cachestream.storage.tables import Suspect
 __all__ = ["Filler", "QuarantinedError"]
 
 BUFFER_BYTES: Final = 64 * 2**20
-QUARANTINE_AT: Final = 12  # weights of deaths, see supervisor.suspicion
+QUARANTINE_AT: Final = 12  # weights of deaths, see health.suspicions
 _WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
 _TICK_S: Final = 0.25
 _FATAL_REFUSALS: Final = 20

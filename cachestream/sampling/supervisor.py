@@ -119,8 +119,10 @@ class Supervisor:
         try:
             if self._lock.is_ours:
                 self._leave()  # nobody shall attach to a worker that has failed
-                self._end()
-                self._say("failed", message, words)
+                try:
+                    self._end()
+                finally:  # it may fail for the same reason
+                    self._say("failed", message, words)
         except (CacheStreamError, OSError):
             logger.exception("the end could not be recorded")  # the children die with us
 
@@ -202,9 +204,9 @@ class Supervisor:
             raise _GiveUpError(_last_error(child.last_words), child.last_words)
         self._deaths.append(death)
         if is_crash_loop(self._deaths, now_s, self._job.num_workers):
-            count = len(self._deaths)
+            how = _last_error(child.last_words) if death.orderly else f"what they read {death}"
             raise _GiveUpError(
-                f"the sampling processes died {count} times: what they read {death}", child.last_words
+                f"the sampling processes died {len(self._deaths)} times: {how}", child.last_words
             )
         self._board.count_restart()
         child.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.config import reject_unknown
+from cachestream.config import keywords_of, reject_unknown
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.remote.open import open_source, protocols_of
 from cachestream.sampling.job import Job
@@ -32,20 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "start_worker"]
 
-_KEYWORDS: Final = [
-    "num_workers",
-    "transform",
-    "shard_size",
-    "order",
-    "seed",
-    "bandwidth_limit",
-    "when_full",
-    "detach",
-    "concurrency",
-    "hang_timeout_s",
-    "partition",
-    "linger_s",
-]
 _TICK_S: Final = 0.05
 logger = logging.getLogger("cachestream")
 
@@ -105,7 +91,9 @@ class Worker:
             time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
         if state == "filling":
             raise WorkerError(
-                f"the worker of {self.cache.path} was killed; start it again: it goes on where it stopped"
+                f"the worker of {self.cache.path} ended without a word: it was killed, or could not write (what it still "
+                f"could say is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it "
+                "stopped"
             )
         return True
 
@@ -234,7 +222,7 @@ def start_worker(
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
     """
-    reject_unknown("start_worker", unknown, ("cache", "source", *_KEYWORDS))
+    reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition

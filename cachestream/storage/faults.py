@@ -13,7 +13,7 @@ from cachestream.errors import CacheError, CacheFullError, CacheLockedError, Cac
 __all__ = ["CatalogueDamagedError", "disk_error", "translated_disk_errors", "translated_sql_errors"]
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
 _TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -28,6 +28,10 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
         return CacheFullError(f"{what}; free some disk or lower the cache's limit")
     if error.errno in _FORBIDDEN:
         return CacheError(f"{what}: it cannot be written; check its owner and permissions")
+    if error.errno == errno.EROFS:
+        return CacheError(
+            f"{what}; mount it for writing, or look into the system's log: disks that fail become so"
+        )
     if error.errno in _TOO_MANY:
         return CacheError(f"{what}; raise the limit of open files ('ulimit -n')")
     if error.errno == errno.ENOMEM:

@@ -98,6 +98,35 @@ def test_samples_of_another_kind_are_skipped_and_shapes_that_differ_are_kept(cac
     assert str(cache.schema) == "{name: str, rows: float32[?, ?]}"
 
 
+def test_a_worker_whose_shards_are_taken_away_says_what_is_wrong(cache: Cache) -> None:
+    away = f"{cache.directory.shards}-away"
+    with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1) as worker:
+        cache.wait(1, DEADLINE_S)
+        os.rename(cache.directory.shards, away)
+        Path(cache.directory.shards).touch()
+        try:
+            with pytest.raises(WorkerError, match="Not a directory"):
+                worker.wait(DEADLINE_S)
+            wait_until(lambda: not worker.is_alive(), "the worker has ended")
+        finally:
+            os.unlink(cache.directory.shards)
+            os.rename(away, cache.directory.shards)
+    cache.recover()
+
+
+def test_an_eviction_policy_that_fails_is_named_and_what_was_read_is_not_blamed(tmp_path: Path) -> None:
+    def undecided(_rows: object) -> list[int]:
+        raise ValueError("which one?")
+
+    with (
+        Cache(tmp_path / "cache", size_limit="1MB", min_free=0, eviction=undecided) as small,
+        cs.start_worker(small, Numbers(None), num_workers=1) as worker,
+        pytest.raises(WorkerError, match="which one") as caught,
+    ):
+        worker.wait(DEADLINE_S)
+    assert "what they read" not in str(caught.value).partition("Traceback")[0]
+
+
 def test_a_crash_loop_ends_with_the_traceback(cache: Cache) -> None:
     """A module that the child cannot import: found before anything is read."""
 
