@@ -303,6 +303,7 @@ def plot(
     """Draw how CACHE grew."""
     with _open(cache) as filled:
         rows = read_history(filled.directory.worker_file("history"))
+        output = output if output.suffix else output.with_suffix(".png")
         plot_growth(rows, output, f"{filled.path}: {filled.num_samples:,} samples")
         typer.echo(str(output))
 

@@ -493,6 +493,23 @@ def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_p
     assert "k\\xe4\\u2603sh" in done(shown)
 
 
+def test_folders_whose_names_are_not_utf8_are_read_and_filled_and_gone_on_with(
+    images: Path, tmp_path: Path
+) -> None:
+    source, cache = (os.fsdecode(os.fsencode(tmp_path) + name) for name in (b"/remote\xff", b"/cache\xe9"))
+    shutil.copytree(images, source)
+    for _ in range(2):
+        done(cli("worker", source, cache, "--workers", 1, "--size-limit", "20MB", "--min-free", 0))
+        told = json.loads(done(cli("status", cache, "--json")))
+        assert (told["num_samples"], told["path"], told["fill_state"]) == (COUNT, cache, "complete")
+        assert source in told["source"]
+    assert "remote\\udcff" in done(
+        cli("status", cache, environment={"PYTHONIOENCODING": "utf-8", "COLUMNS": "500"})
+    )
+    for name in os.listdir(f"{cache}/worker"):
+        assert os.stat(f"{cache}/worker/{name}").st_mode & 0o077 == 0, f"{name} is for its owner alone"
+
+
 # A module that is loaded for the command line sends what Ctrl-C sends.
 INTERRUPTED: Final = """
 import os, signal, sys
@@ -514,6 +531,14 @@ def test_ctrl_c_while_the_command_is_being_loaded_ends_it_quietly() -> None:
 def test_a_command_that_is_started_deaf_to_ctrl_c_stays_so() -> None:
     deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     assert done(run_code(deaf + INTERRUPTED)).startswith("cachestream ")
+
+
+def test_plotting_tells_the_file_that_it_has_made(cache: Path, tmp_path: Path) -> None:
+    fill(cache, 1, 8).close()
+    (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
+    made = done(cli("plot", cache, "-o", tmp_path / "growth")).strip()
+    assert made == str(tmp_path / "growth.png")
+    assert Path(made).exists()
 
 
 def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> None:

@@ -7,6 +7,7 @@ import logging.handlers
 import os
 import sys
 import traceback
+from io import TextIOWrapper
 from typing import Final
 
 from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
@@ -18,6 +19,7 @@ from cachestream.sampling.supervisor import Supervisor
 from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile, lock_file
+from cachestream.storage.private import open_private
 
 __all__ = ["main"]
 
@@ -75,8 +77,15 @@ def _become_the_supervisor(cache: Cache) -> HeldFile:
     return lock
 
 
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    """A log that only its owner can read: it tells what transforms print."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
+
+
 def _open_log(cache: Cache) -> None:
-    handler = logging.handlers.RotatingFileHandler(
+    handler = _PrivateLog(
         cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -44,6 +44,20 @@ class FailureRow:
     example: str
 
 
+def _storable(text: str) -> str | bytes:
+    """`text` as SQLite takes it: in bytes where it holds a path that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+    return text
+
+
+def _as_set(value: Any) -> Any:
+    """A value as it was before `_storable`."""
+    return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
+
+
 class Tables(ProgressTables):
     """The statements of one transaction. Valid only inside the `with` that gave it."""
 
@@ -51,13 +65,15 @@ class Tables(ProgressTables):
 
     def meta(self, key: str, default: Any = None) -> Any:
         row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else row[0]
+        return default if row is None else _as_set(row[0])
 
     def set_meta(self, key: str, value: Any) -> None:
-        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+        stored = _storable(value) if isinstance(value, str) else value
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, stored))
 
     def all_meta(self) -> dict[str, Any]:
-        return dict(self.execute("SELECT key, value FROM meta").fetchall())
+        rows = self.execute("SELECT key, value FROM meta").fetchall()
+        return {key: _as_set(value) for key, value in rows}
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to the counter `key`; returns its new value."""
