@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -42,12 +42,16 @@ _BOOT: Final = (
 
 def import_path() -> tuple[str, ...]:
     """Where this process imports from, as another one can: what is no text, as a Path, Python passes over."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:  # removed: nothing can be imported from there
-        here = ""
-    entries: Iterable[object] = sys.path
+    here, entries = _current_folder(), list[object](sys.path)
     return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
+
+
+def _current_folder() -> str:
+    """Empty where it has been removed: nothing can be imported from there."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def start_python(
@@ -55,7 +59,8 @@ def start_python(
 ) -> subprocess.Popen[bytes]:
     """Start `main()` of `module` in a Python of its own: no fork of our state, no main guard needed."""
     command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
-    return subprocess.Popen(command, close_fds=True, **options)
+    # In a folder that is gone Python 3.13.0 cannot import its own modules.
+    return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
 
 
 def start_sampling(

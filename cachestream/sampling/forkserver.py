@@ -232,7 +232,8 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
         if "module" in message:  # an answer for each, also where the system had no room for the descriptors
             sessions -= {session for session in sessions if not is_there(session)}
             pid = _fork(message["module"], message["job_fd"], fds, supervisor, parent)
-            sessions.add(pid)
+            if pid > 0:
+                sessions.add(pid)
             supervisor.send(_PID.pack(pid))
             for fd in fds:
                 os.close(fd)
