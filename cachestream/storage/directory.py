@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from cachestream.errors import ConfigError
+from cachestream.mounts import filesystem_of, is_network_filesystem
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import shard_path
 
@@ -24,15 +24,8 @@ __all__ = [
     "sync_folder",
 ]
 
-# Filesystems whose locks or sizes other machines, or a remote store, have a say in.
-_NETWORK_FILESYSTEM: Final = re.compile(
-    r"9p|acfs|afs|beegfs|ceph|cifs|coda|davfs|gfs2|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|prl_fs|pvfs2"
-    r"|smb3|smbfs|vboxsf|wekafs"
-    r"|fuse\..*(s3|gcs|blob|rclone|sshfs|ceph|gluster|juice|goofys|dav|ftp|afs|hdfs|weka|quobyte|alluxio).*"
-)
 TEMPORARY_SUFFIX: Final = ".tmp"
 _MOST_PATH_BYTES: Final = 500  # SQLite takes 512, and adds to them
-_OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes blanks and backslashes
 _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
 _HARMLESS: Final = frozenset({"lost+found"})
@@ -110,7 +103,7 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
         raise ConfigError(f"{root} cannot be created ({error.strerror}); choose another directory") from error
     _check_owner(root)
     kind = filesystem_of(root)
-    if _NETWORK_FILESYSTEM.fullmatch(kind):
+    if is_network_filesystem(kind):
         raise ConfigError(
             f"{root} lies on a network filesystem ({kind}), where file locks are not reliable; "
             "choose a directory on a local disk of this machine"
@@ -154,25 +147,6 @@ def _check_owner(root: str) -> None:
         raise ConfigError(
             f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
         )
-
-
-def filesystem_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """The type of the filesystem that holds `path`, or "" where the system does not tell."""
-    try:
-        with open(mountinfo, "rb") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return ""
-    best, kind = "", ""
-    for line in lines:
-        left, _, right = (part.split() for part in line.partition(b" - "))
-        if len(left) < 5 or not right:
-            continue
-        mount = os.fsdecode(_OCTAL.sub(lambda digits: bytes([int(digits[1], 8)]), left[4]))
-        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of two at one place, the later one hides the other
-            best, kind = mount, right[0].decode(errors="replace")
-    return kind
 
 
 def allocated_bytes(info: os.stat_result) -> int:

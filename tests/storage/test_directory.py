@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from cachestream.errors import CacheError, ConfigError
+from cachestream.mounts import filesystem_of, is_network_filesystem
 from cachestream.storage import directory as module
 from cachestream.storage.admission import disk_footprint, effective_limit
 from cachestream.storage.cache import Cache
-from cachestream.storage.directory import filesystem_of, open_directory
+from cachestream.storage.directory import open_directory
 from tests.storage.support import Line, assert_sound, content, disk_bytes, fork, new_cache, publish
 
 NOBODY = 65_534
@@ -232,7 +233,7 @@ def test_the_filesystem_of_a_path_is_that_of_the_last_longest_mount_above_it(
     forged = tmp_path / "mountinfo"
     forged.write_bytes(MOUNTS.encode() + b"33 22 0:32 / /\xff rw - nfs h rw\n")
     assert filesystem_of(path, str(forged)) == kind
-    assert bool(module._NETWORK_FILESYSTEM.fullmatch(kind)) == refused
+    assert is_network_filesystem(kind) == refused
 
 
 def test_a_network_filesystem_is_refused_with_the_reason(
