@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -19,10 +19,12 @@ from cachestream.remote.names import Names, NamesBuilder
 from cachestream.remote.paging import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
 from cachestream.remote.retry import redact
 from cachestream.remote.stored import AnyNames
+from cachestream.remote.walking import GoneError, Walk, open_walk
 
-__all__ = ["FileList", "Url", "check_unit", "folder_of"]
+__all__ = ["FileList", "FirstNames", "Url", "check_unit", "folder_of"]
 
 Url = str | os.PathLike[str]
+FirstNames = int | Literal["auto"] | None
 
 _completing = threading.Lock()
 
@@ -40,8 +42,9 @@ class FileList:
     `owner` is who asks, for messages. `extensions` keeps only files that end so; of folders and
     wildcards `preferred` endings do, where there are any. Picklable, small, thread-safe.
 
-    `first_names`: where files are listed page by page, list so many at first. If there are more, the list
-    `is_open`: the rest is listed by `more`, elsewhere, or here, at once, when anything of it is asked for.
+    `first_names`: where files are listed page by page, list so many at first ("auto": as takes little time there).
+    If there are more, the list `is_open`: the rest is listed by `more`, elsewhere, or here, at once, when anything
+    of it is asked for.
 
     Raises ConfigError for URLs or options that cannot work, SourceError for what is missing, empty
     or forbidden, and SourceUnavailableError for a remote that does not answer.
@@ -57,10 +60,10 @@ class FileList:
         preferred: tuple[str, ...] = (),
         recursive: bool = True,
         labelled: bool = False,
-        first_names: int | None = None,
+        first_names: FirstNames = None,
     ) -> None:
         self._wanted = wanted = _as_extensions(extensions)
-        self._pages: Pages | None = None
+        self._pages: Pages | Walk | None = None
         self._names: AnyNames
         self.labels: Labels | None = None
         if isinstance(urls, Manifest):
@@ -164,11 +167,13 @@ class FileList:
         return root, names.names(root), None if manifest.label is None else labels.labels()
 
     def _list(
-        self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool, first_names: int | None
+        self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool, first_names: FirstNames
     ) -> tuple[str, Names]:
-        if first_names is not None and (pages := open_pages(self.remote, patterns, recursive)) is not None:
-            found = self._first_pages(pages, first_names)
-            if found is not None:
+        if first_names is not None:
+            pages = open_pages(self.remote, patterns, recursive) or open_walk(
+                self.remote, patterns, recursive
+            )
+            if pages is not None and (found := self._first_pages(pages, first_names)) is not None:
                 return pages.root, found
         listing = list_files(self.remote, patterns, recursive)
         paths, wanted = listing.paths, self._wanted
@@ -185,16 +190,17 @@ class FileList:
         length = len(listing.root)
         return listing.root, Names(path[length:] for path in paths)
 
-    def _first_pages(self, pages: Pages, first_names: int) -> Names | None:
+    def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
         """The first names, and the list is open; or all there are. None where there are none."""
+        wanted = pages.usual_first if first_names == "auto" else first_names
         found: list[str] = []
         try:
-            for page in pages.after("", min(PAGE_NAMES, first_names)):
+            for page in pages.after("", min(PAGE_NAMES, wanted)):
                 found += self._filtered(page.names)
-                if not page.is_last and len(found) >= first_names:
+                if not page.is_last and len(found) >= wanted:
                     self._pages = pages
                     break
-        except UnorderedError:
+        except (UnorderedError, GoneError):
             return None
         return Names(found) if found else None
 

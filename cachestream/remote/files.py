@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import decode_fields, extension_of, is_image
 from cachestream.remote.fetch import fetch
-from cachestream.remote.filelist import FileList, Url, check_unit, folder_of
+from cachestream.remote.filelist import FileList, FirstNames, Url, check_unit, folder_of
 from cachestream.remote.foreign import foreign_errors
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.images import ImageOptions, Size
@@ -20,8 +20,6 @@ from cachestream.remote.retry import map_errors
 from cachestream.remote.stored import AnyNames
 
 __all__ = ["FileSource"]
-
-FIRST_NAMES: Final = 10_000
 
 
 class FileSource:
@@ -42,9 +40,10 @@ class FileSource:
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
-    first_names: on S3, one folder or wildcard with more files than these is not listed to its end here: a
-    worker with the order "shuffle" or "sequential" begins with the first ones while the rest is listed. Whatever
-    else asks for the number of units lists all at once; so does None.
+    first_names: a tree of folders, or on S3 any folder or wildcard, with more files than these is not listed to its
+    end here: a worker with the order "shuffle" or "sequential" begins with the first ones while the rest is listed.
+    "auto": 1,000,000 on a disk of this machine, 10,000 elsewhere. Whatever else asks for the number of units lists
+    all at once; so does None.
 
     Other files are listed once, here; the source is picklable and small. Raises ConfigError for URLs or
     options that cannot work, SourceError for what is missing, empty or forbidden, and
@@ -61,10 +60,12 @@ class FileSource:
         recursive: bool = True,
         resize: Size | None = None,
         crop: Size | None = None,
-        first_names: int | None = FIRST_NAMES,
+        first_names: FirstNames = "auto",
     ) -> None:
-        if first_names is not None and first_names < 1:
-            raise ConfigError(f"first_names={first_names!r}: must be at least 1, or None to list all before")
+        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
+            raise ConfigError(
+                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
+            )
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")

@@ -16,8 +16,9 @@ from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.decode import extension_of
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.retry import map_errors, redact
+from cachestream.remote.trees import LocalFolders, in_order
 
-__all__ = ["MAGIC", "Listing", "expand_braces", "list_files", "visible"]
+__all__ = ["MAGIC", "Listing", "expand_braces", "list_files", "local_path", "visible"]
 
 MAX_EXPANDED: Final = 10_000_000
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
@@ -87,7 +88,7 @@ def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> L
 
 
 def _expand_one(remote: Remote, url: str) -> list[str]:
-    if remote.is_local and os.path.exists(_local_path(url)):  # the braces are its name
+    if remote.is_local and os.path.exists(local_path(url)):  # the braces are its name
         return [url]
     return expand_braces(url)
 
@@ -118,28 +119,13 @@ class _Finder:
 # --- local -------------------------------------------------------------------------------------
 
 
-def _local_path(url: str) -> str:
+def local_path(url: str) -> str:
     return os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
 
 
-def _walk(folder: str, recursive: bool) -> Iterator[str]:
-    """Files below `folder`, links followed, each folder once (links may form a circle)."""
-    seen: set[tuple[int, int]] = set()
-    pending = [folder]
-    while pending:
-        current = pending.pop()
-        status = os.stat(current)
-        if (status.st_dev, status.st_ino) in seen:
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        with os.scandir(current) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_file():
-                    yield entry.path
-                elif recursive and entry.is_dir():
-                    pending.append(entry.path)
+def _below(root: str, recursive: bool) -> Iterator[list[str]]:
+    folders = LocalFolders(root)
+    return in_order(folders) if recursive else iter([folders("").files])
 
 
 class _LocalFinder(_Finder):
@@ -147,9 +133,10 @@ class _LocalFinder(_Finder):
         self._remote = remote
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        path = _local_path(url)
+        path = local_path(url)
         if os.path.isdir(path):
-            return path.rstrip("/") + "/", list(_walk(path, recursive))
+            root = path.rstrip("/") + "/"
+            return root, [root + name for names in _below(root, recursive) for name in names]
         if os.path.exists(path):
             return _parent(path), [path]
         magic = MAGIC.search(path)
@@ -192,7 +179,7 @@ class _RemoteFinder(_Finder):
             return _parent(path), [path]
         if url.endswith("/") or not path:
             return self._folder(path, recursive)
-        if not extension_of(path) and (found := self._folder(path, recursive))[1]:
+        if not extension_of(path) and (found := self._folder(path, recursive))[1] not in ([], [path]):
             return found
         info = self._filesystem.info(path)
         return self._folder(path, recursive) if info["type"] == "directory" else (_parent(path), [path])

@@ -14,6 +14,7 @@ from fsspec.utils import glob_translate
 from cachestream.errors import SourceError
 from cachestream.remote.decode import extension_of
 from cachestream.remote.filesystem import Remote
+from cachestream.remote.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
 from cachestream.remote.listing import MAGIC, expand_braces, visible
 from cachestream.remote.retry import map_errors, redact
 from cachestream.remote.waiting import run
@@ -21,10 +22,8 @@ from cachestream.remote.waiting import run
 __all__ = ["Page", "Pages", "UnorderedError", "open_pages"]
 
 PAGE_NAMES: Final = 1000  # as many as S3 gives
+FIRST_NAMES: Final = 10_000
 PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
-MOST_REQUESTS: Final = 512  # for the names of folders, before the first sample
-MOST_PROBES: Final = 16  # of so many names: to take a page apart takes 0.1 s
-PROBE_NAMES: Final = 200
 _AT_ONCE: Final = 16
 
 
@@ -56,6 +55,11 @@ class Pages:
     recursive: bool
     folder_pattern: str = ""
 
+    @property
+    def usual_first(self) -> int:
+        """How many names to list before the first sample."""
+        return FIRST_NAMES
+
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
         """The pages of what comes after the name `last`, "" for all.
 
@@ -76,28 +80,11 @@ class Pages:
     def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
         """The names of all folders that hold files, as far as can be told without listing the files.
 
-        "" stands for the root itself. `keep` gives those names below the root that count. Folders less than `depth`
-        below the root are looked through; of those deeper the beginnings of some, and where these hold folders
-        again, all. So a folder may stay unseen behind the first files of another. None where it would take too
-        many requests.
+        "" stands for the root itself. `keep` gives those names below the root that count. See `foreseen`.
         """
         if self.delimiter:
             return frozenset({""})
-        look = _Look(self, keep)
-        level, found = [self.root.partition("/")[2]], set[str]()
-        while level:
-            if depth <= 0:
-                probed = look.at_beginnings(level)
-                if not any(one.inner for one in probed.values()):
-                    empty = {folder for folder, one in probed.items() if one.is_all and not one.holds_files}
-                    return frozenset(found | {look.name(one) for one in level if look.may_count(one, empty)})
-            seen = look.through(level)
-            if seen is None:
-                return None
-            found |= {look.name(folder) for folder, one in zip(level, seen, strict=True) if one.holds_files}
-            level = [inner for one in seen for inner in one.inner]
-            depth -= 1
-        return frozenset(found)
+        return foreseen(_Look(self, keep), self.root.partition("/")[2], depth)
 
     @property
     def _shown(self) -> str:
@@ -138,14 +125,6 @@ class Pages:
         return keep
 
 
-class _Seen(NamedTuple):
-    """What a folder was seen to hold; `is_all` unless more than its beginning was not looked at."""
-
-    holds_files: bool
-    inner: list[str]
-    is_all: bool
-
-
 class _Look:
     """A look at the folders of a listing, several at a time, without their files' names being kept."""
 
@@ -166,22 +145,21 @@ class _Look:
         path = f"{self._bucket}/{folder}".rstrip("/")
         return folder not in empty and (self._fits is None or self._fits(path) is not None)
 
-    def at_beginnings(self, folders: list[str]) -> dict[str, _Seen]:
+    def at_beginnings(self, folders: list[str]) -> dict[str, Seen]:
         """The first names of some of `folders`, from all over them."""
-        step = -(-len(folders) // MOST_PROBES)
-        some = folders[::step]
+        some = some_of(folders)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return dict(zip(some, pool.map(lambda one: self._folder(one, 1, PROBE_NAMES), some), strict=True))
 
-    def through(self, folders: list[str]) -> list[_Seen] | None:
+    def through(self, folders: list[str]) -> list[Seen] | None:
         """All of `folders`; None where there are too many pages of them."""
-        if self._asked + len(folders) > MOST_REQUESTS:
+        if self._asked + len(folders) > MOST_LOOKS:
             return None
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            seen = list(pool.map(lambda one: self._folder(one, MOST_REQUESTS), folders))
+            seen = list(pool.map(lambda one: self._folder(one, MOST_LOOKS), folders))
         return seen if all(one.is_all for one in seen) else None
 
-    def _folder(self, folder: str, most_pages: int, page_names: int = PAGE_NAMES) -> _Seen:
+    def _folder(self, folder: str, most_pages: int, page_names: int = PAGE_NAMES) -> Seen:
         holds_files, inner, is_all = False, list[str](), False
         pages = self._pages.answers(folder, "/", "", page_names, self._filesystem)
         for number, answer in enumerate(pages, 1):
@@ -191,9 +169,9 @@ class _Look:
             inner += [one for one in below if self._pages.pattern or not one.startswith(".", len(folder))]
             holds_files |= bool(self._wanted(self._matching(files)))
             is_all = not answer.get("IsTruncated")
-            if number == most_pages or self._asked > MOST_REQUESTS:
+            if number == most_pages or self._asked > MOST_LOOKS:
                 break
-        return _Seen(holds_files, inner, is_all)
+        return Seen(holds_files, inner, is_all)
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:

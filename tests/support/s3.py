@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["S3Server", "run_s3_server"]
+__all__ = ["S3Server", "rclone", "run_s3_server"]
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 30.0
@@ -58,7 +58,7 @@ class S3Server:
         return path
 
 
-def _rclone() -> str:
+def rclone() -> str:
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
@@ -99,7 +99,7 @@ def run_s3_server(
         served.mkdir(parents=True, exist_ok=True)
         log = Path(scratch, "log")
         command = [
-            _rclone(),
+            rclone(),
             "serve",
             "s3",
             str(served),
