@@ -125,7 +125,7 @@ def local_path(url: str) -> str:
 
 def _below(root: str, recursive: bool) -> Iterator[list[str]]:
     folders = LocalFolders(root)
-    return in_order(folders) if recursive else iter([folders("").files])
+    return (names for names, _ in in_order(folders)) if recursive else iter([folders("").files])
 
 
 class _LocalFinder(_Finder):

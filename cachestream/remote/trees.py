@@ -27,8 +27,9 @@ class Folder(NamedTuple):
 Listed = Callable[[str, Sequence[str]], Folder]
 
 
-def in_order(listed: Listed, last: str = "") -> Iterator[list[str]]:
-    """The paths below the root that come after `last`, all of them in order: what lies together at a time.
+def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]:
+    """The paths below the root that come after `last`, all of them in order: what lies together at a time, and whether
+    nothing can come after it.
 
     `listed(folder, following)` gives what `folder` holds ("" is the root, others end in "/") and is told which ones
     will be asked for next, as far as that is known. Folders that lie before `last` are not asked for.
@@ -40,7 +41,7 @@ def in_order(listed: Listed, last: str = "") -> Iterator[list[str]]:
             folders = (next_one for next_one in reversed(pending) if isinstance(next_one, str))
             pending += reversed(_items(one, listed(one, list(islice(folders, MOST_FOLLOWING))), last))
         else:
-            yield one
+            yield one, not pending
 
 
 def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:

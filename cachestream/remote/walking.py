@@ -60,17 +60,12 @@ class Walk:
 
         Raises what `map_errors` does, and GoneError where there is nothing any more.
         """
-        keep = self.keeper()
+        keep, is_last = self.keeper(), False
         with closing(_Asking(self)) as asking:
-            names = list[str]()
-            for following in in_order(asking.for_folder, last):
-                if kept := keep(
-                    following
-                ):  # a page waits for the next one, or it would not know that it is the last
-                    if names:
-                        yield Page(names, is_last=False)
-                    names = kept
-            yield Page(names, is_last=True)
+            for names, is_last in in_order(asking.for_folder, last):
+                yield Page(keep(names), is_last)
+        if not is_last:
+            yield Page([], is_last=True)
 
     def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
         """The names of all folders that hold files, as far as can be told without listing the files; see `foreseen`."""

@@ -37,8 +37,9 @@ class Tree:
 @given(PATHS)
 def test_all_paths_come_in_the_order_of_sorted_ones(paths: set[str]) -> None:
     runs = list(in_order(Tree(paths)))
-    assert [path for run in runs for path in run] == sorted(paths)
-    assert all(runs)
+    assert [path for run, _ in runs for path in run] == sorted(paths)
+    assert all(run for run, _ in runs)
+    assert [is_last for _, is_last in runs] == [False] * (len(runs) - 1) + [True] * bool(runs)
 
 
 @given(PATHS, st.lists(NAME, min_size=1, max_size=4).map("/".join))
@@ -47,7 +48,7 @@ def test_what_comes_after_a_path_comes_alone_and_no_folder_before_it_is_asked_fo
 ) -> None:
     for last in [*paths, anywhere]:
         tree = Tree(paths)
-        assert [path for run in in_order(tree, last) for path in run] == sorted(
+        assert [path for run, _ in in_order(tree, last) for path in run] == sorted(
             path for path in paths if path > last
         )
         for folder in tree.asked:
@@ -115,7 +116,7 @@ def test_links_lead_to_each_folder_by_one_path_whatever_they_lead_to(tmp_path: P
     ]
     assert keys(FileSource(root, first_names=None)) == found
     for last in ["", *found]:
-        assert [path for run in in_order(LocalFolders(f"{root}/"), last) for path in run] == [
+        assert [path for run, _ in in_order(LocalFolders(f"{root}/"), last) for path in run] == [
             path for path in found if path > last
         ]
 
@@ -139,10 +140,10 @@ def test_the_beginning_of_a_folder_is_not_said_to_be_all_of_it(tmp_path: Path) -
 def test_a_folder_that_is_gone_when_its_turn_comes_is_left_out(tmp_path: Path) -> None:
     make(tmp_path, "a/1.bin", "b/2.bin", "c/3.bin")
     runs = in_order(LocalFolders(f"{tmp_path}/"))
-    assert next(runs) == ["a/1.bin"]
+    assert next(runs) == (["a/1.bin"], False)
     (tmp_path / "b/2.bin").unlink()
     (tmp_path / "b").rmdir()
-    assert list(runs) == [["c/3.bin"]]
+    assert list(runs) == [(["c/3.bin"], True)]
 
 
 @pytest.mark.parametrize("first_names", [0, -1, "all", 2.5])

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheError, CacheFullError
+from cachestream.remote.files import FileSource
+from cachestream.remote.growing import GrowingSource
 from cachestream.remote.names import Names
 from cachestream.remote.paging import Page
 from cachestream.remote.stored import file_names, read_mark
@@ -26,7 +28,7 @@ from tests.storage.support import Line, assert_sound, fork, new_cache
 
 FIRST = 20
 PAGE = 15
-NAMES = [f"folder/{number:03d}-{'x' * (number % 7)}.bin" for number in range(60)]
+NAMES = [f"folder-{number // PAGE}/{number:03d}-{'x' * (number % 7)}.bin" for number in range(60)]
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,28 @@ def keeps(cache: Cache, line: Line) -> None:
 
 
 def lists(cache: Cache, line: Line) -> None:
-    source = Listed(FIRST)
+    store_pages(Listed(FIRST), cache, line)
+
+
+def walks(cache: Cache, line: Line) -> None:
+    store_pages(walked(cache), cache, line)
+
+
+def walked(cache: Cache) -> FileSource:
+    """Files of these names on this machine, of which the first are listed."""
+    source = FileSource(Path(cache.path).parent / "tree", first_names=FIRST, label=None)
+    assert source.is_listing
+    return source
+
+
+def store_pages(source: GrowingSource, cache: Cache, line: Line) -> None:
     with open_store(source, cache, lambda _: True, is_next=False, may_evict=True) as store:
         for page in source.more_names(store.last):  # each by itself: `store_rest` waits for more of them
             store.add(page.names, is_complete=page.is_last)
             line.say(f"listed {store.writer.mark.count}")
 
 
-ACTIONS: dict[str, Callable[[Cache, Line], None]] = {"keep": keeps, "list": lists}
+ACTIONS: dict[str, Callable[[Cache, Line], None]] = {"keep": keeps, "list": lists, "walk": walks}
 
 
 def strays(cache: Cache) -> list[str]:
@@ -102,7 +118,7 @@ def go_on(cache: Cache, what: str) -> None:
         keep_names(Listed(), cache)
     else:
         Listings(cache.directory).clean()  # as the supervisor does before it starts another
-        source = Listed(FIRST)
+        source: GrowingSource = walked(cache) if what == "walk" else Listed(FIRST)
         with open_store(source, cache, lambda _: True, is_next=False, may_evict=True) as store:
             store_rest(source, store, threading.Event())
     assert stored(cache) == NAMES
@@ -112,6 +128,9 @@ def go_on(cache: Cache, what: str) -> None:
 
 @pytest.fixture
 def template(fast_path: Path) -> Path:
+    for name in NAMES:
+        (fast_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (fast_path / "tree" / name).touch()
     path = fast_path / "template"
     with new_cache(path, "4MB"):
         return path

@@ -27,15 +27,18 @@ ATTEMPTS: Final = 5
 class FTPServer:
     """A running server over `root`, reached through the gate on `port`.
 
-    `lists` counts folders that were asked for; `lists_allowed`: so many more are passed on, the rest wait until it is
-    raised (None: all are); `hang_up_after`: the connection is closed instead of passing on the one after so many more.
+    `asked` are the folders that were to be listed, each time. Of those that were not before, so many more are passed on
+    as `allowed`, the others wait until it is raised (None: all are); a reader's look at a folder that is known is not
+    held back. `hang_up_after`: the connection is closed instead of passing on the one after so many more; `hang_ups` so far.
     """
 
     root: Path
     port: int
-    lists: int = 0
-    lists_allowed: int | None = None
+    asked: list[str] = field(default_factory=list)
+    allowed: int | None = None
     hang_up_after: int | None = None
+    hang_ups: int = 0
+    known: set[str] = field(default_factory=set)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -43,24 +46,25 @@ class FTPServer:
         """What fsspec's driver needs."""
         return {"username": USER, "password": PASSWORD, "port": self.port}
 
-    def allow(self, lists: int | None) -> None:
-        """Pass on so many more listings; None: all."""
+    def allow(self, folders: int | None) -> None:
+        """Pass on so many more folders; None: all."""
         with self.changed:
-            self.lists_allowed = lists
+            self.allowed = folders
             self.changed.notify_all()
 
-    def passes(self) -> bool:
-        """Wait until a listing may be passed on; False: hang up instead."""
+    def passes(self, folder: str) -> bool:
+        """Wait until `folder` may be listed; False: hang up instead."""
         with self.changed:
-            self.lists += 1
+            self.asked.append(folder)
             if self.hang_up_after is not None:
                 self.hang_up_after -= 1
                 if self.hang_up_after < 0:
-                    self.hang_up_after = None
+                    self.hang_up_after, self.hang_ups = None, self.hang_ups + 1
                     return False
-            self.changed.wait_for(lambda: self.lists_allowed != 0)
-            if self.lists_allowed is not None:
-                self.lists_allowed -= 1
+            self.changed.wait_for(lambda: folder in self.known or self.allowed != 0)
+            if self.allowed is not None and folder not in self.known:
+                self.allowed -= 1
+            self.known.add(folder)
             return True
 
 
@@ -106,9 +110,13 @@ def _accept(gate: socket.socket, port: int, server: FTPServer) -> None:
     while True:
         try:
             client, _ = gate.accept()
-            remote = socket.create_connection(("127.0.0.1", port))
         except OSError:
             return
+        try:
+            remote = socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            client.close()
+            continue
         for work in (_commands, _answers):
             threading.Thread(target=work, args=(client, remote, server), name="ftp-gate", daemon=True).start()
 
@@ -116,7 +124,8 @@ def _accept(gate: socket.socket, port: int, server: FTPServer) -> None:
 def _commands(client: socket.socket, remote: socket.socket, server: FTPServer) -> None:
     with contextlib.suppress(OSError), client.makefile("rb") as lines:
         for line in lines:
-            if line[:4].upper() in (b"MLSD", b"LIST") and not server.passes():
+            command, _, path = line.rstrip().partition(b" ")
+            if command.upper() in (b"MLSD", b"LIST") and not server.passes(path.decode()):
                 break
             remote.sendall(line)
     _close(client, remote)
