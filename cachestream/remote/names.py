@@ -68,7 +68,9 @@ class Names(Sequence[str]):
         return os.fsdecode(bytes(self._block[start:stop]))
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
+        for first in range(0, len(self), _CUT_AT_ONCE):
+            for start, stop in pairwise(self._offsets[first : first + _CUT_AT_ONCE + 1].tolist()):
+                yield os.fsdecode(bytes(self._block[start:stop]))
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.footers import Footer, Footers
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions, Size
+from cachestream.remote.names import Names
 from cachestream.remote.retry import ChangedError, classify, map_errors
 from cachestream.remote.source import Rows, one_by_one
 
@@ -82,7 +84,8 @@ class ParquetSource:
         self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
         self._footers = Footers(self._files, self._columns_of)
         self._ends, self._rows = self._look_at_all()
-        self.listing_digest = self._files.digest
+        self.first_names = self._unit_names()
+        self.listing_digest = self.first_names.digest
         options = {"columns": self._chosen, "nulls": self._nulls or None, "decode_images": decode_images}
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
         shown += self._made.identity
@@ -196,6 +199,20 @@ class ParquetSource:
             made=self._made,
         )
         return columns, names
+
+    def _unit_names(self) -> Names:
+        """What the row groups are found by again when files have come or gone: their file, and the rows of it."""
+        ends = [0, *self._ends.tolist()]
+        rows = self._rows.tolist()
+
+        def named() -> Iterator[str]:
+            for name, (first, end) in zip(self._files.names, pairwise(ends), strict=True):
+                row = 0
+                for num_rows in rows[first:end]:
+                    yield f"{name}#{row}+{num_rows}"
+                    row += num_rows
+
+        return Names(named())
 
     def _look_at_all(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
         """Where the units of each file end, and how many rows each unit has."""

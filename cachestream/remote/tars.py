@@ -12,6 +12,8 @@ from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.grouping import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
 from cachestream.remote.images import ImageOptions, Size
 from cachestream.remote.members import Decoders
+from cachestream.remote.names import Names
+from cachestream.remote.stored import AnyNames
 from cachestream.remote.stream_open import open_stream, size_of
 from cachestream.remote.tarformat import BLOCK
 from cachestream.remote.unpack import ENDINGS, require_unpacker, unpacked
@@ -68,10 +70,11 @@ class TarSource:
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         for index in range(len(self._files)):
             require_unpacker(self._files.key(index))
-        self.listing_digest = self._files.digest
         self._sizes: dict[int, int] = {}
         self._per_visit = samples_per_visit
         self._visits = 1 if samples_per_visit is None else self._plan(samples_per_visit)
+        self.first_names = self._unit_names()
+        self.listing_digest = self.first_names.digest
         options = [f"decoders={self._decoders.identity}"] if decoders else []
         options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
         options += images.identity
@@ -80,6 +83,13 @@ class TarSource:
     @property
     def num_units(self) -> int:
         return len(self._files) * self._visits
+
+    def _unit_names(self) -> AnyNames:
+        """What the units are found by again when tars have come or gone: with other visits they are others."""
+        names, visits = self._files.names, self._visits
+        if visits == 1:
+            return names
+        return Names(f"{name}#{visit}/{visits}" for name in names for visit in range(visits))
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the samples of a tar, or of one visit to it, in their order. Raises as `Source.read` says."""

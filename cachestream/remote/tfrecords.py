@@ -72,6 +72,7 @@ class TFRecordSource:
         if check_crc:
             _checksum()
         self._files = FileList(urls, storage_options, owner="TFRecordSource", preferred=TFRECORD_ENDINGS)
+        self.first_names = self._files.names  # by these units are found again when files have come or gone
         self.listing_digest = self._files.digest
         options = {
             "features": self._features,
