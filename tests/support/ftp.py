@@ -117,6 +117,8 @@ def _accept(gate: socket.socket, port: int, server: FTPServer) -> None:
         except OSError:
             client.close()
             continue
+        for connection in (client, remote):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or each command takes 40 ms
         for work in (_commands, _answers):
             threading.Thread(target=work, args=(client, remote, server), name="ftp-gate", daemon=True).start()
 
