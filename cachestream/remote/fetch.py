@@ -43,7 +43,15 @@ def fetch(remote: Remote, path: str) -> memoryview:
     if remote.is_s3:
         return _fetch_s3(remote, path)
     if not filesystem.async_impl:
-        return _fetch_opened(filesystem, path)
+        try:
+            return _fetch_opened(filesystem, path)
+        except EOFError as error:  # so ftplib says that the server hung up
+            remote.forget()
+            raise ConnectionError(f"the connection was closed {error}") from error
+        except Exception as error:
+            if classify(error) not in ("missing", "denied"):
+                remote.forget()
+            raise
     if remote.is_web:
         return _fetch_whole(remote, path)
     return _fetch_ranges(remote, path)

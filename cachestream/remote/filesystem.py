@@ -203,5 +203,9 @@ class Remote:
                         self._of_thread.filesystem = known
         return known
 
+    def forget(self) -> None:
+        """Open another filesystem when one is asked for again in this thread: some keep one connection, also a dead one."""
+        self._of_thread.filesystem = None
+
     def _known(self) -> Any:
         return self._shared if self._shared is not None else getattr(self._of_thread, "filesystem", None)

@@ -18,7 +18,7 @@ from cachestream.remote.filesystem import Remote
 from cachestream.remote.growing import as_growing
 from cachestream.remote.paging import Page
 from cachestream.remote.walking import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_walk
-from tests.remote.reading import keys, read_all
+from tests.remote.reading import keys, read, read_all
 from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server
 from tests.support.s3 import run_s3_server
 
@@ -228,3 +228,13 @@ def test_what_is_no_tree_of_folders_is_not_walked_through(url: str) -> None:
 def test_one_file_without_an_ending_has_its_name_for_a_key(memory: Any) -> None:
     memory.pipe("/x/LICENSE", b"free")
     assert [key for key, _ in read_all(FileSource("memory://x/LICENSE"))] == ["LICENSE"]
+
+
+def test_a_reader_whose_connection_was_cut_opens_another_one(server: FTPServer) -> None:
+    put(server.root / "read", ["a/1.txt", "b/2.txt"])
+    source = FileSource("ftp://127.0.0.1/read", storage_options=server.options, label=None)
+    assert read(source, 0) == [("a/1.txt", {"text": "a/1.txt"})]
+    server.hang_up_after = 0
+    with pytest.raises(SourceUnavailableError, match="does not answer"):
+        read(source, 1)
+    assert read(source, 1) == [("b/2.txt", {"text": "b/2.txt"})]
