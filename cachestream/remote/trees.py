@@ -13,6 +13,7 @@ __all__ = ["Folder", "Listed", "LocalFolders", "in_order"]
 
 MOST_FOLLOWING: Final = 16
 _ENTRIES_A_BEAT: Final = 8192
+_OF_A_CACHE: Final = frozenset({"cache.json", "catalogue.sqlite"})
 
 
 class Folder(NamedTuple):
@@ -60,7 +61,7 @@ def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
 
 
 class LocalFolders:
-    """What the folders below `root` ("/data/") hold, but for hidden files and folders.
+    """What the folders below `root` ("/data/") hold, but for hidden files and folders, and for caches, which may be this one's.
 
     Links to folders are followed, but not to those that are found by their own paths, nor in circles. That is seen
     from where a link leads alone, so that a listing can go on from anywhere.
@@ -86,6 +87,8 @@ class LocalFolders:
                         inner.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
+        if folder and "shards" in inner and _OF_A_CACHE.issubset(files):
+            return Folder([], [])
         return Folder(files, inner, is_all=number + 1 != most)
 
     def _is_new(self, folder: str, link: str) -> bool:

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cachestream as cs
 from cachestream.errors import ConfigError, SourceError
 from cachestream.remote.files import FileSource
 from cachestream.remote.listing import expand_braces
 from cachestream.remote.names import Names
 from tests.remote.reading import keys
+from tests.support.caches import add_shard, numbered
 from tests.support.s3 import S3Server
 
 
@@ -75,6 +77,13 @@ def test_a_folder_is_listed_below_it_in_order_without_hidden_files(tmp_path: Pat
     make(tmp_path, "b/2.bin", "b/1.bin", "a.bin", "c/d/e.bin", ".hidden.bin", ".git/x.bin", "b/.cache/y.bin")
     assert keys(FileSource(tmp_path)) == ["a.bin", "b/1.bin", "b/2.bin", "c/d/e.bin"]
     assert keys(FileSource(tmp_path, recursive=False)) == ["a.bin"]
+
+
+def test_a_cache_among_the_files_is_none_of_them(tmp_path: Path) -> None:
+    make(tmp_path, "a.txt", "b/c.txt")
+    add_shard(cs.Cache(tmp_path / "b" / "cache", size_limit="10MB"), numbered(0, 3))
+    assert keys(FileSource(tmp_path)) == ["a.txt", "b/c.txt"]
+    assert keys(FileSource(tmp_path, first_names=1)) == ["a.txt", "b/c.txt"]
 
 
 def test_extensions_keep_only_such_files(tmp_path: Path) -> None:
