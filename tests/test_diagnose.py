@@ -259,13 +259,13 @@ def test_a_network_that_is_narrow_is_found(
     s3_proxy.bytes_per_s = 200_000
     found = look(s3_source(s3_bucket, s3_server, s3_proxy.port), seconds=4.0)
     assert found.stages.crowd.machine_cores is not None
-    assert found.verdict.binds in ("network", "machine"), f"{found}\n{found.stages}"
+    expected = "machine" if found.stages.others_crowd else "network"
+    assert found.verdict.binds == expected, f"{found}\n{found.stages}"
 
 
 def test_what_the_cores_did_holds_what_this_process_did() -> None:
     before_s, until_s = crowding.machine_s(), time.thread_time() + 0.5
-    if before_s is None:
-        pytest.skip("the system does not tell")
+    assert before_s is not None
     while time.thread_time() < until_s:
         pass
     after_s = crowding.machine_s()
