@@ -9,6 +9,9 @@ PEERS_VENV  ?= .venv-peers
 PEERS_ARGS  ?=
 ACCURACY_ARGS ?=
 
+# What an installed copy is made from: pip builds the part in C when it installs.
+MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/_gather.c
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check pytest soak bench bench-peers bench-accuracy clean
 
@@ -41,16 +44,17 @@ bench-accuracy: $(PEERS_VENV)/.ready-peers  ## time to accuracy over a slow remo
 	$(PEERS_VENV)/bin/python -m benchmarks.peers.accuracy $(ACCURACY_ARGS)
 
 clean:  ## remove what was made here, the virtual environment too
-	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -f cachestream/training/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.
-$(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.ready-%: $(MADE_FROM) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 # An environment of their own: what the other loaders ask for cannot be had together, nor beside our tests.
-$(PEERS_VENV)/.ready-peers: pyproject.toml constraints.txt benchmarks/peers/requirements.txt | $(BIN)/python
+$(PEERS_VENV)/.ready-peers: $(MADE_FROM) benchmarks/peers/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt

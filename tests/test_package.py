@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -124,30 +128,111 @@ def test_some_errors_are_built_in_ones_as_well() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, of a copy: a build leaves its traces where it is done."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "cachestream", tree / "cachestream", ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "tests").mkdir()
+    shutil.copy(__file__, tree / "tests")
+    return built("sdist", tree, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def tree(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    return folder / sdist.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built as a release builds it (but with the build tool that is installed here)."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    return built("wheel", tree, tmp_path_factory.mktemp("wheel"))
+
+
+def built(what: str, tree: Path, into: Path, says: str = "", **environ: str) -> Path:
+    """What the build tool makes of `tree`: the call that pip and others make; `says` is a part of what it prints."""
+    code = f"from setuptools import build_meta; build_meta.build_{what}({str(into)!r})"
     done = subprocess.run(
-        [*command, "--wheel-dir", str(folder), str(ROOT)],
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("cachestream-*.whl")
-    return built
+    assert says in done.stdout + done.stderr
+    (found,) = into.glob("cachestream-*")
+    return found
+
+
+def can_compile() -> bool:
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    return bool(shutil.which(compiler)) and headers and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def files_of_the_package(*suffixes: str) -> set[str]:
+    found = (path for path in (ROOT / "cachestream").rglob("*") if path.suffix in suffixes)
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_the_source_distribution_holds_what_a_build_takes_and_nothing_that_one_has_made(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        paths = [member.name.split("/", 1)[1] for member in archive if member.isfile()]
+    names = {name for name in paths if not name.startswith("cachestream.egg-info/")}
+    assert {name for name in names if name.startswith("cachestream/")} == {
+        "cachestream/py.typed",
+        *files_of_the_package(".py", ".pyi", ".c"),
+    }
+    assert {name for name in names if not name.startswith("cachestream/")} == {
+        *("pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "PKG-INFO"),
+        *("README.md", "CHANGELOG.md", "LICENSE"),
+    }
 
 
 def test_the_wheel_holds_the_package_with_its_types_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     info = f"cachestream-{cachestream.__version__}.dist-info/"
     assert {name.split("/")[0] + "/" for name in names} == {"cachestream/", info}
-    assert "cachestream/py.typed" in names
     assert f"{info}licenses/LICENSE" in names
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cachestream").rglob("*.py")}
-    assert sources == {name for name in names if name.endswith(".py")}
+    assert {name for name in names if name.startswith("cachestream/") and not name.endswith(".so")} == {
+        "cachestream/py.typed",
+        *files_of_the_package(".py", ".pyi"),
+    }
+
+
+@pytest.mark.skipif(not can_compile(), reason="no C compiler, no Python.h, or a Python without the GIL")
+def test_a_wheel_with_the_part_in_c_is_for_every_python_from_3_10_on_this_kind_of_machine(
+    wheel: Path,
+) -> None:
+    _, _, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("cp310", "abi3")
+    assert platform.startswith("linux_")
+    binaries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert binaries == ["cachestream/training/_gather.abi3.so"]
+
+
+def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
+    tree: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """Also where one with the part in C has been built before."""
+    says = "cachestream is installed without its part in C"
+    (tmp_path / "wheel").mkdir()
+    pure = built("wheel", tree, tmp_path / "wheel", says, CC="/bin/false")
+    assert pure.name == f"cachestream-{cachestream.__version__}-py3-none-any.whl"
+    shutil.unpack_archive(pure, tmp_path / "site", format="zip")
+    code = (
+        "import importlib.util, sys; sys.path.insert(0, 'site'); import cachestream as cs;"
+        "print(cs.Cache.__name__, cs.__file__, importlib.util.find_spec('cachestream.training._gather'))"
+    )
+    name, where, gather = run_python(code, cwd=tmp_path).split()
+    assert (name, gather) == ("Cache", "None")
+    assert Path(where).is_relative_to(tmp_path)
 
 
 def test_the_wheel_works_from_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
@@ -166,6 +251,10 @@ def test_the_wheel_works_from_a_bare_environment(wheel: Path, tmp_path: Path) ->
     assert version == cachestream.__version__
     assert Path(where).is_relative_to(home)
     run_python("import cachestream as cs; cs.Cache; cs.FileSource; cs.start_worker", python, tmp_path)
+    code = (
+        "import importlib.util; print(importlib.util.find_spec('cachestream.training._gather') is not None)"
+    )
+    assert run_python(code, python, tmp_path) == str(can_compile())
     command = [str(home / "bin" / "cachestream"), "--help"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert shown.returncode == 0, shown.stderr
