@@ -74,6 +74,10 @@ class Loan:
         self.array = array
         self._buffer = buffer
 
+    @property
+    def address(self) -> int:
+        return self.array.ctypes.data if self._buffer is None else self._buffer.address
+
     def rows(self, count: int, row_bytes: int, unit: int = 1) -> torch.Tensor:
         """`rows_of` the first `count * row_bytes` bytes, valid while the loan is held."""
         if self._buffer is None:

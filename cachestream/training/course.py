@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from typing import Any
+from typing import Any, Final
 
 from cachestream.errors import EpochError
 from cachestream.training.cursor import Cursor
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.options import EpochSettings
+from cachestream.training.parcels import Parcel
 from cachestream.training.prefetch import Engine, close_all
 from cachestream.training.record import Recorder
 from cachestream.training.state import to_state
 from cachestream.training.stats import LoaderStats, Meter
 
 __all__ = ["Course"]
+
+_TELL_S: Final = 0.005
 
 
 class Course:
@@ -36,6 +38,8 @@ class Course:
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
         self._loaded: dict[str, Any] = {}
+        self._untold = 0  # batches taken, of which the schedule has not heard
+        self._told_s = 0.0
         if settings.replay is not None:
             self.jump(Request(0, settings.replay.epochs[0]))
 
@@ -66,9 +70,14 @@ class Course:
             self.leave()
             self._meter.between(wait_s)
             raise StopIteration
-        delivery = cursor.parcel.popleft()
+        parcel = cursor.parcel
+        delivery = parcel.take(self._timeout_s)
+        if delivery is None:
+            raise self._schedule.late(cursor.epoch, self._timeout_s)
         cursor.batches = delivery.number
-        self._meter.delivered(delivery.size, delivery.skipped, wait_s)
+        self._meter.delivered(delivery.size, delivery.skipped, wait_s + parcel.waited_s)
+        if parcel.is_flow:
+            self._tell(parcel)
         return self._transfer.receive(delivery.staged)
 
     def leave(self) -> None:
@@ -81,7 +90,17 @@ class Course:
         if cursor.segment is not None:
             close_all(self._schedule.ended(cursor.segment))
             cursor.segment = None  # and with it the maps
-        cursor.parcel = deque()
+        if cursor.parcel is not None:
+            cursor.parcel.discard()
+            cursor.parcel = None
+
+    def _tell(self, parcel: Parcel) -> None:
+        """Tell the schedule now and then how far the trainer is."""
+        self._untold += 1
+        now_s = self._meter.last_s
+        if now_s - self._told_s >= _TELL_S or parcel.turns_low:
+            self._schedule.moved(self._untold)
+            self._untold, self._told_s = 0, now_s
 
     def _begin_next(self) -> Cursor:
         self.leave()
@@ -112,7 +131,7 @@ class Course:
                     "the batch_transform or the sampler raised StopIteration; see its traceback"
                 ) from error
             raise
-        cursor.parcel = parcel.batches  # first: a warning may be made an error
+        cursor.parcel = parcel  # first: a warning may be made an error
         if parcel.segment is not cursor.segment:
             self._enter(cursor, parcel.segment)
         return self._meter.clock() - began_s

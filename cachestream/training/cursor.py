@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cachestream.training.epoch import Segment
-from cachestream.training.parcels import Delivery
+from cachestream.training.parcels import Parcel
 
 __all__ = ["Cursor"]
 
@@ -24,4 +23,4 @@ class Cursor:
     loaded: dict[str, Any] | None = None
     segment: Segment | None = None
     finished: bool = False
-    parcel: deque[Delivery] = field(default_factory=deque)
+    parcel: Parcel | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.gather import fixed_row_bytes
 from cachestream.training.maps import EpochMaps
 from cachestream.training.places import PlacesAhead
 from cachestream.training.plan import Order, Plan
@@ -77,6 +78,11 @@ class Segment:
     @property
     def snapshot(self) -> Snapshot:
         return self.dataset.snapshot
+
+    @property
+    def batch_bytes(self) -> int:
+        """What a batch holds in fields of one shape."""
+        return self.plan.batch_size * sum(map(fixed_row_bytes, self.snapshot.schema.fields))
 
     def drawn_after(self, batches: int) -> int:
         """How many samples of the epoch all ranks of the job have after `batches` batches of this segment."""

@@ -12,11 +12,12 @@ from cachestream.training.batches import packed
 from cachestream.training.copying import Copier
 from cachestream.training.crew import Crew
 from cachestream.training.epoch import Segment
+from cachestream.training.feed import Feed, Flow, can_flow
 from cachestream.training.gather import LARGE_BYTES
 from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Cancelled
-from cachestream.training.reading import Gathered, batch_bytes, read_batches
+from cachestream.training.reading import Gathered, read_batches
 from cachestream.training.schedule import Schedule
 from cachestream.training.transfer import BatchTransform, Transfer
 
@@ -29,7 +30,7 @@ class _Work(NamedTuple):
     """Batches to be completed, of `segment`: it keeps their maps."""
 
     segment: Segment
-    gathered: Gathered
+    gathered: Gathered | Flow
 
 
 class Gathering:
@@ -42,20 +43,22 @@ class Gathering:
         transfer: Transfer,
         transform: BatchTransform | None,
         quarantine: Callable[[int, str], None],
+        feed: Feed | None,
     ) -> None:
         self._schedule = schedule
         self._preparer = preparer
         self._transfer = transfer
         self._transform = transform
         self._quarantine = quarantine
+        self.feed = feed
         self._copier = Copier(schedule.was_hurried)
 
     def run(self, segment: Segment) -> None:
         """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
-        threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
+        threads = self._threads(segment)
         # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
         hands = 1 if self._transform is None else threads
-        self._copier.use(threads if hands == 1 and batch_bytes(segment) >= LARGE_BYTES else 1)
+        self._copier.use(threads if hands == 1 and segment.batch_bytes >= LARGE_BYTES else 1)
         crew = Crew(hands, self._finish, self._deliver)
         assert segment.places is not None
         batches = read_batches(
@@ -64,6 +67,7 @@ class Gathering:
             self._transfer.pool,
             lambda *damage: self._on_damage(segment, *damage),
             crew.settle,
+            self.feed if can_flow(segment) else None,
         )
         # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
         if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
@@ -72,6 +76,8 @@ class Gathering:
     def _finish(self, work: _Work) -> tuple[Parcel, BaseException | None]:
         """Complete batches, up to the first that fails, and send them where they are trained on."""
         segment, gathered = work
+        if isinstance(gathered, Flow):
+            return gathered, None
         parcel = Parcel(segment)
         try:
             for copy in gathered.copies:
@@ -96,10 +102,27 @@ class Gathering:
 
     def _deliver(self, finished: tuple[Parcel, BaseException | None]) -> bool:
         parcel, error = finished
-        wanted = not parcel.batches or self._schedule.put(parcel)
+        if isinstance(parcel, Flow):
+            return self._follow(parcel)
+        wanted = not len(parcel) or self._schedule.put(parcel)
         if error is not None:
             raise error
         return wanted
+
+    def _follow(self, flow: Flow) -> bool:
+        """Have `flow` gathered, until the trainer has had most of it; False when nobody wants it any more."""
+        flow.begin(self._threads(flow.segment))
+        if self._schedule.put(flow):
+            while self._schedule.follow(flow):
+                flow.ask_ahead()
+        wanted = self._schedule.wanted(flow)
+        if not wanted:
+            flow.discard()
+        return wanted
+
+    @staticmethod
+    def _threads(segment: Segment) -> int:
+        return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
 
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
         if self._schedule.stale(segment.request):

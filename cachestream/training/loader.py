@@ -16,6 +16,7 @@ from cachestream.errors import ConfigError
 from cachestream.training.course import Course
 from cachestream.training.cursor import Cursor
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.feed import Feed
 from cachestream.training.gathering import Gathering
 from cachestream.training.options import Drawing, EpochSettings, check_count, make_weights, refuse_unknown
 from cachestream.training.prefetch import Engine
@@ -27,7 +28,7 @@ from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Schedule
 from cachestream.training.state import from_state
 from cachestream.training.stats import LoaderStats
-from cachestream.training.transfer import BatchTransform, make_transfer
+from cachestream.training.transfer import BatchTransform, HostTransfer, make_transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -241,5 +242,6 @@ def _make_engine(
     )
     preparer = Preparer(cache, settings, find, closed)
     schedule = Schedule(prefetch)
-    gathering = Gathering(schedule, preparer, transfer, transform, cache.quarantine)
+    feed = Feed(prefetch, transfer.pool) if transform is None and isinstance(transfer, HostTransfer) else None
+    gathering = Gathering(schedule, preparer, transfer, transform, cache.quarantine, feed)
     return Engine(schedule, preparer, transfer, gathering, closed)

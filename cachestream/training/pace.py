@@ -39,6 +39,11 @@ class Pace:
         self._last_s, self._last_batches = now, batches
         self._noted += batches
 
+    def moved(self, batches: int) -> None:
+        """The trainer has come for `batches` more since the last note, one at a time."""
+        self._last_batches = batches
+        self.note(batches)
+
     @property
     def is_slow(self) -> bool:
         """Whether the trainer works on a batch for so long that nobody has to hurry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.transfer import Staged
@@ -26,17 +26,53 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A few batches that go to the trainer together, oldest first; none marks the end of an epoch."""
+    """A few batches that go to the trainer together, oldest first; none marks the end of an epoch.
+
+    `waited_s` is how long the last `take` had to wait for its batch.
+    """
 
     segment: Segment
     batches: deque[Delivery] = field(default_factory=deque)
+    waited_s: float = 0.0
+
+    is_flow: ClassVar[bool] = False  # whether its batches are gathered while they are taken
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def num_ungathered(self) -> int:
+        """How many of its batches are still to be gathered."""
+        return 0
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it is time to see to what comes after it."""
+        return True
+
+    @property
+    def turns_low(self) -> bool:
+        """Whether it is low since the last batch was taken."""
+        return False
+
+    def take(self, timeout_s: float) -> Delivery | None:
+        """The next batch; None when it is not there within `timeout_s`."""
+        return self.batches.popleft()
+
+    def discard(self) -> None:
+        """Nobody will take the rest."""
+        self.batches.clear()
 
 
 class Shelf:
-    """Parcels of up to about `most` batches together; `batches` counts those that wait. Not thread-safe."""
+    """Parcels of up to about `most` batches together; `batches` counts those that wait. Not thread-safe.
+
+    `in_hand` is the flow that was taken last, if it was one: it goes on being gathered.
+    """
 
     def __init__(self, most: int) -> None:
         self.batches = 0
+        self.in_hand: Parcel | None = None
         self._most = most
         # Once all batches are there, the gathering thread rests until half are gone: each time that it wakes up, it
         # takes the GIL from the trainer.
@@ -45,7 +81,7 @@ class Shelf:
 
     @property
     def is_empty(self) -> bool:
-        return not self._parcels
+        return not self._parcels and not self.in_hand
 
     @property
     def is_full(self) -> bool:
@@ -67,20 +103,32 @@ class Shelf:
         """Whether less than half of the batches are there."""
         return not self.batches or 2 * self.batches < self._most
 
+    def waiting(self, segment: Segment) -> tuple[int, int]:
+        """How many batches the trainer has before it, and how many of `segment` among them are still to be gathered."""
+        flows = [*self._parcels] if self.in_hand is None else [self.in_hand, *self._parcels]
+        promised = sum(parcel.num_ungathered for parcel in flows if parcel.segment is segment)
+        return sum(map(len, flows)), promised
+
     def holds(self, epoch: int) -> bool:
         """Whether what comes next is of `epoch`."""
         return bool(self._parcels) and self._parcels[0].segment.request.epoch == epoch
 
     def put(self, parcel: Parcel) -> None:
         self._parcels.append(parcel)
-        self.batches += len(parcel.batches)
+        self.batches += len(parcel)
 
     def take(self) -> Parcel:
         parcel = self._parcels.popleft()
-        self.batches -= len(parcel.batches)
+        self.batches -= len(parcel)
+        self.in_hand = parcel if parcel.is_flow else None
         return parcel
 
     def drop(self, unwanted: Callable[[Request], bool]) -> None:
         """Throw away what was asked for by `unwanted` requests."""
-        self._parcels = deque(p for p in self._parcels if not unwanted(p.segment.request))
-        self.batches = sum(len(parcel.batches) for parcel in self._parcels)
+        parcels, self._parcels = self._parcels, deque()
+        for parcel in parcels:
+            if unwanted(parcel.segment.request):
+                parcel.discard()
+            else:
+                self._parcels.append(parcel)
+        self.batches = sum(map(len, self._parcels))

@@ -22,7 +22,7 @@ from cachestream.training.ranks import Cancelled
 
 __all__ = ["Places", "PlacesAhead", "find_places"]
 
-_BLOCK: Final = 16_384  # samples whose places are worked out at once: the cost of numpy's calls is shared
+_BLOCK: Final = 65_536  # samples whose places are worked out at once: the cost of numpy's calls is shared
 _TIMEOUT_S: Final = 60.0
 
 
@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 60.0
 class Places:
     """The samples of a rank's batches `first`, `first + 1`, ...: their shards' places in the snapshot and the rows
     there, int64 `[n]`, and where each batch begins and ends among them, int64 `[batches + 1]`. `block` is what they are
-    gathered from, if all shards are mapped.
+    gathered from, if all shards are mapped and torch gathers.
     """
 
     first: int
@@ -53,24 +53,30 @@ class Places:
         )
 
 
-def find_places(order: Order, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int) -> Places:
-    """The places of batches `first` to `stop` of rank number `rank`."""
+def find_places(
+    order: Order, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int, blocks: bool = True
+) -> Places:
+    """The places of batches `first` to `stop` of rank number `rank`, with their block if `blocks` are wanted."""
     starts, stops = plan.spans(rank, first, stop)
     bounds = np.concatenate([[0], np.cumsum(stops - starts)])
     positions = np.repeat(starts - bounds[:-1], stops - starts) + np.arange(bounds[-1])
     shards, rows = maps.locate(order.at(positions))
-    return Places(first, shards, rows, bounds, find_block(maps, shards, rows) if maps.all_mapped else None)
+    block = find_block(maps, shards, rows) if blocks and maps.all_mapped else None
+    return Places(first, shards, rows, bounds, block)
 
 
 class PlacesAhead:
     """The places of all batches of a rank, block by block: `executor` works on the next one from now on."""
 
-    def __init__(self, order: Order, plan: Plan, rank: int, maps: EpochMaps, executor: Executor) -> None:
+    def __init__(
+        self, order: Order, plan: Plan, rank: int, maps: EpochMaps, executor: Executor, blocks: bool = True
+    ) -> None:
         self._order = order
         self._plan = plan
         self._rank = rank
         self._maps = maps
         self._executor = executor
+        self._blocks = blocks
         self._first = 0
         self._next: Future[Places] | None = None
         self.work_ahead()
@@ -86,7 +92,7 @@ class PlacesAhead:
         stop = min(plan.num_batches, self._first + max(1, _BLOCK // plan.batch_size))
         try:
             self._next = self._executor.submit(
-                find_places, self._order, plan, self._rank, self._maps, self._first, stop
+                find_places, self._order, plan, self._rank, self._maps, self._first, stop, self._blocks
             )
         except RuntimeError as error:  # shut down, and the loader with it
             raise Cancelled from error

@@ -19,6 +19,7 @@ import numpy as np
 
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
+from cachestream.training.feed import can_flow
 from cachestream.training.gathering import Gathering
 from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer
@@ -83,6 +84,8 @@ class Engine:
         self._closed.set()
         close_all(self.schedule.stop())
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._gathering.feed is not None:
+            self._gathering.feed.close(join_s if join else 0.0)
         if not join:
             return
         for thread in self._threads:
@@ -130,7 +133,12 @@ class Engine:
         wanted = False
         try:
             segment.places = PlacesAhead(
-                segment.order, segment.plan, segment.place, segment.maps, self._executor
+                segment.order,
+                segment.plan,
+                segment.place,
+                segment.maps,
+                self._executor,
+                blocks=not (self._gathering.feed and can_flow(segment)),
             )
             wanted = self.schedule.add(segment)
         finally:

@@ -13,10 +13,11 @@ from cachestream.model import IntArray
 from cachestream.training.ahead import ReadAhead
 from cachestream.training.buffers import BufferPool
 from cachestream.training.epoch import Segment
-from cachestream.training.gather import Columns, Copy, Gatherer, fixed_row_bytes
+from cachestream.training.feed import Feed, Flow
+from cachestream.training.gather import Columns, Copy, Gatherer
 from cachestream.training.places import Places, PlacesAhead
 
-__all__ = ["Gathered", "batch_bytes", "read_batches"]
+__all__ = ["Gathered", "read_batches"]
 
 _TOGETHER: Final = (
     16  # small batches that are gathered, and handed over, at once: threads wake each other up slowly
@@ -46,8 +47,10 @@ def read_batches(
     pool: BufferPool,
     on_damage: OnDamage,
     settle: Callable[[], None],
-) -> Iterator[Gathered]:
-    """The batches of `segment` for this rank, in order; `places` are theirs.
+    feed: Feed | None = None,
+) -> Iterator[Gathered | Flow]:
+    """The batches of `segment` for this rank, in order; `places` are theirs. As flows of `feed`, if there is one, as
+    soon as all shards are mapped.
 
     `on_damage(shard id, error)` is told of each damaged shard found on the way; its samples are left out.
     `settle()` returns when no copies of earlier batches run any more: it is called before maps are dropped.
@@ -56,16 +59,16 @@ def read_batches(
     try:
         for block in places:
             for part in reader.mapped(block):
+                if feed is not None and segment.maps.all_mapped:
+                    flow = Flow(feed, segment, part, ahead)
+                    places.work_ahead()
+                    yield flow
+                    continue
                 for gathered in reader.gather(part, ahead):
                     places.work_ahead()
                     yield gathered
     finally:
         ahead.close()
-
-
-def batch_bytes(segment: Segment) -> int:
-    """What a batch of `segment` holds in fields of one shape."""
-    return segment.plan.batch_size * sum(map(fixed_row_bytes, segment.snapshot.schema.fields))
 
 
 class _Reader:
@@ -75,7 +78,7 @@ class _Reader:
         self, segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None]
     ) -> None:
         snapshot, batch_size = segment.snapshot, segment.plan.batch_size
-        self._most = max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, batch_bytes(segment))))
+        self._most = max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, segment.batch_bytes)))
         self._together = 1  # the first batch is not to wait for others
         self._maps = segment.maps
         self._gatherer = Gatherer(

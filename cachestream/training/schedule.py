@@ -20,6 +20,8 @@ from cachestream.training.parcels import Parcel, Shelf
 
 __all__ = ["Schedule"]
 
+_CLOSED: Final = "this EpochLoader is closed; make a new one"
+_GONE: Final = 2  # batches after which a slow trainer's next ones are asked for
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
 
@@ -50,6 +52,7 @@ class Schedule:
         self._generation = 0
         self._trained_epoch = -1
         self._has_waited = False
+        self._follows_slowly = False
         self._totals: dict[tuple[int, int], int] = {}
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
@@ -70,6 +73,7 @@ class Schedule:
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
+            self._shelf.in_hand = None
             self._pace = self._pace.anew()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
             self._shelf.drop(self._stale)
@@ -93,13 +97,27 @@ class Schedule:
                 self._has_waited = True
                 self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
             parcel = self._shelf.take()
-            self._pace.note(len(parcel.batches))
+            self._pace.note(1 if parcel.is_flow else len(parcel))
             # Woken now, the gathering thread would take the GIL as soon as the trainer lets its last batch go, which torch
             # does without it. Where there is time, it comes by itself, while the trainer computes.
             if self._shelf.has_room_again and (self._shelf.is_low or not self._pace.is_slow):
                 self._room.notify()
             self._wake_if_due()
             return parcel
+
+    def moved(self, batches: int) -> None:
+        """The trainer has taken `batches` of the flow in hand since this was told last."""
+        with self._lock:
+            self._pace.moved(batches)
+            flow = self._shelf.in_hand
+            if flow is not None and (flow.turns_low or (self._pace.is_slow and not self._follows_slowly)):
+                self._room.notify()
+            self._wake_if_due()
+
+    def late(self, epoch: int, timeout_s: float) -> EpochError:
+        """Why the trainer has had no batch of `epoch` for so long."""
+        with self._lock:
+            return EpochError(_CLOSED if self._stopped else self._diagnosis(epoch, timeout_s))
 
     def length(self, epoch: int, timeout_s: float) -> int:
         """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
@@ -122,6 +140,7 @@ class Schedule:
     def ended(self, segment: Segment) -> list[Segment]:
         """The trainer has had all of `segment`."""
         with self._lock:
+            self._shelf.in_hand = None
             return self._retire(lambda other: other is segment)
 
     def current(self, epoch: int) -> Segment | None:
@@ -133,6 +152,7 @@ class Schedule:
         """End everything; returns the segments to close."""
         with self._lock:
             self._stopped = True
+            self._shelf.in_hand = None
             self._shelf.drop(lambda _: True)
             self._prepared.clear()
             self._wake_all()
@@ -217,17 +237,35 @@ class Schedule:
     def put(self, parcel: Parcel) -> bool:
         """Queue `parcel` when there is room; False when nobody wants it any more."""
         with self._lock:
-            if parcel.batches and self._shelf.is_full:
+            if len(parcel) and self._shelf.is_full:
                 while not (self._shelf.has_room_again or self._unwanted(parcel)):
                     pace, until = self._pace, self._shelf.until_room
                     self._room.wait(pace.until_gone(until) if pace.is_slow else None)
             if self._unwanted(parcel):
                 return False
             self._shelf.put(parcel)
-            self._gathered += len(parcel.batches)
+            self._gathered += len(parcel)
             self._batches.notify()
             self._wake_if_due()
             return True
+
+    def follow(self, flow: Parcel) -> bool:
+        """Wait until the trainer has had most of `flow`, or nobody wants it any more: False. True is for in between, when a
+        slow trainer has taken some of what was gathered.
+        """
+        with self._lock:
+            while not (flow.is_low or self._unwanted(flow)):
+                pace = self._pace
+                self._follows_slowly = pace.is_slow
+                self._room.wait(pace.until_gone(_GONE) if pace.is_slow else None)
+                if pace.is_slow and not self._unwanted(flow):
+                    return True
+            return False
+
+    def wanted(self, parcel: Parcel) -> bool:
+        """Whether the trainer will come for `parcel`."""
+        with self._lock:
+            return not self._unwanted(parcel)
 
     # --- under the lock
 
@@ -250,8 +288,9 @@ class Schedule:
             return False
         if self._gathering is None:
             return True
-        batches = self._gathering.plan.num_batches
-        return self._pace.is_time(batches, self._gathered, self._shelf.batches, self._ahead_s)
+        waiting, promised = self._shelf.waiting(self._gathering)
+        batches, gathered = self._gathering.plan.num_batches, self._gathered - promised
+        return self._pace.is_time(batches, gathered, waiting - promised, self._ahead_s)
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
         closing = [segment for segment in self._open if done(segment)]
@@ -266,7 +305,7 @@ class Schedule:
                 self._raised = True
                 raise self._failure[1]
             if self._stopped:
-                raise EpochError("this EpochLoader is closed; make a new one")
+                raise EpochError(_CLOSED)
             left_s = give_up_s - self._clock()
             if left_s <= 0:
                 raise EpochError(self._diagnosis(epoch, timeout_s))

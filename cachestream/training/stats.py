@@ -110,7 +110,7 @@ class Meter:
         self.gap_s = 0.0
         self._began_s: float | None = None
         self._epoch_began_s = 0.0
-        self._last_s = 0.0
+        self.last_s = 0.0
         self._epoch_samples = 0
         self._epoch_wait_s = 0.0
         self._epoch_drawn = _Drawn()
@@ -121,7 +121,7 @@ class Meter:
     def epoch_begins(self) -> None:
         now = self.clock()
         self._began_s = now if self._began_s is None else self._began_s
-        self._epoch_began_s = self._last_s = now
+        self._epoch_began_s = self.last_s = now
         self._epoch_samples = 0
         self._epoch_wait_s = 0.0
         self._epoch_drawn = _Drawn()
@@ -145,7 +145,7 @@ class Meter:
         self.batches += 1
         self.wait_s += wait_s
         self._epoch_wait_s += wait_s
-        self._last_s = self.clock()
+        self.last_s = self.clock()
 
     def drawn(self, snapshot: Snapshot, share: float) -> None:
         """The `share` of `snapshot` has been drawn."""
@@ -153,8 +153,8 @@ class Meter:
 
     def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
         """All of it, for a loader in `epoch`."""
-        passed_s = 0.0 if self._began_s is None else self._last_s - self._began_s
-        epoch_s = self._last_s - self._epoch_began_s
+        passed_s = 0.0 if self._began_s is None else self.last_s - self._began_s
+        epoch_s = self.last_s - self._epoch_began_s
         return LoaderStats(
             epoch=epoch,
             epoch_samples=self._epoch_drawn.samples,

@@ -19,7 +19,7 @@ import torch
 
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
-from cachestream.training import prefetch, prepare
+from cachestream.training import feed, prefetch, prepare
 from tests.support.caches import add_shard, numbered, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 
@@ -30,6 +30,15 @@ def numbers(batches: Iterable[Any]) -> list[int]:
 
 def leases(cache: Cache) -> int:
     return cache.status().leases
+
+
+@pytest.fixture(autouse=True, params=["by threads in C", "by torch"])
+def gathered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is said here holds with the part in C and without."""
+    if request.param == "by torch":
+        monkeypatch.setattr(feed, "Queue", None)
+    elif feed.Queue is None:
+        pytest.skip("installed without the part in C")
 
 
 # --- what an epoch is

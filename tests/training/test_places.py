@@ -59,14 +59,14 @@ def test_places_are_those_of_the_samples_that_the_plan_gives_each_batch(
         assert (part.rows < np.array(counts)[part.shards]).all()
 
 
-@pytest.mark.parametrize("batch_size", [1, 100, 30_000])
+@pytest.mark.parametrize("batch_size", [1, 100, 70_000])
 def test_all_batches_come_once_and_in_order_in_blocks_of_bounded_size(batch_size: int) -> None:
-    order, plan = plan_of(100_000, batch_size, 1)
+    order, plan = plan_of(300_000, batch_size, 1)
     with ThreadPoolExecutor(1) as executor:
-        blocks = list(PlacesAhead(order, plan, 0, maps_of([1000] * 100), executor))
+        blocks = list(PlacesAhead(order, plan, 0, maps_of([1000] * 300), executor))
     assert [block.first for block in blocks] == np.cumsum([0] + [len(b) for b in blocks])[:-1].tolist()
     assert sum(len(block) for block in blocks) == plan.num_batches
-    assert all(len(block.rows) <= max(16_384, batch_size) for block in blocks)
+    assert all(len(block.rows) <= max(65_536, batch_size) for block in blocks)
 
 
 class Watched:
