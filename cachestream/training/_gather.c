@@ -303,17 +303,11 @@ static void queue_dealloc(Queue *self)
 }
 
 
-PyDoc_STRVAR(submit_doc,
-"submit(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...]) -> int\n--\n\n"
-"Gather `count` samples soon; returns the task's number, for `wait`. `shards` and `rows` are the addresses of\n"
-"int64 [count]; `columns` has two numbers a field: the address of its shards' first rows, int64 [shards], and the\n"
-"bytes of a row; `outs` is where each field goes. All of that memory must stay until the task is done.");
-
-static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num_args)
+/* From shards, rows, count, columns, outs: see submit(). */
+static Task *make_task(PyObject *const *args, Py_ssize_t num_args)
 {
-    Shared *shared = self->shared;
     if (num_args != 5 || !PyTuple_Check(args[3]) || !PyTuple_Check(args[4])) {
-        PyErr_SetString(PyExc_TypeError, "submit() takes shards, rows, count, columns, outs: three ints and two tuples");
+        PyErr_SetString(PyExc_TypeError, "give shards, rows, count, columns, outs: three ints and two tuples");
         return NULL;
     }
     int64_t shards = PyLong_AsLongLong(args[0]), rows = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]);
@@ -321,12 +315,14 @@ static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num
         return NULL;
     Py_ssize_t fields = PyTuple_Size(args[4]);
     if (PyTuple_Size(args[3]) != 2 * fields || count < 0 || fields > 65536) {
-        PyErr_SetString(PyExc_ValueError, "submit(): give two numbers a field in `columns`, one in `outs`, and a count of 0 or more");
+        PyErr_SetString(PyExc_ValueError, "give two numbers a field in `columns`, one in `outs`, and a count of 0 or more");
         return NULL;
     }
     Task *task = malloc(sizeof *task + (size_t)fields * sizeof(Column));
-    if (!task)
-        return PyErr_NoMemory();
+    if (!task) {
+        PyErr_NoMemory();
+        return NULL;
+    }
     task->shards = (const int64_t *)(intptr_t)shards;
     task->rows = (const int64_t *)(intptr_t)rows;
     task->count = count;
@@ -336,13 +332,28 @@ static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num
         int64_t row_bytes = PyLong_AsLongLong(PyTuple_GetItem(args[3], 2 * i + 1));
         int64_t out = PyLong_AsLongLong(PyTuple_GetItem(args[4], i));
         if (!PyErr_Occurred() && row_bytes < 0)
-            PyErr_SetString(PyExc_ValueError, "submit(): a row has 0 bytes or more");
+            PyErr_SetString(PyExc_ValueError, "a row has 0 bytes or more");
         if (PyErr_Occurred()) {
             free(task);
             return NULL;
         }
         task->columns[i] = (Column){(const int64_t *)(intptr_t)base, row_bytes, (char *)(intptr_t)out};
     }
+    return task;
+}
+
+PyDoc_STRVAR(submit_doc,
+"submit(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...]) -> int\n--\n\n"
+"Gather `count` samples soon; returns the task's number, for `wait`. `shards` and `rows` are the addresses of\n"
+"int64 [count]; `columns` has two numbers a field: the address of its shards' first rows, int64 [shards], and the\n"
+"bytes of a row; `outs` is where each field goes. All of that memory must stay until the task is done.");
+
+static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Shared *shared = self->shared;
+    Task *task = make_task(args, num_args);
+    if (!task)
+        return NULL;
     if (check(shared)) {
         free(task);
         return NULL;
@@ -540,11 +551,33 @@ static int prepare_exit(void)
     return failed;
 }
 
+PyDoc_STRVAR(gather_doc,
+"gather(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...]) -> None\n--\n\n"
+"Gather `count` samples now, in this thread and without the GIL: see Queue.submit.");
+
+static PyObject *gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+{
+    Task *task = make_task(args, num_args);
+    if (!task)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    run(task);
+    Py_END_ALLOW_THREADS
+    free(task);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, gather_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_gather",
     .m_doc = "Gathers rows into batches in threads of its own, which never touch the interpreter.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC PyInit__gather(void)

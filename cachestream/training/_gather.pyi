@@ -1,6 +1,10 @@
 # What _gather.c makes, where setup.py could build it; its docstrings say what the functions do.
 from typing import final
 
+def gather(
+    shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], /
+) -> None: ...
+
 @final
 class Queue:
     def __init__(self, threads: int = 1) -> None: ...

@@ -18,6 +18,7 @@ from cachestream.model import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.training.batches import SampleBatch, packed
 from cachestream.training.buffers import BufferPool
+from cachestream.training.columns import FixedColumns, are_fixed
 from cachestream.training.gather import Block, Columns, Gatherer, Listing
 from cachestream.training.maps import EpochMaps
 from cachestream.training.threads import one_thread
@@ -59,6 +60,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._pool = BufferPool(_KEEP_BUFFERS)
         self._gatherer: Gatherer | None = None
         self._listing: Listing | None = None
+        self._columns: FixedColumns | None = None
 
     def __len__(self) -> int:
         return self.snapshot.num_samples
@@ -89,6 +91,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._maps = None
         self._gatherer = None
         self._listing = None
+        self._columns = None
         if self._lease is not None:
             self._lease.release()
 
@@ -120,8 +123,13 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return where
 
     def _gather(self, where: IntArray) -> Columns:
-        with self._opened() as gatherer, one_thread():
-            return gatherer.gather(self._block(gatherer, where), 0, len(where))
+        with self._opened() as gatherer:
+            if self._columns is not None:
+                shards, rows = _mapped(gatherer.maps, where)
+                self._reading.reach(where)
+                return self._columns.gather(self._pool, shards, rows)
+            with one_thread():
+                return gatherer.gather(self._block(gatherer, where), 0, len(where))
 
     def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
         if (listing := self._listing) is not None:
@@ -144,6 +152,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
                 self._maps = EpochMaps(self.snapshot, self._maps)
                 self._gatherer = Gatherer(self._maps, self._pool)
                 self._reading = ReadTogether(self._maps)
+                self._columns = FixedColumns(self._maps) if are_fixed(self.snapshot.schema) else None
             yield self._gatherer
 
     def _follow_fork(self) -> None:

@@ -19,22 +19,17 @@ import numpy as np
 from cachestream.errors import EpochError
 from cachestream.training.ahead import ReadAhead
 from cachestream.training.batches import packed
-from cachestream.training.buffers import BufferPool, as_tensor
+from cachestream.training.buffers import BufferPool
+from cachestream.training.columns import FixedColumns, are_fixed, new_queue
 from cachestream.training.epoch import Segment
-from cachestream.training.gather import fixed_row_bytes, numpy_dtype
 from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.places import Places
 from cachestream.training.transfer import Staged
 
 if TYPE_CHECKING:
     from cachestream.training._gather import Queue
-else:
-    try:
-        from cachestream.training._gather import Queue
-    except ImportError:  # installed where there was no compiler
-        Queue = None
 
-__all__ = ["Feed", "Flow", "Queue", "can_flow"]
+__all__ = ["Feed", "Flow", "can_flow"]
 
 _TOGETHER: Final = 16  # small batches that are asked for ahead, whatever `prefetch` is
 _TOGETHER_BYTES: Final = 4 << 20
@@ -45,19 +40,8 @@ _abandoned: Final[list[Any]] = []
 
 def can_flow(segment: Segment) -> bool:
     """Whether the batches of `segment` are of the simple kind."""
-    if Queue is None or segment.with_keys or not isinstance(segment.ragged, str):
-        return False
-    return all(field.shape is not None for field in segment.snapshot.schema.fields)
-
-
-class _Column(NamedTuple):
-    """A field as it is gathered: how its values look, and the bytes of a sample's."""
-
-    name: str
-    dtype: str
-    stored: np.dtype[Any]
-    shape: tuple[int, ...]
-    row_bytes: int
+    simple = not segment.with_keys and isinstance(segment.ragged, str)
+    return simple and are_fixed(segment.snapshot.schema)
 
 
 class _Asked(NamedTuple):
@@ -83,9 +67,7 @@ class Flow(Parcel):
         self.asked: deque[_Asked] = deque()
         # Small batches come a few at a time: what asking costs is shared. While some are taken, others are gathered.
         self._most_together = max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, segment.batch_bytes)))
-        self._together = (
-            1 if places.first == 0 else self._most_together
-        )  # the first is not to wait for others
+        self._together = self._most_together if places.first else 1  # the first is not to wait for others
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(places) // 4)
         self._feed = feed
@@ -96,16 +78,7 @@ class Flow(Parcel):
         self._next = 0
         self._in_hand: _Asked | None = None
         self._next_in_hand = 0
-        self._columns = [
-            _Column(f.name, f.dtype, numpy_dtype(f.dtype), f.shape or (), fixed_row_bytes(f))
-            for f in segment.snapshot.schema.fields
-        ]
-        maps = segment.maps
-        self._sources = tuple(
-            number
-            for column in self._columns
-            for number in (maps.fields[column.name].base.ctypes.data, column.row_bytes)
-        )
+        self._columns = FixedColumns(segment.maps)
         self._shards = places.shards.ctypes.data
         self._rows = places.rows.ctypes.data
 
@@ -137,21 +110,17 @@ class Flow(Parcel):
         """Ask for what may be ahead now, in the trainer's place."""
         self._feed.ask_ahead()
 
-    def ask(self, queue: Queue, pool: BufferPool) -> _Asked:
-        """Have the next few batches gathered, into memory of `pool`."""
+    def ask(self, queue: Queue) -> _Asked:
+        """Have the next few batches gathered."""
         first, last = self._next, min(self._next + self._together, len(self._places))
         for number in range(first, last):
             self._ahead.reach(self._places.first + number)
         start, stop = self._bounds[first], self._bounds[last]
-        size, arrays, outs = stop - start, [], []
+        size = stop - start
         room = max(size, self._most_together * self.segment.plan.batch_size)  # of one size for all
-        for column in self._columns:
-            loan = pool.lend(room * column.row_bytes)
-            outs.append(loan.address)
-            values = loan.array[: size * column.row_bytes].view(column.stored)
-            arrays.append(values.reshape(size, *column.shape))
+        arrays, outs = self._columns.lend(self._feed.pool.lend, size, room)
         number = queue.submit(
-            self._shards + 8 * start, self._rows + 8 * start, size, self._sources, tuple(outs)
+            self._shards + 8 * start, self._rows + 8 * start, size, self._columns.sources, outs
         )
         asked = _Asked(number, [bound - start for bound in self._bounds[first : last + 1]], arrays)
         self.asked.append(asked)
@@ -166,10 +135,7 @@ class Flow(Parcel):
                 return None
         asked, i = self._in_hand, self._next_in_hand
         start, stop = asked.bounds[i], asked.bounds[i + 1]
-        columns = {
-            column.name: as_tensor(array[start:stop], column.dtype)
-            for column, array in zip(self._columns, asked.arrays, strict=True)
-        }
+        columns = self._columns.part(asked.arrays, start, stop)
         self._taken += 1
         self._next_in_hand = i + 1
         if i + 1 == len(asked):
@@ -190,7 +156,7 @@ class Feed:
 
     def __init__(self, prefetch: int, pool: BufferPool) -> None:
         self.prefetch = min(prefetch, _MOST_AHEAD)
-        self._pool = pool
+        self.pool = pool
         self._lock = threading.RLock()  # a forgotten loader may be closed in the midst of anything
         self._pid = os.getpid()
         self._queue: Queue | None = None
@@ -206,7 +172,7 @@ class Feed:
             if self._closed:
                 return
             if self._queue is None:
-                self._queue = Queue(threads)
+                self._queue = new_queue(threads)
             self._flows.append(flow)
             self._top_up(self._queue)
 
@@ -277,7 +243,7 @@ class Feed:
 
     def _ask(self, queue: Queue) -> None:
         flow = self._flows[0]
-        asked = flow.ask(queue, self._pool)
+        asked = flow.ask(queue)
         self._in_flight += len(asked)
         self._held.append((asked.number, (flow, asked)))
         if flow.is_asked:

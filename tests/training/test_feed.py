@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cachestream import Cache, EpochError, EpochLoader
-from cachestream.training import buffers, feed
+from cachestream.training import buffers, columns
 from cachestream.training.parcels import Parcel
 from cachestream.training.schedule import Schedule
 from tests.support.caches import add_shard, numbered
@@ -20,7 +20,7 @@ from tests.training.conftest import NewCache
 
 CacheOf = Callable[[list[Any], list[int]], Cache]
 
-if feed.Queue is None:
+if columns.in_c is None:
     pytest.skip("installed without the part in C", allow_module_level=True)
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
@@ -59,12 +59,28 @@ def test_the_batches_are_those_that_torch_gathers(
     cache = cache_of([SAMPLES[kind](i) for i in range(61)], [20, 1, 40])
     with EpochLoader(cache, 4, seed=3, **options) as loader:
         ours = [list(loader) for _ in range(3)]
-    monkeypatch.setattr(feed, "Queue", None)
+    monkeypatch.setattr(columns, "in_c", None)
     with EpochLoader(cache, 4, seed=3, **options) as loader:
         theirs = [list(loader) for _ in range(3)]
     for mine, others in zip(ours, theirs, strict=True):
         assert len(mine) == len(others)
         assert all(map(equal, mine, others))
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_the_samples_of_a_dataset_are_those_that_torch_gathers(
+    cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    cache = cache_of([SAMPLES[kind](i) for i in range(61)], [20, 1, 40])
+    wanted = np.random.default_rng(0).integers(-61, 61, 200)
+
+    def ask() -> list[Any]:
+        with cache.snapshot() as dataset:
+            return [dataset.__getitems__(wanted).whole(), dataset.__getitems__([]).whole(), dataset[60]]
+
+    ours = ask()
+    monkeypatch.setattr(columns, "in_c", None)
+    assert all(map(equal, ours, ask()))
 
 
 def test_a_whole_epoch_comes_as_one_parcel(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
+    from cachestream.training import _gather
     from cachestream.training._gather import Queue
 else:
     NOT_BUILT = "the part in C is not built: no C compiler, no Python.h, or a Python without the GIL"
-    Queue = pytest.importorskip("cachestream.training._gather", reason=NOT_BUILT).Queue
+    _gather = pytest.importorskip("cachestream.training._gather", reason=NOT_BUILT)
+    Queue = _gather.Queue
 
 ROOT: Final = Path(__file__).parents[2]
 DEADLINE_S: Final = 120.0
@@ -77,10 +79,14 @@ class Task:
         self._places = places
 
     def submit(self, queue: Queue) -> int:
+        return queue.submit(*self._arguments())
+
+    def gather(self) -> None:
+        _gather.gather(*self._arguments())
+
+    def _arguments(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
         outs = tuple(address(out) + GUARD_BYTES for out in self._outs)
-        return queue.submit(
-            address(self._shards), address(self._rows), len(self._places), self._table.columns, outs
-        )
+        return address(self._shards), address(self._rows), len(self._places), self._table.columns, outs
 
     def check(self) -> None:
         guard = bytes([0xA5]) * GUARD_BYTES
@@ -168,6 +174,22 @@ def test_rows_of_each_size_that_is_copied_in_a_way_of_its_own_are_gathered() -> 
     with new_queue() as queue:
         assert queue.wait(task.submit(queue), DEADLINE_S)
     task.check()
+
+
+@pytest.mark.parametrize("row_bytes", [4095, 4096, 4097, 5003, 131_072])
+def test_rows_of_large_batches_are_gathered_whole(row_bytes: int) -> None:
+    rng = np.random.default_rng(row_bytes)
+    table = Table([row_bytes], [7, 30], seed=row_bytes)
+    places = [
+        (shard, int(rng.integers([7, 30][shard]))) for shard in rng.integers(0, 2, 4_000_000 // row_bytes)
+    ]
+    task = Task(table, places)  # more than 2 MiB: around the caches
+    with new_queue() as queue:
+        assert queue.wait(task.submit(queue), DEADLINE_S)
+    task.check()
+    in_this_thread = Task(table, places)
+    in_this_thread.gather()
+    in_this_thread.check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])

@@ -19,7 +19,7 @@ import torch
 
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
-from cachestream.training import feed, prefetch, prepare
+from cachestream.training import columns, prefetch, prepare
 from tests.support.caches import add_shard, numbered, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 
@@ -36,8 +36,8 @@ def leases(cache: Cache) -> int:
 def gathered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is said here holds with the part in C and without."""
     if request.param == "by torch":
-        monkeypatch.setattr(feed, "Queue", None)
-    elif feed.Queue is None:
+        monkeypatch.setattr(columns, "in_c", None)
+    elif columns.in_c is None:
         pytest.skip("installed without the part in C")
 
 
