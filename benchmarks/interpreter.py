@@ -1,13 +1,14 @@
 """Whether the trainer's own Python keeps its speed: `python -m benchmarks.interpreter`.
 
 A loop in pure Python, alone and while the loader delivers 1 GB/s (batches of 8 MiB); the share of the speed that is
-left, in alternation, median of the pairs. And the same while another process, which shares no interpreter with the
-loop, gathers as much: what the machine itself takes.
+left, in short turns, since a machine's speed changes within seconds: the median of the pairs. And the same while
+another process, which shares no interpreter with the loop, gathers as much: what the machine itself takes. And what the
+kernel counts: the share of the time for which the loop's thread was on a processor.
 """
 
 from __future__ import annotations
 
-import itertools
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,8 +22,8 @@ import cachestream as cs
 from benchmarks import warm
 from benchmarks.measure import emit, scratch
 
-PAIRS = 5
-TURN_S = 1.0
+PAIRS = 40
+TURN_S = 0.25
 BYTES_PER_S = 1e9
 SAMPLE_FLOATS = warm.BATCH_BYTES // warm.BATCH // 4
 
@@ -47,22 +48,34 @@ def gather() -> None:
     rows, out = torch.rand(warm.SAMPLES, SAMPLE_FLOATS), torch.empty(warm.BATCH, SAMPLE_FLOATS)
     torch.index_select(rows, 0, torch.randint(0, warm.SAMPLES, (warm.BATCH,)), out=out)
     print("ready", flush=True)
-    began_s = time.perf_counter()
-    for done in itertools.count(1):
+    due_s = time.perf_counter()
+    while True:
         torch.index_select(rows, 0, torch.randint(0, warm.SAMPLES, (warm.BATCH,)), out=out)
-        time.sleep(max(0.0, began_s + done * warm.BATCH_BYTES / BYTES_PER_S - time.perf_counter()))
+        now_s = time.perf_counter()
+        due_s = max(due_s + warm.BATCH_BYTES / BYTES_PER_S, now_s)  # stopped meanwhile, it does not hurry
+        time.sleep(due_s - now_s)
 
 
-def share_beside_another_process() -> float:
-    """The share of the loop's speed while `gather` runs."""
-    alone = spin((began_s := time.perf_counter()) + TURN_S) / (time.perf_counter() - began_s)
+def alone() -> float:
+    """Turns a second of the loop by itself."""
+    began_s = time.perf_counter()
+    return spin(began_s + TURN_S) / (time.perf_counter() - began_s)
+
+
+def shares_beside_another_process() -> list[float]:
+    """The shares of the loop's speed while `gather` runs: it is stopped in between."""
     command = [sys.executable, "-m", "benchmarks.interpreter", "gather"]
+    shares = []
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        beside = spin((began_s := time.perf_counter()) + TURN_S) / (time.perf_counter() - began_s)
+        for _ in range(PAIRS):
+            process.send_signal(signal.SIGSTOP)
+            before = alone()
+            process.send_signal(signal.SIGCONT)
+            shares.append(alone() / before)
         process.kill()
-    return beside / alone
+    return shares
 
 
 def main() -> None:
@@ -73,22 +86,24 @@ def main() -> None:
             endless = batches(loader)
             for _ in range(warm.SAMPLES // warm.BATCH):
                 next(endless)
-            shares = []
+            shares, processor = [], []
             every_s = warm.BATCH_BYTES / BYTES_PER_S
             for _ in range(PAIRS):
-                began_s = time.perf_counter()
-                alone = spin(began_s + TURN_S) / (time.perf_counter() - began_s)
-                began_s, turns, taken = time.perf_counter(), 0, 0
+                before = alone()
+                began_s, used_s, turns, taken = time.perf_counter(), time.thread_time(), 0, 0
                 while time.perf_counter() - began_s < TURN_S:
                     batch = next(endless)
                     taken += 1
                     turns += spin(began_s + taken * every_s)
                     del batch
-                shares.append(turns / (time.perf_counter() - began_s) / alone)
-    others = [share_beside_another_process() for _ in range(PAIRS)]
+                took_s = time.perf_counter() - began_s
+                shares.append(turns / took_s / before)
+                processor.append((time.thread_time() - used_s) / took_s)
+    others = shares_beside_another_process()
     emit(
         share_of_python_speed=statistics.median(shares),
         lowest_share=min(shares),
+        share_of_a_processor=statistics.median(processor),
         share_beside_another_process=statistics.median(others),
         lowest_beside_another_process=min(others),
     )

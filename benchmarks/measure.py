@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["Figure", "emit", "memcpy_gb_per_s", "run_rounds", "scratch", "seconds", "table"]
+__all__ = ["Figure", "emit", "median_ratio", "memcpy_gb_per_s", "run_rounds", "scratch", "seconds", "table"]
 
 MEMCPY_BYTES: Final = 8 << 20
 TIMEOUT_S: Final = 600
@@ -32,6 +32,11 @@ class Figure:
 def emit(**figures: float) -> None:
     """Tell the figures of one run to the process that asked for it."""
     print(json.dumps(figures), flush=True)
+
+
+def median_ratio(ours: list[float], others: list[float]) -> float:
+    """The median of what we reach of what others do, of figures that were taken in turns."""
+    return statistics.median(one / other for one, other in zip(ours, others, strict=True))
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -1,8 +1,9 @@
 """Warm batches against memcpy: `python -m benchmarks.warm`.
 
 8192 samples of 128 KiB float32, shuffled, batches of 64 (8 MiB), everything in the page cache. In one
-process: memcpy, the same shuffled gather into one reused buffer (the limit), and the EpochLoader. Every
-batch of one epoch is checked against the sample's number.
+process and in turns, since a machine's speed changes: memcpy, the same shuffled gather into one reused buffer (the
+limit), and epochs of the EpochLoader, the first of which in each turn is not counted: some of it was gathered during the
+pause. Ratios are medians of those of the turns. Every batch of one epoch is checked against the sample's number.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import numpy as np
 import torch
 
 import cachestream as cs
-from benchmarks.measure import emit, memcpy_gb_per_s, scratch
+from benchmarks.measure import emit, median_ratio, memcpy_gb_per_s, scratch
 
 SAMPLES = 8192
 FLOATS = 32 * 1024
 BATCH = 64
-EPOCHS = 9
+TURNS = 9
+EPOCHS = 3  # a turn
 BATCH_BYTES = BATCH * FLOATS * 4
 
 
@@ -53,19 +55,20 @@ def check(loader: cs.EpochLoader) -> None:
     assert len(torch.unique(torch.cat(seen))) == SAMPLES
 
 
-def gather_limit() -> float:
-    """GB/s of the same batches gathered from one array in memory into one reused buffer."""
-    rows = torch.empty(SAMPLES, FLOATS)
-    rows[:] = torch.arange(SAMPLES)[:, None]
-    order = torch.randperm(SAMPLES).reshape(-1, BATCH)
-    out = torch.empty(BATCH, FLOATS)
-    rates = []
-    for _ in range(5):
+class Gather:
+    """The same batches from one array in memory into one reused buffer."""
+
+    def __init__(self) -> None:
+        self._rows = torch.empty(SAMPLES, FLOATS)
+        self._rows[:] = torch.arange(SAMPLES)[:, None]
+        self._order = torch.randperm(SAMPLES).reshape(-1, BATCH)
+        self._out = torch.empty(BATCH, FLOATS)
+
+    def gb_per_s(self) -> float:
         begun_s = time.perf_counter()
-        for index in order:
-            torch.index_select(rows, 0, index, out=out)
-        rates.append(len(order) * BATCH_BYTES / (time.perf_counter() - begun_s) / 1e9)
-    return statistics.median(rates)
+        for index in self._order:
+            torch.index_select(self._rows, 0, index, out=self._out)
+        return len(self._order) * BATCH_BYTES / (time.perf_counter() - begun_s) / 1e9
 
 
 def epochs(loader: cs.EpochLoader) -> tuple[list[float], list[float]]:
@@ -86,20 +89,26 @@ def epochs(loader: cs.EpochLoader) -> tuple[list[float], list[float]]:
 def main() -> None:
     torch.set_num_threads(1)
     with scratch() as folder:
-        cache = fill(folder / "cache")
-        memcpy, limit = memcpy_gb_per_s(), gather_limit()
+        cache, gather = fill(folder / "cache"), Gather()
+        gather.gb_per_s()
+        copies, limits, loads, gaps = [], [], [], []
         with cs.EpochLoader(cache, batch_size=BATCH) as loader:
             check(loader)
+            memcpy_gb_per_s()
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            rates, gaps = epochs(loader)
+            for _ in range(TURNS):
+                copies.append(memcpy_gb_per_s())
+                limits.append(gather.gb_per_s())
+                rates, between = epochs(loader)
+                loads.append(statistics.median(rates))
+                gaps += between
             after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        loader_rate = statistics.median(rates)
         emit(
-            memcpy_gb_per_s=memcpy,
-            gather_gb_per_s=limit,
-            loader_gb_per_s=loader_rate,
-            loader_to_memcpy=loader_rate / memcpy,
-            loader_to_gather=loader_rate / limit,
+            memcpy_gb_per_s=statistics.median(copies),
+            gather_gb_per_s=statistics.median(limits),
+            loader_gb_per_s=statistics.median(loads),
+            loader_to_memcpy=median_ratio(loads, copies),
+            loader_to_gather=median_ratio(loads, limits),
             gap_ms=statistics.median(gaps) * 1e3,
             longest_gap_ms=max(gaps) * 1e3,
             peak_memory_growth_mb=(after - before) / 1024,
