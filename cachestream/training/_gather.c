@@ -302,7 +302,6 @@ static void queue_dealloc(Queue *self)
     Py_DECREF(type);
 }
 
-
 /* From shards, rows, count, columns, outs: see submit(). */
 static Task *make_task(PyObject *const *args, Py_ssize_t num_args)
 {
@@ -416,7 +415,8 @@ static int await_task(Shared *shared, uint64_t number, const struct timespec *un
 
 PyDoc_STRVAR(wait_doc,
 "wait(number: int, timeout_s: float) -> bool\n--\n\n"
-"Wait until task `number` and all before it are done, without the GIL; False when that takes longer.");
+"Wait until task `number` and all before it are done, without the GIL; False when that takes longer, or the queue is\n"
+"closed. Signals are handled meanwhile.");
 
 static PyObject *queue_wait(Queue *self, PyObject *const *args, Py_ssize_t num_args)
 {

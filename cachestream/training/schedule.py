@@ -30,8 +30,9 @@ class Schedule:
 
     Invariants: `_next` is the one segment not yet prepared that follows all others; a request is stale once its
     generation or its epoch is past, and nothing stale is ever delivered; no batches are added while `prefetch`
-    or more of them wait. A condition for each thread, so that a batch wakes up one: the trainer waits for `_batches`
-    (or a length), the gathering thread for `_room` (or a segment), the preparing one for `_work`.
+    or more of them wait (those of a flow are a promise: it sees to that itself). A condition for each thread, so that
+    a batch wakes up one: the trainer waits for `_batches` (or a length), the gathering thread for `_room` (or a
+    segment), the preparing one for `_work`.
     """
 
     def __init__(self, prefetch: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +54,7 @@ class Schedule:
         self._trained_epoch = -1
         self._has_waited = False
         self._follows_slowly = False
+        self._seen_left = 0
         self._totals: dict[tuple[int, int], int] = {}
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
@@ -255,9 +257,10 @@ class Schedule:
         """
         with self._lock:
             while not (flow.is_low or self._unwanted(flow)):
-                pace = self._pace
-                self._follows_slowly = pace.is_slow
-                self._room.wait(pace.until_gone(_GONE) if pace.is_slow else None)
+                # A trainer that pauses is not looked after: it tells when it goes on.
+                pace, goes_on = self._pace, len(flow) != self._seen_left
+                self._follows_slowly, self._seen_left = pace.is_slow and goes_on, len(flow)
+                self._room.wait(pace.until_gone(_GONE) if self._follows_slowly else None)
                 if pace.is_slow and not self._unwanted(flow):
                     return True
             return False

@@ -105,6 +105,92 @@ def test_a_trainer_is_hurried_only_when_it_finds_no_batch_that_waits() -> None:
     assert not trainer.schedule.was_hurried(), "not since it was asked last"
 
 
+class Promise(Parcel):
+    """Batches that are gathered while they are taken, four ahead."""
+
+    is_flow = True
+
+    def __init__(self, segment: Segment, batches: int) -> None:
+        super().__init__(segment)
+        self.left = batches
+
+    def __len__(self) -> int:
+        return self.left
+
+    @property
+    def num_ungathered(self) -> int:
+        return max(0, self.left - 4)
+
+    @property
+    def is_low(self) -> bool:
+        return self.left <= 25
+
+    @property
+    def turns_low(self) -> bool:
+        return self.left == 25
+
+
+def promised(batches: int) -> tuple[Trainer, Promise]:
+    trainer = Trainer(batches)
+    flow = Promise(trainer.segment, batches)
+    assert trainer.schedule.put(flow)
+    assert trainer.schedule.take(0, 1.0) is flow
+    return trainer, flow
+
+
+@pytest.mark.parametrize(("step_s", "total"), [(1 / 1024, 1000), (1 / 16, 100), (1 / 4, 100)])
+def test_what_is_promised_counts_as_gathered_only_when_it_is_asked_for(step_s: float, total: int) -> None:
+    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as without flows."""
+    trainer, flow = promised(total)
+    assert not trainer.is_due()
+    for taken in range(1, total):
+        flow.left -= 1
+        trainer.now += step_s
+        trainer.schedule.moved(1)
+        late = step_s * flow.left <= 1.0 and taken >= 3
+        assert trainer.is_due() == (late or flow.num_ungathered <= 0.25 * total), f"{flow.left} left"
+
+
+def test_a_flow_is_followed_until_it_is_low_or_unwanted() -> None:
+    trainer, flow = promised(100)
+    told: list[bool] = []
+    following = threading.Thread(target=lambda: told.append(trainer.schedule.follow(flow)), daemon=True)
+    following.start()
+    for flow.left in range(99, 25, -1):
+        trainer.now += 0.001
+        trainer.schedule.moved(1)
+    following.join(0.2)
+    assert following.is_alive()
+    flow.left = 25
+    trainer.schedule.moved(1)
+    following.join(60.0)
+    assert told == [False]
+    assert trainer.schedule.wanted(flow)
+    flow.left = 50
+    trainer.schedule.begin(None, 1)
+    assert not trainer.schedule.follow(flow)
+    assert not trainer.schedule.wanted(flow)
+
+
+def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pauses() -> None:
+    trainer, flow = promised(100)
+    for _ in range(6):
+        flow.left -= 1
+        trainer.now += 0.02
+        trainer.schedule.moved(1)
+    assert trainer.schedule.follow(flow), "two batches are gone by now"
+    told: list[bool] = []
+    following = threading.Thread(target=lambda: told.append(trainer.schedule.follow(flow)), daemon=True)
+    following.start()
+    following.join(0.3)
+    assert following.is_alive(), "nothing was taken since"
+    flow.left -= 1
+    trainer.now += 5.0
+    trainer.schedule.moved(1)
+    following.join(60.0)
+    assert told == [True]
+
+
 @pytest.mark.parametrize(("step_s", "woken"), [(0.001, True), (0.03, False)])
 def test_a_slow_trainer_does_not_wake_the_gathering_thread_which_comes_by_itself(
     step_s: float, woken: bool, monkeypatch: pytest.MonkeyPatch
