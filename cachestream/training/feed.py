@@ -45,16 +45,10 @@ def can_flow(segment: Segment) -> bool:
 
 
 class _Asked(NamedTuple):
-    """A few batches that are gathered together, whole when the queue has done task `number`: where each begins and ends
-    among their samples, and those samples' fields.
-    """
+    """A few batches that are gathered together, whole when the queue has done task `number`."""
 
     number: int
-    bounds: list[int]
-    arrays: list[np.ndarray[Any, Any]]
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
+    batches: deque[Delivery]
 
 
 class Flow(Parcel):
@@ -76,8 +70,7 @@ class Flow(Parcel):
         self._bounds = places.bounds.tolist()
         self._taken = 0
         self._next = 0
-        self._in_hand: _Asked | None = None
-        self._next_in_hand = 0
+        self._in_hand: deque[Delivery] = deque()
         self._columns = FixedColumns(segment.maps)
         self._shards = places.shards.ctypes.data
         self._rows = places.rows.ctypes.data
@@ -122,27 +115,28 @@ class Flow(Parcel):
         number = queue.submit(
             self._shards + 8 * start, self._rows + 8 * start, size, self._columns.sources, outs
         )
-        asked = _Asked(number, [bound - start for bound in self._bounds[first : last + 1]], arrays)
+        # Their tensors are made now: whoever asks has the time.
+        asked = _Asked(number, deque(self._delivery(arrays, i, start) for i in range(first, last)))
         self.asked.append(asked)
         self._next, self._together = last, min(self._most_together, 4 * self._together)
         return asked
 
+    def _delivery(self, arrays: list[np.ndarray[Any, Any]], i: int, first_sample: int) -> Delivery:
+        start, stop = self._bounds[i], self._bounds[i + 1]
+        columns = self._columns.part(arrays, start - first_sample, stop - first_sample)
+        segment = self.segment
+        number = segment.request.done + self._places.first + i + 1
+        return Delivery(Staged(packed(columns, segment.snapshot.schema)), number, stop - start, 0)
+
     def take(self, timeout_s: float) -> Delivery | None:
         self.waited_s = 0.0
-        if self._in_hand is None:
-            self._in_hand, self._next_in_hand = self._feed.take(self, timeout_s), 0
-            if self._in_hand is None:
+        if not self._in_hand:
+            asked = self._feed.take(self, timeout_s)
+            if asked is None:
                 return None
-        asked, i = self._in_hand, self._next_in_hand
-        start, stop = asked.bounds[i], asked.bounds[i + 1]
-        columns = self._columns.part(asked.arrays, start, stop)
+            self._in_hand = asked.batches
         self._taken += 1
-        self._next_in_hand = i + 1
-        if i + 1 == len(asked):
-            self._in_hand = None
-        segment = self.segment
-        number = segment.request.done + self._places.first + self._taken
-        return Delivery(Staged(packed(columns, segment.snapshot.schema)), number, stop - start, 0)
+        return self._in_hand.popleft()
 
     def discard(self) -> None:
         self._feed.forget(self)
@@ -202,7 +196,7 @@ class Feed:
             if not flow.asked:  # another thread has closed the loader
                 return None
             flow.asked.popleft()
-            self._in_flight -= len(asked)
+            self._in_flight -= len(asked.batches)
             if not self._is_helped or 2 * self._in_flight < flow.most_ahead:
                 self._is_helped = False
                 self._top_up(queue)
@@ -218,7 +212,7 @@ class Feed:
     def forget(self, flow: Flow) -> None:
         """Nobody will take the rest of `flow`."""
         with self._lock:
-            self._in_flight -= sum(map(len, flow.asked))
+            self._in_flight -= sum(len(asked.batches) for asked in flow.asked)
             flow.asked.clear()
             if flow in self._flows:
                 self._flows.remove(flow)
@@ -244,7 +238,7 @@ class Feed:
     def _ask(self, queue: Queue) -> None:
         flow = self._flows[0]
         asked = flow.ask(queue)
-        self._in_flight += len(asked)
+        self._in_flight += len(asked.batches)
         self._held.append((asked.number, (flow, asked)))
         if flow.is_asked:
             self._flows.popleft()
