@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from cachestream.model import Snapshot
 from cachestream.training.dataset import EpochDataset
@@ -19,6 +20,9 @@ from cachestream.training.ragged import Ragged
 from cachestream.training.resume import Record
 
 __all__ = ["Request", "Segment"]
+
+_TOGETHER: Final = 16
+_TOGETHER_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +87,13 @@ class Segment:
     def batch_bytes(self) -> int:
         """What a batch holds in fields of one shape."""
         return self.plan.batch_size * sum(map(fixed_row_bytes, self.snapshot.schema.fields))
+
+    @property
+    def batches_together(self) -> int:
+        """How many batches are gathered, and handed over, at once: of small ones a few, since threads wake each other
+        up slowly.
+        """
+        return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
 
     def drawn_after(self, batches: int) -> int:
         """How many samples of the epoch all ranks of the job have after `batches` batches of this segment."""

@@ -29,13 +29,19 @@ from cachestream.training.transfer import Staged
 if TYPE_CHECKING:
     from cachestream.training._gather import Queue
 
-__all__ = ["Feed", "Flow", "can_flow"]
+__all__ = ["Feed", "Flow", "can_flow", "check_process"]
 
-_TOGETHER: Final = 16  # small batches that are asked for ahead, whatever `prefetch` is
-_TOGETHER_BYTES: Final = 4 << 20
 _MOST_AHEAD: Final = 1024
 
 _abandoned: Final[list[Any]] = []
+
+
+def check_process(pid: int) -> None:
+    """Raise EpochError in a child that was forked from process `pid`."""
+    if pid != os.getpid():
+        raise EpochError(
+            f"this EpochLoader belongs to process {pid}: threads do not survive a fork; make one in each process"
+        )
 
 
 def can_flow(segment: Segment) -> bool:
@@ -60,7 +66,7 @@ class Flow(Parcel):
         super().__init__(segment)
         self.asked: deque[_Asked] = deque()
         # Small batches come a few at a time: what asking costs is shared. While some are taken, others are gathered.
-        self._most_together = max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, segment.batch_bytes)))
+        self._most_together = segment.batches_together
         self._together = self._most_together if places.first else 1  # the first is not to wait for others
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(places) // 4)
@@ -172,11 +178,7 @@ class Feed:
 
     def take(self, flow: Flow, timeout_s: float) -> _Asked | None:
         """The next batch of `flow`, waited for; None when that takes too long, or the feed is closed."""
-        if self._pid != os.getpid():
-            raise EpochError(
-                f"this EpochLoader belongs to process {self._pid}: threads do not survive a fork; make one in "
-                "each process"
-            )
+        check_process(self._pid)
         with self._lock:
             queue = self._queue
             if queue is None:

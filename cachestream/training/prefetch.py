@@ -19,7 +19,7 @@ import numpy as np
 
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.feed import can_flow
+from cachestream.training.feed import can_flow, check_process
 from cachestream.training.gathering import Gathering
 from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer
@@ -61,11 +61,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
-        if self._pid != os.getpid():
-            raise EpochError(
-                f"this EpochLoader belongs to process {self._pid}: threads do not survive a fork; make one in "
-                "each process"
-            )
+        check_process(self._pid)
         if self._closed.is_set():
             raise EpochError("this EpochLoader is closed; make a new one")
         if self._threads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,6 @@ from cachestream.training.gather import Columns, Copy, Gatherer
 from cachestream.training.places import Places, PlacesAhead
 
 __all__ = ["Gathered", "read_batches"]
-
-_TOGETHER: Final = (
-    16  # small batches that are gathered, and handed over, at once: threads wake each other up slowly
-)
-_TOGETHER_BYTES: Final = 4 << 20
 
 OnDamage = Callable[[int, CorruptShardError], None]
 
@@ -78,7 +73,7 @@ class _Reader:
         self, segment: Segment, pool: BufferPool, on_damage: OnDamage, settle: Callable[[], None]
     ) -> None:
         snapshot, batch_size = segment.snapshot, segment.plan.batch_size
-        self._most = max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, segment.batch_bytes)))
+        self._most = segment.batches_together
         self._together = 1  # the first batch is not to wait for others
         self._maps = segment.maps
         self._gatherer = Gatherer(
