@@ -1,4 +1,4 @@
-"""Two threads that work ahead: one prepares segments, one gathers batches, and they flow from epoch to epoch.
+"""Two threads that work ahead: one prepares segments, one gathers batches or sees to it, and they flow from epoch to epoch.
 
 The gathering thread goes on into the next prepared segment, up to `prefetch` batches ahead of the trainer, so an
 epoch's first batch is there before the last one of the epoch before is consumed.

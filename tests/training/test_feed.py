@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -171,6 +172,9 @@ def test_many_loaders_end_and_leave_no_thread(new_cache: NewCache) -> None:
         loader = EpochLoader(cache, 2)
         next(iter(loader))
         loader.close()
+    give_up_s = time.monotonic() + 30.0  # a thread that has given its queue back is still there for a moment
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < give_up_s:
+        time.sleep(0.01)
     assert len(os.listdir("/proc/self/task")) <= before
     assert not any(thread.name.startswith("cachestream") for thread in threading.enumerate())
 
