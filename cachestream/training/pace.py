@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -10,6 +11,8 @@ __all__ = ["Pace"]
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
 _LEAST_AHEAD_S: Final = 1.0
 _SMOOTHING: Final = 0.2
+# The middle one of so many steps counts: a single long one is a validation or a checkpoint, and no pace.
+_RECENT: Final = 3
 # Longer than a thread waits for the GIL, twice, beside a trainer that computes in Python: woken late, it would be late.
 _SLOW_S: Final = 0.012
 
@@ -21,6 +24,7 @@ class Pace:
         self._least = least
         self._clock = clock
         self._batch_s: float | None = None
+        self._recent: deque[float] = deque(maxlen=_RECENT)
         self._noted = 0
         self._last_s = 0.0
         self._last_batches = 0
@@ -34,8 +38,10 @@ class Pace:
         now = self._clock()
         if self._noted:
             took_s = (now - self._last_s) / max(1, self._last_batches)
-            before_s = took_s if self._batch_s is None else self._batch_s
-            self._batch_s = before_s + _SMOOTHING * (took_s - before_s)
+            self._recent.append(took_s)
+            typical_s = sorted(self._recent)[len(self._recent) // 2]
+            before_s = typical_s if self._batch_s is None else self._batch_s
+            self._batch_s = before_s + _SMOOTHING * (typical_s - before_s)
         self._last_s, self._last_batches = now, batches
         self._noted += batches
 

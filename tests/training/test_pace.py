@@ -1,0 +1,50 @@
+"""How fast the trainer goes, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.training.pace import Pace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def paced(steps_s: list[float]) -> Pace:
+    """The pace of a trainer that takes so long for its batches."""
+    clock = Clock()
+    pace = Pace(4, clock)
+    pace.note(1)
+    for step_s in steps_s:
+        clock.now_s += step_s
+        pace.note(1)
+    return pace
+
+
+@pytest.mark.parametrize("pause_s", [0.25, 30.0, 3600.0])
+def test_a_trainer_that_pauses_is_no_slow_trainer(pause_s: float) -> None:
+    assert not paced([0.008] * 10 + [pause_s] + [0.008] * 3).is_slow
+
+
+def test_a_trainer_that_has_become_slow_is_a_slow_trainer() -> None:
+    assert not paced([0.002] * 10).is_slow
+    assert paced([0.002] * 10 + [0.05] * 5).is_slow
+
+
+def test_a_trainer_that_took_its_first_batches_at_once_is_known_soon() -> None:
+    """Some take one ahead: nothing is prepared too early for that."""
+    assert paced([0.0001] + [1.0] * 10).until_gone(2) == pytest.approx(2.5, rel=0.2)
+
+
+@given(st.lists(st.floats(0.02, 2.0), min_size=4, max_size=50))
+def test_a_pace_lies_between_the_shortest_step_and_the_longest(steps_s: list[float]) -> None:
+    """Which is asked for by how long two batches and a half take."""
+    pace = paced(steps_s)
+    assert 2.5 * min(steps_s) * 0.999 <= pace.until_gone(2) <= 2.5 * max(steps_s) * 1.001
