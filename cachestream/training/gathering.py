@@ -12,7 +12,8 @@ from cachestream.training.batches import packed
 from cachestream.training.copying import Copier
 from cachestream.training.crew import Crew
 from cachestream.training.epoch import Segment
-from cachestream.training.feed import Feed, Flow, can_flow
+from cachestream.training.feed import Feed
+from cachestream.training.flow import Flow, can_flow
 from cachestream.training.gather import LARGE_BYTES
 from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.prepare import Preparer

@@ -28,7 +28,7 @@ from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Schedule
 from cachestream.training.state import from_state
 from cachestream.training.stats import LoaderStats
-from cachestream.training.transfer import BatchTransform, HostTransfer, make_transfer
+from cachestream.training.transfer import BatchTransform, make_transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -242,6 +242,6 @@ def _make_engine(
     )
     preparer = Preparer(cache, settings, find, closed)
     schedule = Schedule(prefetch)
-    feed = Feed(prefetch, transfer.pool) if transform is None and isinstance(transfer, HostTransfer) else None
+    feed = Feed(prefetch, transfer) if transform is None else None
     gathering = Gathering(schedule, preparer, transfer, transform, cache.quarantine, feed)
     return Engine(schedule, preparer, transfer, gathering, closed)

@@ -19,7 +19,8 @@ import numpy as np
 
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
-from cachestream.training.feed import can_flow, check_process
+from cachestream.training.feed import check_process
+from cachestream.training.flow import can_flow
 from cachestream.training.gathering import Gathering
 from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer

@@ -13,7 +13,8 @@ from cachestream.model import IntArray
 from cachestream.training.ahead import ReadAhead
 from cachestream.training.buffers import BufferPool
 from cachestream.training.epoch import Segment
-from cachestream.training.feed import Feed, Flow
+from cachestream.training.feed import Feed
+from cachestream.training.flow import Flow
 from cachestream.training.gather import Columns, Copy, Gatherer
 from cachestream.training.places import Places, PlacesAhead
 

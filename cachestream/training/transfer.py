@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import torch
 
@@ -26,8 +26,12 @@ class Staged(NamedTuple):
 
 
 class Transfer(Protocol):
-    """`send` runs in the threads that gather, `receive` in the one that trains."""
+    """`send` runs in the threads that gather and the one that trains, `receive` in the one that trains.
 
+    `moves` says whether batches leave the memory of `pool`, where they were gathered.
+    """
+
+    moves: ClassVar[bool]
     pool: BufferPool
 
     def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
@@ -41,6 +45,8 @@ class Transfer(Protocol):
 
 class HostTransfer:
     """Batches stay where they were gathered."""
+
+    moves: ClassVar[bool] = False
 
     def __init__(self, keep: int) -> None:
         self.pool = BufferPool(keep)
@@ -59,12 +65,14 @@ class CudaTransfer:
     allocator from giving the memory to the next copy before the consumer's work on it is done.
     """
 
+    moves: ClassVar[bool] = True
+
     def __init__(self, device: torch.device, keep: int) -> None:
         self.device = device
         self.pool = BufferPool(keep + _IN_FLIGHT, pinned=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()
-        self._sending = threading.Lock()  # several threads transform batches
+        self._sending = threading.Lock()  # several threads send batches
 
     def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ import torch
 
 from cachestream import Cache, EpochError, EpochLoader
 from cachestream.training import buffers, columns
+from cachestream.training import loader as loader_module
 from cachestream.training.parcels import Parcel
 from cachestream.training.schedule import Schedule
+from cachestream.training.transfer import BatchTransform, HostTransfer, Staged, make_transfer, map_tensors
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache
 
@@ -38,6 +40,30 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 }
 
 
+class Elsewhere(HostTransfer):
+    """Moves batches, as to a GPU, to other memory: whoever looks at the memory that they were gathered in is too late."""
+
+    moves: ClassVar[bool] = True
+    sent: ClassVar[int] = 0
+
+    def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
+        assert transform is None
+        moved = map_tensors(batch, torch.clone)
+        map_tensors(batch, torch.Tensor.zero_)
+        Elsewhere.sent += 1
+        return Staged(moved)
+
+
+@pytest.fixture(params=["in host memory", "moved"])
+def moved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether batches are moved out of the memory that they are gathered in."""
+    is_moved: bool = request.param == "moved"
+    if is_moved:
+        monkeypatch.setattr(Elsewhere, "sent", 0)
+        monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
+    return is_moved
+
+
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
@@ -55,12 +81,14 @@ def numbers(batches: Iterable[Any]) -> list[int]:
 )
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_the_batches_are_those_that_torch_gathers(
-    cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+    cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch, moved: bool, kind: str, options: dict[str, Any]
 ) -> None:
     cache = cache_of([SAMPLES[kind](i) for i in range(61)], [20, 1, 40])
     with EpochLoader(cache, 4, seed=3, **options) as loader:
         ours = [list(loader) for _ in range(3)]
+    assert bool(Elsewhere.sent) == moved
     monkeypatch.setattr(columns, "in_c", None)
+    monkeypatch.setattr(loader_module, "make_transfer", make_transfer)
     with EpochLoader(cache, 4, seed=3, **options) as loader:
         theirs = [list(loader) for _ in range(3)]
     for mine, others in zip(ours, theirs, strict=True):
@@ -98,6 +126,7 @@ def test_a_whole_epoch_comes_as_one_parcel(new_cache: NewCache, monkeypatch: pyt
     assert 500 in parcels
 
 
+@pytest.mark.usefixtures("moved")
 def test_batches_that_are_kept_or_changed_stay_as_they_are(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(4, 100), 8, seed=1) as loader:
         kept = []
@@ -106,6 +135,37 @@ def test_batches_that_are_kept_or_changed_stay_as_they_are(new_cache: NewCache) 
             kept.append(batch["number"])
         again = numbers(loader)
     assert sorted(-number for batch in kept for number in batch.tolist()) == list(range(400)) == sorted(again)
+
+
+@pytest.mark.usefixtures("moved")
+def test_a_batch_that_is_changed_in_place_is_no_matter_to_autograd_for_the_others(
+    new_cache: NewCache,
+) -> None:
+    weights = torch.ones(4, requires_grad=True)
+    with EpochLoader(new_cache(4, 100), 4) as loader:
+        batches = iter(loader)
+        next(batches)
+        for one, other in zip(batches, batches, strict=False):
+            loss = (weights * one["number"]).sum()
+            other["number"].zero_()
+            loss.backward()
+
+
+def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
+    cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Elsewhere, "sent", 0)
+    monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
+    cache = cache_of([SAMPLES["a large one"](i % 61) for i in range(600)], [600])
+    with EpochLoader(cache, 32, prefetch=4) as loader:
+        feed, ahead = loader._engine._gathering.feed, []
+        assert feed is not None
+        for taken, _ in enumerate(loader, 1):
+            ahead.append(Elsewhere.sent - taken)
+            if feed._held and feed._queue is not None:  # it computes until all that is asked for is there
+                assert feed._queue.wait(feed._held[-1][0], 60.0)
+    assert min(ahead[2:-4]) >= 1
+    assert max(ahead) <= 4
 
 
 def test_few_batches_are_in_memory_at_a_time(cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +186,7 @@ def test_few_batches_are_in_memory_at_a_time(cache_of: CacheOf, monkeypatch: pyt
     assert sum(size >= 8 << 20 for size in made) <= 6
 
 
+@pytest.mark.usefixtures("moved")
 def test_epochs_that_are_left_do_not_hold_up_what_comes_after_them(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(10, 100), 2, seed=1) as loader:
         expected = {epoch: numbers(loader) for epoch in range(4)}
@@ -142,6 +203,7 @@ def test_epochs_that_are_left_do_not_hold_up_what_comes_after_them(new_cache: Ne
         assert begun + numbers(loader) == expected[2]
 
 
+@pytest.mark.usefixtures("moved")
 def test_other_loaders_and_caches_that_grow_are_no_matter(new_cache: NewCache) -> None:
     cache = new_cache(2, 50)
     with EpochLoader(cache, 5, seed=1) as one, EpochLoader(cache, 7, seed=2, drop_last=False) as other:
@@ -154,6 +216,7 @@ def test_other_loaders_and_caches_that_grow_are_no_matter(new_cache: NewCache) -
             add_shard(cache, numbered(had, 10 + epoch))
 
 
+@pytest.mark.usefixtures("moved")
 def test_a_loader_that_was_closed_gives_no_more(new_cache: NewCache) -> None:
     loader = EpochLoader(new_cache(2, 500), 2)
     batches = iter(loader)
@@ -166,6 +229,7 @@ def test_a_loader_that_was_closed_gives_no_more(new_cache: NewCache) -> None:
     assert len(set(numbers(kept))) == 10
 
 
+@pytest.mark.usefixtures("moved")
 def test_many_loaders_end_and_leave_no_thread(new_cache: NewCache) -> None:
     cache, before = new_cache(2, 500), len(os.listdir("/proc/self/task"))
     for _ in range(20):
