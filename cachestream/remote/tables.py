@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
+from cachestream.model import IntArray
 from cachestream.remote.blocks import SpanFile
 from cachestream.remote.choices import check_columns
 from cachestream.remote.columns import Columns, Unusable, Values, is_uniform, rows_of
@@ -214,7 +215,7 @@ class ParquetSource:
 
         return Names(named())
 
-    def _look_at_all(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+    def _look_at_all(self) -> tuple[IntArray, IntArray]:
         """Where the units of each file end, and how many rows each unit has."""
 
         def look(index: int) -> list[int]:
