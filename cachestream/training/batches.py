@@ -11,6 +11,7 @@ import torch
 from cachestream.errors import ConfigError
 from cachestream.model import KEY_FIELD, Schema
 from cachestream.training.gather import Columns
+from cachestream.training.marks import Whole, marked
 
 __all__ = ["SampleBatch", "collate", "packed"]
 
@@ -28,8 +29,8 @@ def packed(columns: Columns, schema: Schema) -> Any:
     return values if schema.container == "tuple" else values[0]
 
 
-class SampleBatch(Sequence[Any]):
-    """Samples gathered together: a sequence of samples for any collate function, whole already for ours.
+class SampleBatch(Whole, Sequence[Any]):
+    """Samples gathered together: a sequence of samples for any collate function, whole already for ours and torch's.
 
     The samples are views of the batch's tensors, taken only when they are asked for.
     """
@@ -49,16 +50,21 @@ class SampleBatch(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
+            return [self._sample(i) for i in range(*index.indices(self._size))]
+        if index == 0:  # what a collate function looks at to see what it has got
+            return marked(packed({name: column[0] for name, column in self._columns.items()}, self._schema))
+        return self._sample(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._sample, range(self._size))
+
+    def _sample(self, index: int) -> Any:
         if self._parts is None:
             self._parts = {
                 name: column.unbind(0) if isinstance(column, torch.Tensor) else column
                 for name, column in self._columns.items()
             }
         return packed({name: part[index] for name, part in self._parts.items()}, self._schema)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(self._size))
 
 
 def collate(samples: Sequence[Any]) -> Any:
