@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from cachestream.model import KEY_FIELD, Schema
 from cachestream.training.gather import Columns
 from cachestream.training.marks import Whole, marked
 
-__all__ = ["SampleBatch", "collate", "packed"]
+__all__ = ["SampleBatch", "ValueBatch", "as_samples", "collate", "packed"]
 
 
 def packed(columns: Columns, schema: Schema) -> Any:
@@ -29,42 +30,78 @@ def packed(columns: Columns, schema: Schema) -> Any:
     return values if schema.container == "tuple" else values[0]
 
 
-class SampleBatch(Whole, Sequence[Any]):
-    """Samples gathered together: a sequence of samples for any collate function, whole already for ours and torch's.
+def as_samples(columns: Columns, schema: Schema, size: int) -> Sequence[Any]:
+    """The `size` samples of `columns`: a sequence for any collate function, which ours and torch's take whole."""
+    if schema.container in ("dict", "tuple"):
+        return SampleBatch(columns, schema, size)
+    return ValueBatch(columns[schema.names[0]])
 
-    The samples are views of the batch's tensors, taken only when they are asked for.
-    """
+
+class SampleBatch(Whole, Sequence[Any]):
+    """Dicts or tuples, made of views of the batch's tensors only when they are asked for; who changes one finds it changed."""
 
     def __init__(self, columns: Columns, schema: Schema, size: int) -> None:
         self._columns = columns
         self._schema = schema
         self._size = size
-        self._parts: dict[str, Sequence[Any]] | None = None
+        self._first: Any = None
+        self._fields_of_first: dict[str, Any] = {}
+        self._samples: list[Any] | None = None
 
     def whole(self) -> Any:
         """The batch: tensors `[n, *shape]`, lists for str, bytes and fields whose shape varies."""
+        first, given = self._first, self._fields_of_first
+        if self._samples is not None:
+            return None
+        if isinstance(first, dict) and not _are_same([*first, *first.values()], [*given, *given.values()]):
+            return None
         return packed(self._columns, self._schema)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._sample(i) for i in range(*index.indices(self._size))]
-        if index == 0:  # what a collate function looks at to see what it has got
-            return marked(packed({name: column[0] for name, column in self._columns.items()}, self._schema))
-        return self._sample(index)
+        if index != 0 or self._samples is not None:
+            return self._taken_apart()[index]
+        if self._first is None:  # what a collate function looks at to see what it has got
+            self._fields_of_first = {name: column[0] for name, column in self._columns.items()}
+            self._first = marked(packed(self._fields_of_first, self._schema))
+        return self._first
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._sample, range(self._size))
+        return iter(self._taken_apart())
 
-    def _sample(self, index: int) -> Any:
-        if self._parts is None:
-            self._parts = {
-                name: column.unbind(0) if isinstance(column, torch.Tensor) else column
-                for name, column in self._columns.items()
-            }
-        return packed({name: part[index] for name, part in self._parts.items()}, self._schema)
+    def _taken_apart(self) -> list[Any]:
+        if self._samples is None:
+            names, rows = list(self._columns), zip(*map(_rows_of, self._columns.values()), strict=True)
+            self._samples = [packed(dict(zip(names, row, strict=True)), self._schema) for row in rows]
+            if self._first is not None:
+                self._samples[0] = self._first
+        return self._samples
+
+
+class ValueBatch(Whole, list[Any]):
+    """Samples that are arrays, numbers, str or bytes by themselves: a list, since `torch.stack` takes nothing else."""
+
+    def __init__(self, column: Any) -> None:
+        super().__init__(_rows_of(column))
+        if self:
+            self[0] = marked(self[0])
+        self._column = column
+        self._given = tuple(self)
+
+    def whole(self) -> Any:
+        """The batch: a tensor `[n, *shape]`, or a list for str, bytes and arrays whose shape varies."""
+        return self._column if _are_same(self, self._given) else None
+
+
+def _rows_of(column: Any) -> Sequence[Any]:
+    rows: Sequence[Any] = column.unbind(0) if isinstance(column, torch.Tensor) else column
+    return rows
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -74,8 +111,8 @@ def collate(samples: Sequence[Any]) -> Any:
     varies, str and bytes become lists; dicts and tuples stay dicts and tuples. Samples that come straight from
     the dataset are not copied again.
     """
-    if isinstance(samples, SampleBatch):
-        return samples.whole()
+    if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
+        return whole
     if not len(samples):
         raise ConfigError("collate() needs at least one sample")
     return _merge(list(samples))

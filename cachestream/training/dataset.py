@@ -16,7 +16,7 @@ import torch.utils.data
 from cachestream.errors import EpochError
 from cachestream.model import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.batches import SampleBatch, packed
+from cachestream.training.batches import as_samples, packed
 from cachestream.training.buffers import BufferPool
 from cachestream.training.columns import FixedColumns, are_fixed
 from cachestream.training.gather import Block, Columns, Gatherer, Listing
@@ -70,10 +70,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         columns = self._gather(self._checked([operator.index(index)]))
         return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
 
-    def __getitems__(self, indices: Sequence[int] | IntArray) -> SampleBatch:
+    def __getitems__(self, indices: Sequence[int] | IntArray) -> Sequence[Any]:
         """The samples at `indices`, gathered as one; what a DataLoader asks for."""
         where = self._checked(indices)
-        return SampleBatch(self._gather(where), self.snapshot.schema, len(where))
+        return as_samples(self._gather(where), self.snapshot.schema, len(where))
 
     def keys(self, indices: Sequence[int] | IntArray | None = None) -> list[str]:
         """The keys that the source gave the samples at `indices` (None: all of them, in order)."""

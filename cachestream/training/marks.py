@@ -20,7 +20,7 @@ class Whole:
     """A sequence of samples that are in one piece already."""
 
     def whole(self) -> Any:
-        """The samples as one batch."""
+        """The samples as one batch; None once somebody may have changed them one by one."""
         raise NotImplementedError
 
 
@@ -58,8 +58,7 @@ def marked(sample: Any) -> Any:
 
 def _collate(samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     """What the default collate does with `samples`, the first of which is marked."""
-    if isinstance(samples, Whole):
-        whole = samples.whole()
+    if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
         return list(whole) if isinstance(whole, tuple) else whole  # tuples come as lists from it
     first = samples[0]
     plain = first.as_subclass(torch.Tensor) if isinstance(first, _Tensor) else _PLAIN[type(first)](first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+import cachestream as cs
 from cachestream import Cache
-from cachestream.training.batches import SampleBatch
 
 CacheOf = Callable[[list[Any], list[int]], Cache]
 
@@ -60,21 +61,75 @@ def test_it_gives_what_it_gives_for_plain_samples(cache_of: CacheOf, kind: str) 
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_a_batch_that_is_whole_is_not_taken_apart(
-    cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    looked_at: list[Any] = []
-    look = SampleBatch.__getitem__
-
-    def count(batch: SampleBatch, index: Any) -> Any:
-        looked_at.append(index)
-        return look(batch, index)
-
-    monkeypatch.setattr(SampleBatch, "__getitem__", count)
+def test_a_batch_that_is_whole_is_not_put_together_again(cache_of: CacheOf, kind: str) -> None:
     with cache_of([SAMPLES[kind](i) for i in range(12)], [5, 7]).snapshot() as dataset:
-        for _ in DataLoader(dataset, 6):
-            pass
-    assert set(looked_at) <= {0}
+        batch: Any = dataset.__getitems__([3, 11, 0, 3])
+        whole = batch.whole()
+        for made in (default_collate(batch), cs.collate(batch)):
+            parts = [whole] if isinstance(whole, torch.Tensor | dict) else whole
+            others = [made] if isinstance(made, torch.Tensor | dict) else made
+            assert all(map(operator.is_, parts, others))
+
+
+@pytest.mark.parametrize("collate", [default_collate, cs.collate])
+@pytest.mark.parametrize("kind", ["a dict", "an array"])
+def test_what_a_collate_function_changes_is_changed(cache_of: CacheOf, kind: str, collate: Any) -> None:
+    with cache_of([SAMPLES[kind](i) for i in range(4)], [4]).snapshot() as dataset:
+
+        def changed(*which: int) -> list[float]:
+            """The largest values of batch 0, 1, 2, 3 after a thousand was added to `which` of the samples."""
+            batch: Any = dataset.__getitems__(range(4))
+            for i in which:
+                if isinstance(batch[i], dict):
+                    batch[i]["x"] = batch[i]["x"] + 1000
+                else:
+                    batch[i] = batch[i] + 1000
+            made = collate(batch)
+            values = made["x"] if isinstance(made, dict) else made
+            largest: list[float] = values.flatten(1).amax(1).tolist()
+            return largest
+
+        assert changed() == [0, 1, 2, 3]
+        assert changed(0) == [1000, 1, 2, 3]
+        assert changed(2) == [0, 1, 1002, 3]
+        assert changed(2, 0) == [1000, 1, 1002, 3]
+        assert changed(0, 1, 2, 3) == [1000, 1001, 1002, 1003]
+
+
+def test_a_field_that_is_added_or_taken_away_is_seen(cache_of: CacheOf) -> None:
+    with cache_of([SAMPLES["a dict"](i) for i in range(4)], [4]).snapshot() as dataset:
+
+        def with_weights(samples: Any) -> Any:
+            for sample in samples:
+                sample["weight"] = 2.0 * sample.pop("n")
+            return default_collate(samples)
+
+        (batch,) = DataLoader(dataset, 4, collate_fn=with_weights)
+        assert set(batch) == {"x", "half", "odd", "weight"}
+        assert batch["weight"].tolist() == [0, 2, 4, 6]
+
+
+def test_bare_arrays_can_be_stacked_by_torch(cache_of: CacheOf) -> None:
+    with cache_of([SAMPLES["an array"](i) for i in range(4)], [4]).snapshot() as dataset:
+        (batch,) = DataLoader(dataset, 4, collate_fn=torch.stack)
+    assert type(batch) is torch.Tensor
+    assert batch[:, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_samples_cross_from_workers_as_they_are(cache_of: CacheOf, kind: str) -> None:
+    with cache_of([SAMPLES[kind](i) for i in range(4)], [4]).snapshot() as dataset:
+        loader = DataLoader(dataset, 4, num_workers=1, collate_fn=list, multiprocessing_context="fork")
+        (batch,) = loader
+        assert same([plain(sample) for sample in batch], [plain(dataset[i]) for i in range(4)])
+        (batch,) = DataLoader(
+            dataset, 4, num_workers=1, collate_fn=as_they_are, multiprocessing_context="spawn"
+        )
+        assert same([plain(sample) for sample in batch], [plain(dataset[i]) for i in range(4)])
+
+
+def as_they_are(samples: Any) -> Any:
+    return samples
 
 
 @pytest.mark.parametrize("key", ["x", None])
@@ -89,8 +144,8 @@ def test_fields_whose_shape_varies_come_as_lists(cache_of: CacheOf, key: str | N
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_samples_are_to_everybody_else_what_they_are(cache_of: CacheOf, kind: str) -> None:
     with cache_of([SAMPLES[kind](i) for i in range(4)], [4]).snapshot() as dataset:
-        batch = dataset.__getitems__([0, 1])
-        assert [type(sample) for sample in batch] == [type(dataset[0])] * 2
+        batch: Any = dataset.__getitems__([0, 1])
+        assert all(isinstance(sample, type(dataset[0])) for sample in batch)
         first = batch[0]
         assert isinstance(first, type(dataset[0]))
         assert same(plain(first), dataset[0])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cachestream import Cache, EpochError, EpochLoader
+from cachestream import Cache, EpochError, EpochLoader, collate
 from cachestream.training import buffers, columns
 from cachestream.training import loader as loader_module
 from cachestream.training.parcels import Parcel
@@ -105,7 +105,7 @@ def test_the_samples_of_a_dataset_are_those_that_torch_gathers(
 
     def ask() -> list[Any]:
         with cache.snapshot() as dataset:
-            return [dataset.__getitems__(wanted).whole(), dataset.__getitems__([]).whole(), dataset[60]]
+            return [collate(dataset.__getitems__(wanted)), collate(dataset.__getitems__([])), dataset[60]]
 
     ours = ask()
     monkeypatch.setattr(columns, "in_c", None)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import cachestream as cs
 from cachestream import EpochDataset
 from cachestream.mapping import ask_for_all, count_cached
 from cachestream.model import IntArray
@@ -79,7 +80,7 @@ def test_the_samples_of_a_batch_are_asked_for_together_and_no_others_are_read(
 
     monkeypatch.setattr(together, "ask_for_all", ask)
     with EpochDataset(maps.snapshot, maps=maps) as dataset:
-        batch = dataset.__getitems__(wanted).whole()
+        batch = cs.collate(dataset.__getitems__(wanted))
     assert batch[:, 0].tolist() == batch[:, -1].tolist() == wanted
     assert asked == [[ROW_PAGES * mmap.PAGESIZE] * len(wanted)]
     # A row may begin in the midst of a page.
