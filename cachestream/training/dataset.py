@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import reprlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+import torch
 import torch.utils.data
 
 from cachestream.errors import EpochError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EpochDataset"]
 
+Indices: TypeAlias = Sequence[int] | IntArray | torch.Tensor
+
 _KEEP_BUFFERS: Final = 4
 _KEYS_AT_ONCE: Final = 65_536
 
@@ -40,8 +43,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     shards stay on disk until `close` (or the process ends), whatever is cached and evicted meanwhile.
     Thread-safe; usable in forked and spawned DataLoader workers, which hold the lease themselves.
 
-    Raises CorruptShardError for a sample whose shard is damaged or missing, IndexError past the end, and
-    EpochError after `close`.
+    Raises CorruptShardError for a sample whose shard is damaged or missing, IndexError past the end, TypeError for what is
+    no index, and EpochError after `close`.
     """
 
     def __init__(
@@ -65,17 +68,23 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return self.snapshot.num_samples
 
-    def __getitem__(self, index: SupportsIndex) -> Any:
-        """Sample `index` (negative ones count from the end); its tensors own their memory."""
-        columns = self._gather(self._checked([operator.index(index)]))
+    def __getitem__(self, index: SupportsIndex | slice | Indices) -> Any:
+        """Sample `index` (negative ones count from the end); of a slice, or a sequence of indices, the batch that
+        `cs.collate` makes of the samples. Tensors own their memory.
+        """
+        if isinstance(index, slice):
+            index = range(*index.indices(len(self)))
+        if hasattr(index, "__len__") and not _is_one_number(index):
+            return packed(self._gather(self._checked(index)), self.snapshot.schema)
+        columns = self._gather(self._checked([operator.index(index)]))  # type: ignore[arg-type]
         return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
 
-    def __getitems__(self, indices: Sequence[int] | IntArray) -> Sequence[Any]:
+    def __getitems__(self, indices: Indices) -> Sequence[Any]:
         """The samples at `indices`, gathered as one; what a DataLoader asks for."""
         where = self._checked(indices)
         return as_samples(self._gather(where), self.snapshot.schema, len(where))
 
-    def keys(self, indices: Sequence[int] | IntArray | None = None) -> list[str]:
+    def keys(self, indices: Indices | None = None) -> list[str]:
         """The keys that the source gave the samples at `indices` (None: all of them, in order)."""
         where = self._checked(range(len(self)) if indices is None else indices)
         found: list[str] = []
@@ -111,15 +120,19 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         snapshot = state["snapshot"]
         self.__init__(snapshot, join_lease(snapshot.lease))  # type: ignore[misc]
 
-    def _checked(self, indices: npt.ArrayLike) -> IntArray:
-        """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others."""
-        where = np.array(indices, np.int64).reshape(-1)
-        size = self.snapshot.num_samples
+    def _checked(self, indices: Any) -> IntArray:
+        """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others, TypeError for no integers."""
+        given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
+            raise TypeError(
+                f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a mask: where it is true)"
+            )
+        where, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
         if _all_within(where, size):
             return where
         where[where < 0] += size
         if not _all_within(where, size):
-            raise IndexError(f"index {indices!r} is outside of a dataset of {size} samples")
+            raise IndexError(f"index {reprlib.repr(indices)} is outside of a dataset of {size} samples")
         return where
 
     def _gather(self, where: IntArray) -> Columns:
@@ -166,6 +179,10 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
         return f"<EpochDataset {state}{len(self)} samples in {self.snapshot.num_shards} shards>"
+
+
+def _is_one_number(index: Any) -> bool:
+    return isinstance(index, np.ndarray | torch.Tensor) and index.ndim == 0
 
 
 def _all_within(where: IntArray, size: int) -> bool:

@@ -101,6 +101,45 @@ def test_indices_count_from_both_ends_and_no_further(new_cache: NewCache) -> Non
         assert len(dataset.__getitems__([])) == 0
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(2, 8, 3),
+        slice(-3, None),
+        [9, 0, 0],
+        range(4),
+        (5, -1),
+        np.array([3], np.uint8),
+        torch.tensor([7, 2]),
+        [],
+    ],
+    ids=repr,
+)
+def test_a_slice_or_a_sequence_of_indices_is_a_batch(new_cache: NewCache, index: Any) -> None:
+    with new_cache(2, 5).snapshot() as dataset:
+        batch = dataset[index]
+        expected = list(range(10))[index] if isinstance(index, slice) else [int(i) % 10 for i in index]
+        assert batch["number"].tolist() == expected
+        assert batch["x"].shape == (len(expected), 5)
+        assert [s["number"] for s in dataset.__getitems__(expected)] == expected
+
+
+def test_the_samplers_of_torch_that_give_batches_work_without_a_collate_function(new_cache: NewCache) -> None:
+    with new_cache(2, 5).snapshot() as dataset:
+        sampler = BatchSampler(RandomSampler(dataset), 4, drop_last=False)
+        batches = list(DataLoader(dataset, batch_size=None, sampler=sampler))
+    assert [len(batch["x"]) for batch in batches] == [4, 4, 2]
+    assert sorted(n for batch in batches for n in batch["number"].tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    "index", [1.0, [1.5], [True, False], np.ones(10, np.bool_), "x", ["x"], [[1, 2], [3, 4]], None]
+)
+def test_what_is_no_index_is_told_so(new_cache: NewCache, index: Any) -> None:
+    with new_cache(2, 5).snapshot() as dataset, pytest.raises(TypeError, match="integer"):
+        dataset[index]
+
+
 def test_samples_own_their_memory(new_cache: NewCache) -> None:
     with new_cache(1, 4).snapshot() as dataset:
         first = dataset[1]
