@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +71,7 @@ class Flow(Parcel):
         self._next = 0
         self._in_hand: deque[Delivery] = deque()
         self._columns = FixedColumns(segment.maps)
+        self._schema = segment.snapshot.schema
         self._shards = places.shards.ctypes.data
         self._rows = places.rows.ctypes.data
 
@@ -136,24 +139,27 @@ class Flow(Parcel):
 
     def stage(self, asked: Asked) -> None:
         """Make the tensors of what was asked for: where they stay in host memory, there is time before it is gathered."""
-        offset = self._bounds[asked.first]
-        for number in range(asked.first, asked.last):
-            start, stop = self._bounds[number] - offset, self._bounds[number + 1] - offset
-            columns = self._columns.part(asked.arrays, start, stop)
-            asked.batches.append(self._delivery(number, stop - start, columns, None))
+        part, arrays = self._columns.part, asked.arrays
+        for number, start, stop in self._spans(asked):
+            asked.batches.append(self._delivery(number, stop - start, part(arrays, start, stop), None))
 
     def send(self, asked: Asked) -> None:
         """Send what was asked for, and has been gathered, to the device: small batches in one piece."""
-        offset, end = self._bounds[asked.first], self._bounds[asked.last]
-        whole, ready = self._feed.transfer.send(self._columns.part(asked.arrays, 0, end - offset), None)
-        for number in range(asked.first, asked.last):
-            start, stop = self._bounds[number] - offset, self._bounds[number + 1] - offset
+        size = self._bounds[asked.last] - self._bounds[asked.first]
+        whole, ready = self._feed.transfer.send(self._columns.part(asked.arrays, 0, size), None)
+        for number, start, stop in self._spans(asked):
             columns = whole if len(asked) == 1 else _rows_of(whole, start, stop)
             asked.batches.append(self._delivery(number, stop - start, columns, ready))
 
+    def _spans(self, asked: Asked) -> Iterator[tuple[int, int, int]]:
+        """The number in the epoch of each batch that was asked for, and which of its samples it has."""
+        ends = self._bounds[asked.first : asked.last + 1]
+        done, first = self.segment.request.done + self._places.first + asked.first, ends[0]
+        for i, (start, stop) in enumerate(pairwise(ends), 1):
+            yield done + i, start - first, stop - first
+
     def _delivery(self, number: int, size: int, columns: Columns, ready: torch.cuda.Event | None) -> Delivery:
-        done = self.segment.request.done + self._places.first + number + 1
-        return Delivery(Staged(packed(columns, self.segment.snapshot.schema), ready), done, size, 0)
+        return Delivery(Staged(packed(columns, self._schema), ready), number, size, 0)
 
 
 def _rows_of(columns: Columns, start: int, stop: int) -> Columns:
