@@ -57,6 +57,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
                 "ACCELERATE_USE_CPU": "true",
                 "CUDA_VISIBLE_DEVICES": "",
                 "OMP_NUM_THREADS": "1",
+                "PYTHONFAULTHANDLER": "1",  # where it was, if a signal ends it
                 "RAY_AUTH_MODE": "disabled",
                 "RAY_TMPDIR": short,
                 "RAY_USAGE_STATS_ENABLED": "0",
