@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import cachestream as cs
 from cachestream import Cache
+from tests.support.same import same
 
 CacheOf = Callable[[list[Any], list[int]], Cache]
 
@@ -33,18 +34,6 @@ def plain(sample: Any) -> Any:
         return sample.clone()
     kind = next(kind for kind in (dict, tuple, str, bytes) if isinstance(sample, kind))
     return kind(sample)
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

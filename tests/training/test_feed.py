@@ -19,6 +19,7 @@ from cachestream.training.parcels import Parcel
 from cachestream.training.schedule import Schedule
 from cachestream.training.transfer import BatchTransform, HostTransfer, Staged, make_transfer, map_tensors
 from tests.support.caches import add_shard, numbered
+from tests.support.same import same
 from tests.training.conftest import NewCache
 
 CacheOf = Callable[[list[Any], list[int]], Cache]
@@ -64,14 +65,6 @@ def moved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return is_moved
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
 def numbers(batches: Iterable[Any]) -> list[int]:
     return [n for batch in batches for n in batch["number"].tolist()]
 
@@ -93,7 +86,7 @@ def test_the_batches_are_those_that_torch_gathers(
         theirs = [list(loader) for _ in range(3)]
     for mine, others in zip(ours, theirs, strict=True):
         assert len(mine) == len(others)
-        assert all(map(equal, mine, others))
+        assert all(map(same, mine, others))
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -109,7 +102,7 @@ def test_the_samples_of_a_dataset_are_those_that_torch_gathers(
 
     ours = ask()
     monkeypatch.setattr(columns, "in_c", None)
-    assert all(map(equal, ours, ask()))
+    assert all(map(same, ours, ask()))
 
 
 def test_a_whole_epoch_comes_as_one_parcel(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:

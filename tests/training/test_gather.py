@@ -21,6 +21,7 @@ from cachestream.training.gather import Gatherer
 from cachestream.training.maps import EpochMaps
 from cachestream.training.memory import SpanLayout, Window
 from tests.support.caches import add_shard, numbered
+from tests.support.same import same
 from tests.training.conftest import NewCache
 
 DTYPES = [
@@ -32,12 +33,6 @@ DTYPES = [
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     raw = np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 100, shape)
     return torch.from_numpy(np.asarray(raw)).to(getattr(torch, dtype))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    return type(a) is type(b) and a == b
 
 
 CacheOf = Callable[[list[Any], list[int]], Cache]
