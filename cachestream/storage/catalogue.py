@@ -14,7 +14,7 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheVersionError
 from cachestream.storage.faults import (
@@ -26,12 +26,24 @@ from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION, STATEMENT
 from cachestream.storage.locks import file_identity
 from cachestream.storage.tables import Tables
 
-__all__ = ["Catalogue", "CatalogueDamagedError"]
+__all__ = ["Catalogue", "CatalogueDamagedError", "Revision"]
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
 _CACHE_KIB: Final = 65_536  # a transaction that outgrows SQLite's page cache would lock out readers early
 _REOPENINGS: Final = 5
+
+
+class Revision(NamedTuple):
+    """A state of the catalogue: the same where nothing has been committed in between."""
+
+    openings: int
+    others: int
+    own: int
+
+    def after_one(self) -> Revision:
+        """The state after one more transaction of this process, and none of another."""
+        return self._replace(own=self.own + 1)
 
 
 class Catalogue:
@@ -53,6 +65,7 @@ class Catalogue:
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
         self._read_only = False
+        self._openings = self._commits = 0
         self._suspect = False
         self._healing = False
         with _forking:
@@ -113,6 +126,7 @@ class Catalogue:
             try:
                 yield Tables(connection)
                 connection.execute("COMMIT")
+                self._commits += 1
             except BaseException:
                 self._roll_back(connection)
                 raise
@@ -129,6 +143,13 @@ class Catalogue:
                 yield Tables(connection)
             finally:
                 self._roll_back(connection)
+
+    def revision(self) -> Revision:
+        """What changes with every commit, of this process or another. Not within a transaction."""
+        with self._lock, self._watched():
+            # Of one connection: it counts what the others commit.
+            others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
+            return Revision(self._openings, others, self._commits)
 
     def integrity_problem(self) -> str | None:
         """What SQLite's own check finds wrong with the file, if anything."""
@@ -211,6 +232,7 @@ class Catalogue:
             connection.close()
             raise
         self._connection = connection
+        self._openings += 1
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application = connection.execute("PRAGMA application_id").fetchone()[0]

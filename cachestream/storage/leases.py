@@ -28,7 +28,8 @@ class Lease:
     def __init__(self, file: HeldFile) -> None:
         self._file = file
         # A dataset that is dropped without a close must not keep its shards from eviction for ever.
-        weakref.finalize(self, file.release).atexit = False
+        self._release = weakref.finalize(self, file.release)
+        self._release.atexit = False
 
     @property
     def path(self) -> str:
@@ -36,11 +37,15 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        return self._file.held
+        return self._release.alive and self._file.held
+
+    def again(self) -> Lease | None:
+        """Another hold on the same shards, by this process; None when nobody in it holds them any more."""
+        return Lease(self._file) if self._file.share() else None
 
     def release(self) -> None:
-        """Give the shards free (once; further calls do nothing)."""
-        self._file.release()
+        """Give the shards free, as far as this lease goes (once; further calls do nothing)."""
+        self._release()
 
     def __repr__(self) -> str:
         return f"<Lease {os.path.basename(self.path)} {'held' if self.held else 'released'}>"

@@ -25,7 +25,7 @@ _FORK_TIMEOUT_S = 1.0
 
 
 class HeldFile:
-    """An open file with a flock on it; released once, by `release` or by the process's end.
+    """An open file with a flock on it, until each of its holders has called `release` once, or the process ends.
 
     Dropping the object releases nothing: who wants that says so (see Lease).
     """
@@ -33,6 +33,7 @@ class HeldFile:
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
         self._fd = fd
+        self._holders = 1
         _held.add(self)
 
     @property
@@ -45,15 +46,32 @@ class HeldFile:
         with _guard:
             return self.held and _still_there(self.path, self._fd)
 
+    def share(self) -> bool:
+        """Have one more holder in this process, unless the file is released, or is not what others see at the path."""
+        with _guard:
+            if not self.is_ours:
+                return False
+            self._holders += 1
+            return True
+
     def release(self, unlink: bool = False) -> None:
-        """Drop the lock; with `unlink`, remove the file first, while nobody else can take it.
+        """Drop the lock, if nobody else holds it; with `unlink`, remove the file first, while nobody can take it.
 
         A file that cannot be removed stays, as that of a process that died does.
         """
         with _guard:
-            fd, self._fd = self._fd, -1
-            if fd < 0:
-                return
+            self._holders -= 1
+            if self._holders <= 0:
+                self._close(unlink)
+
+    def abandon(self) -> None:
+        """Drop the lock whoever holds it: in a forked child."""
+        with _guard:
+            self._close()
+
+    def _close(self, unlink: bool = False) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             _held.discard(self)
             try:
                 if unlink:
@@ -92,7 +110,7 @@ def _after_fork_in_child() -> None:
     global _guard
     _guard = threading.RLock()
     for file in list(_held):
-        file.release()
+        file.abandon()
 
 
 os.register_at_fork(

@@ -86,7 +86,7 @@ def _hold(
     ranges = ranges_of(shelf.ids, chosen)
     lease = leases.create(ranges)
     try:
-        tables.mark_used(ranges, tables.add("clock", 1))
+        tables.mark_used(ranges)
         cache_id = tables.meta("cache_id")
     except BaseException:
         lease.release()

@@ -144,11 +144,12 @@ class Tables(ProgressTables):
     def delete_shards(self, ids: Iterable[int]) -> None:
         self.executemany("DELETE FROM shards WHERE id = ?", [(shard_id,) for shard_id in ids])
 
-    def mark_used(self, ranges: IntArray, clock: int) -> None:
-        """Count one more use of every shard in `ranges` `[n, 2]` of ids, at logical time `clock`."""
+    def mark_used(self, ranges: IntArray, times: int = 1) -> None:
+        """Count `times` more snapshots, the last of them now, each of the shards in `ranges` `[n, 2]` of ids."""
+        now = self.add("clock", times)
         self.executemany(
-            "UPDATE shards SET uses = uses + 1, last_used = ? WHERE id BETWEEN ? AND ?",
-            [(clock, first, last) for first, last in ranges.tolist()],
+            "UPDATE shards SET uses = uses + ?, last_used = ? WHERE id BETWEEN ? AND ?",
+            [(times, now, first, last) for first, last in ranges.tolist()],
         )
 
     def resize_shard(self, shard_id: int, size_bytes: int) -> None:

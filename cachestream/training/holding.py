@@ -12,6 +12,7 @@ import numpy as np
 from cachestream.errors import CorruptShardError, EpochError, NotEnoughSamplesError
 from cachestream.model import Schema, Snapshot
 from cachestream.storage.leases import Lease, join_lease
+from cachestream.storage.standing import Standing
 from cachestream.training.epoch import Request
 from cachestream.training.maps import EpochMaps
 from cachestream.training.ranks import Cancelled, Payload, Ranks
@@ -64,6 +65,7 @@ class Holder:
     def __init__(self, cache: Cache, turnover: float, replay: Replay | None = None) -> None:
         self.maps: EpochMaps | None = None
         self._cache = cache
+        self._standing = Standing(cache)
         self._turnover = turnover
         self._replay = replay
 
@@ -96,6 +98,10 @@ class Holder:
                 held.lease.release()
             raise
         return led[0]
+
+    def finish(self) -> None:
+        """Count the last uses of the shards: nothing is taken any more."""
+        self._standing.settle()
 
     def _take(self, request: Request, epoch_size: int | None, leader: int, watch: Watch) -> Held:
         """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
@@ -130,8 +136,14 @@ class Holder:
                 pass  # all of them are gone: what is left of the epoch is drawn from what there is
         # Of an epoch that ends with this resume nothing may be left for this cache: its ranks give no batch, as all.
         least = None if epoch_size is None else max(1, epoch_size)
-        snapshot, lease = self._cache.take_snapshot(least, self._turnover)
-        return Held(snapshot, lease, EpochMaps(snapshot, self.maps), None)
+        snapshot, lease = self._standing.take(least, self._turnover)
+        return Held(snapshot, lease, self._maps_of(snapshot), None)
+
+    def _maps_of(self, snapshot: Snapshot) -> EpochMaps:
+        # Of a snapshot that was given out again nothing is left to open, and so nothing to drop.
+        if self.maps is not None and self.maps.snapshot is snapshot and self.maps.all_mapped:
+            return self.maps
+        return EpochMaps(snapshot, self.maps)
 
     def _take_recorded(self, replay: Replay, request: Request, leader: int) -> Held:
         """The shards of a recorded epoch: all that are needed, or an error."""

@@ -18,11 +18,14 @@ _SLOW_S: Final = 0.012
 
 
 class Pace:
-    """How long the trainer takes for a batch, smoothed; not known before it has come for `least` of them."""
+    """How long the trainer takes for a batch, smoothed; not known before it has come for `least` of them. Until then
+    `expected_s` is a guess at it.
+    """
 
-    def __init__(self, least: int, clock: Callable[[], float]) -> None:
+    def __init__(self, least: int, clock: Callable[[], float], expected_s: float | None = None) -> None:
         self._least = least
         self._clock = clock
+        self._expected_s = expected_s
         self._batch_s: float | None = None
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._noted = 0
@@ -30,8 +33,12 @@ class Pace:
         self._last_batches = 0
 
     def anew(self) -> Pace:
-        """The pace of an epoch that begins: nothing is known of it."""
-        return Pace(self._least, self._clock)
+        """The pace of an epoch that begins: only what the one before it was is known."""
+        return Pace(self._least, self._clock, self._likely_s)
+
+    @property
+    def _likely_s(self) -> float | None:
+        return self._batch_s if self._noted >= self._least else self._expected_s
 
     def note(self, batches: int) -> None:
         """The trainer has come for `batches` batches, and worked on the ones before until now."""
@@ -67,6 +74,6 @@ class Pace:
         """
         if gathered >= _PREPARE_AT * batches:
             return True
-        if self._batch_s is None or self._noted < self._least:
+        if self._likely_s is None:
             return False
-        return (batches - gathered + waiting) * self._batch_s <= max(_LEAST_AHEAD_S, ahead_s)
+        return (batches - gathered + waiting) * self._likely_s <= max(_LEAST_AHEAD_S, ahead_s)

@@ -100,6 +100,7 @@ class Engine:
             schedule.doing["prepare"] = "waiting for its time"
             asks = schedule.wait_request(2 * preparer.last_s, self._patience_s())
             if asks is None:
+                preparer.finish()
                 return
             request, due = asks
             try:

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from cachestream.errors import (
-    ConfigError,
-    NotEnoughSamplesError,
-    RankMismatchError,
-)
+from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.model import IntArray
 from cachestream.storage.looking import shortage_of_disk
 from cachestream.storage.status import describe_skipped
@@ -95,6 +91,7 @@ class Preparer:
         except BaseException:
             if held is not None:
                 held.lease.release()
+            self.finish()
             raise
         weights = self._settings.drawing.weights
         if weights is not None and held.gone is None:
@@ -102,6 +99,15 @@ class Preparer:
         self._holder.maps = held.maps
         self.last_s = time.monotonic() - began_s
         return segment
+
+    def finish(self) -> None:
+        """Hold nothing for the next preparation, and write down how often the shards were used. By the thread that prepares."""
+        try:
+            self._holder.finish()
+        except CacheStreamError as error:
+            logger.warning(
+                "%s: the last epochs were not counted as uses of its shards: %s", self._cache.path, error
+            )
 
     def forget(self) -> None:
         """Let go of the maps kept for the next preparation."""

@@ -507,6 +507,23 @@ def ours() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-")]
 
 
+def test_short_epochs_over_a_cache_that_stays_share_a_lease_and_are_counted_each(new_cache: NewCache) -> None:
+    cache = new_cache(3, 4)
+    with EpochLoader(cache, batch_size=4) as loader:
+        leases = set()
+        for _ in range(8):
+            leases.add(loader.dataset.snapshot.lease)
+            assert sum(1 for _ in loader) == 3
+        assert len(leases) <= 2, "more only where one of them took a second"
+        add_shard(cache, numbered(12, 4))
+        assert [sum(1 for _ in loader) for _ in range(3)][-1] == 4
+    status = cache.status()
+    assert status.leases == 0
+    with cache.catalogue.reading() as tables:
+        uses = {row.id: row.uses for row in tables.shards()}
+    assert uses[1] == status.snapshots >= 11, "the one prepared ahead counts too"
+
+
 def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: NewCache) -> None:
     cache = new_cache(4, 8)
     with EpochLoader(cache, 4) as loader:

@@ -48,3 +48,15 @@ def test_a_pace_lies_between_the_shortest_step_and_the_longest(steps_s: list[flo
     """Which is asked for by how long two batches and a half take."""
     pace = paced(steps_s)
     assert 2.5 * min(steps_s) * 0.999 <= pace.until_gone(2) <= 2.5 * max(steps_s) * 1.001
+
+
+def test_until_the_pace_is_known_that_of_the_epoch_before_is_expected() -> None:
+    """A short epoch is over before its pace is known; the next one is to be there by then."""
+    new = Pace(4, Clock())
+    assert not new.is_time(200, 0, 0, 0.0)
+    fast, slow = paced([0.002] * 10).anew(), paced([0.2] * 10).anew()
+    assert fast.is_time(200, 0, 0, 0.0)
+    assert not slow.is_time(200, 0, 0, 0.0)
+    assert fast.anew().is_time(200, 0, 0, 0.0), "nor was it known in the epoch between"
+    assert not fast.is_slow
+    assert not slow.is_slow, "which is told by this epoch's own pace only"
