@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Standing"]
 
-_STANDS_S: Final = 1.0
+_STANDS_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class _Taken:
 class Standing:
     """The snapshots of one reader. Used by one thread.
 
-    For a second, a snapshot is the last one again, if no worker runs and nothing was committed since: then a new one
+    For ten seconds, a snapshot is the last one again, if no worker runs and nothing was committed since: then a new one
     would hold the same. Its further uses are counted together, at the next one or by `settle`. A process that is killed
-    takes the uses of a second with it, but not their order: all shards were used alike.
+    takes the uses of some seconds with it, but not their order: all shards were used alike.
     """
 
     def __init__(self, cache: Cache, clock: Callable[[], float] = time.monotonic) -> None:

@@ -514,7 +514,7 @@ def test_short_epochs_over_a_cache_that_stays_share_a_lease_and_are_counted_each
         for _ in range(8):
             leases.add(loader.dataset.snapshot.lease)
             assert sum(1 for _ in loader) == 3
-        assert len(leases) <= 2, "more only where one of them took a second"
+        assert len(leases) <= 2, "more only where they take ten seconds"
         add_shard(cache, numbered(12, 4))
         assert [sum(1 for _ in loader) for _ in range(3)][-1] == 4
     status = cache.status()
