@@ -100,7 +100,7 @@ class Holder:
         return led[0]
 
     def finish(self) -> None:
-        """Count the last uses of the shards: nothing is taken any more."""
+        """Hold nothing for the next snapshot, and count how often the last one was used."""
         self._standing.settle()
 
     def _take(self, request: Request, epoch_size: int | None, leader: int, watch: Watch) -> Held:
