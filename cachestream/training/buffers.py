@@ -66,17 +66,26 @@ class _Buffer:
 
 
 class Loan:
-    """Memory for one batch of one field: `array` is uint8 `[num_bytes]`; views of it keep it on loan."""
+    """Memory for one batch of one field; arrays and tensors on it keep it on loan."""
 
-    __slots__ = ("_buffer", "array")
+    __slots__ = ("_buffer", "_memory")
 
-    def __init__(self, array: Bytes, buffer: _Buffer | None) -> None:
-        self.array = array
+    def __init__(self, memory: Any, buffer: _Buffer | None) -> None:
+        self._memory = memory  # an object with a buffer: all that is on it refers to it
         self._buffer = buffer
 
     @property
+    def array(self) -> Bytes:
+        """All of it: uint8 `[num_bytes]`."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def shaped(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """The beginning of it as an array of `shape`."""
+        return np.ndarray(shape, dtype, self._memory)
+
+    @property
     def address(self) -> int:
-        return self.array.ctypes.data if self._buffer is None else self._buffer.address
+        return self._memory.ctypes.data if self._buffer is None else self._buffer.address
 
     def rows(self, count: int, row_bytes: int, unit: int = 1) -> torch.Tensor:
         """`rows_of` the first `count * row_bytes` bytes, valid while the loan is held."""
@@ -111,8 +120,8 @@ class BufferPool:
             buffer = _Buffer(num_bytes, self._pinned)
         memory = buffer.type.from_address(buffer.address)
         memory.give_back = functools.partial(free.append, buffer)
-        # All views and tensors on the array keep it, it keeps `memory`, and that ends the loan when it dies.
-        return Loan(np.frombuffer(memoryview(memory), np.uint8), buffer)
+        # All views and tensors on its arrays keep `memory`, which ends the loan when it dies.
+        return Loan(memory, buffer)
 
     def _new_size(self, num_bytes: int) -> deque[_Buffer]:
         """A free list for another size; the oldest size is forgotten, so that what is kept stays bounded."""

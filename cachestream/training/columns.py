@@ -68,8 +68,7 @@ class FixedColumns:
         for column in self._columns:
             loan = lend(room * column.row_bytes)
             addresses.append(loan.address)
-            values = loan.array[: size * column.row_bytes].view(column.stored)
-            arrays.append(values.reshape(size, *column.shape))
+            arrays.append(loan.shaped((size, *column.shape), column.stored))
         return arrays, tuple(addresses)
 
     def part(self, arrays: list[np.ndarray[Any, Any]], start: int, stop: int) -> Columns:

@@ -201,7 +201,7 @@ class Gatherer:
             torch.from_numpy(run.index[start * pieces.count : stop * pieces.count]),
             loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit),
         )
-        return shaped(loan.array[: count * row_bytes], field, count), copy
+        return loan.shaped((count, *(field.shape or ())), numpy_dtype(field.dtype)), copy
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """The keys of samples `rows` of `shards`."""
@@ -267,12 +267,6 @@ def fixed_row_bytes(field: Field) -> int:
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype that carries values of torch dtype `dtype`: bfloat16 travels as the bits of uint16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
-
-
-def shaped(values: np.ndarray[Any, Any], field: Field, count: int) -> np.ndarray[Any, Any]:
-    """uint8 `[n * row_bytes]` as `[n, *shape]` in the field's dtype, without a copy."""
-    assert field.shape is not None
-    return values.view(numpy_dtype(field.dtype)).reshape(count, *field.shape)
 
 
 def _texts(values: list[np.ndarray[Any, Any]]) -> list[str]:

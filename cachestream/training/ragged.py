@@ -140,9 +140,7 @@ def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def _empty(field: Field, shape: tuple[int, ...], pool: BufferPool) -> np.ndarray[Any, Any]:
     """Memory for `shape`, in the numpy dtype that carries the field's."""
     dtype = np.dtype("uint16" if field.dtype == "bfloat16" else field.dtype)
-    count = math.prod(shape)
-    array: np.ndarray[Any, Any] = pool.lend_rounded(count * dtype.itemsize).array[: count * dtype.itemsize]
-    return array.view(dtype).reshape(shape)
+    return pool.lend_rounded(math.prod(shape) * dtype.itemsize).shaped(shape, dtype)
 
 
 def _row_bytes(values: np.ndarray[Any, Any]) -> int:
