@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
@@ -131,6 +131,13 @@ class EpochLoader:
         """Batches on each rank in the running epoch, or else in the next one, which is then prepared."""
         return self._course.length()
 
+    def __getitem__(self, index: object) -> NoReturn:
+        """Not there: raises TypeError, that says what a DataLoader over this one should be instead."""
+        raise TypeError(
+            "an EpochLoader gives batches by iteration, in place of a DataLoader: 'for batch in loader'. For samples by "
+            "index, or for a DataLoader over them, use cache.snapshot()"
+        )
+
     @property
     def epoch(self) -> int:
         """The running epoch, or else the next one; the first is 0."""
@@ -197,6 +204,12 @@ class EpochLoader:
         if self._recorder is not None:
             self._recorder.close()
         self._engine.stop()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"an EpochLoader cannot be copied or pickled: its threads and leases are this process's. Make another one, in "
+            f"another process over its own cs.Cache({str(self.cache.path)!r}); state_dict() tells it where to go on"
+        )
 
     def __enter__(self) -> Self:
         return self

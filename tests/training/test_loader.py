@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
@@ -630,3 +634,25 @@ def test_batches_hold_their_samples_keys_when_asked_for(new_cache: NewCache, cac
             for batch in loader:
                 assert isinstance(batch, tuple)
                 assert batch[-1] == [f"key {n}" for n in batch[0].tolist()]
+
+
+# --- what it is not
+
+
+def test_a_data_loader_over_the_loader_says_what_to_do_instead(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        wrong: Any = DataLoader(cast(Any, loader), batch_size=None)
+        with pytest.raises(TypeError, match=r"for batch in loader.*cache\.snapshot\(\)"):
+            next(iter(wrong))
+        assert len(numbers(loader)) == 16
+
+
+@pytest.mark.parametrize("move", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
+    new_cache: NewCache, move: Callable[[Any], Any]
+) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as loader:
+        with pytest.raises(TypeError, match=f"Make another one.*{cache.path}.*state_dict"):
+            move(loader)
+        assert len(numbers(loader)) == 16
