@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -139,11 +140,14 @@ class Outbox:
         wait_s, longest_s = _SPACE_WAITS_S
         while True:
             self._slot["state"] = WRITING
+            refusal = ""
             try:
                 if attempt():
                     return True
-            except CacheFullError:
-                pass  # the disk itself is full: as good as no space
+            except CacheFullError as error:  # the disk itself is full: as good as no space
+                refusal = str(error)
+            finally:
+                self._tell(refusal)
             check()
             self._slot["state"] = NO_SPACE
             if self._stop.wait(wait_s):
@@ -151,6 +155,12 @@ class Outbox:
                 return False
             self._slot["space_wait_s"] += wait_s
             wait_s = min(longest_s, 2 * wait_s)
+
+    def _tell(self, refusal: str) -> None:
+        """Let all know what the disk says: on the board, which takes it also where there is no space, and once in the log."""
+        if refusal and not self._slot["refusal"]:
+            sys.stderr.write(f"{refusal}; it is tried again until then\n")
+        self._slot["refusal"] = refusal.encode()  # as much of it as there is room for
 
     def _fill(self, tally: Tally, row: PassRow) -> dict[str, Any]:
         spans = [[*span.start, *span.stop] for span in tally.spans]

@@ -17,7 +17,7 @@ __all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals"]
 
 FLIGHTS: Final = 64
 PROCESSES_AT_MOST: Final = 128
-_MAGIC: Final = 0x4353_424F_4152_4431
+_MAGIC: Final = 0x4353_424F_4152_4432
 
 # State of a sampling process.
 STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, ENDED = range(6)
@@ -51,6 +51,7 @@ _SLOT: Final = np.dtype(
         ("alone", "<i8"),  # position + 1 that the main thread transforms, 0: none
         ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
         ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
+        ("refusal", "S256"),  # what the disk said when it took no bytes, UTF-8; empty once it has taken some
     ]
 )
 _HEAD: Final = np.dtype(
@@ -130,6 +131,13 @@ class Board:
 
     def states(self) -> list[str]:
         return [STATE_NAMES[int(s)] for s in self._slots["state"][: self.processes]]
+
+    def refusal(self) -> str:
+        """What the disk said to a process that waits for space; "" where none waits because of that."""
+        slots = self._slots[: self.processes]
+        waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as it does when it tries again
+        said = slots["refusal"][waiting & (slots["refusal"] != b"")]
+        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
 
     def totals(self) -> Totals:
         slots = self._slots[: self.processes]

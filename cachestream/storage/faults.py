@@ -12,7 +12,11 @@ from cachestream.errors import CacheError, CacheFullError, CacheLockedError, Cac
 
 __all__ = ["CatalogueDamagedError", "disk_error", "translated_disk_errors", "translated_sql_errors"]
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL: Final = {
+    errno.ENOSPC: "free some disk or lower the cache's limit",
+    errno.EDQUOT: "free some of what counts for the quota, have it raised, or lower the cache's limit",
+    errno.EFBIG: "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size",
+}
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
 _TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
@@ -25,7 +29,7 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     """`error` at `path` as CacheFullError or CacheError."""
     what = f"{path}: {error.strerror}{doing and f' while {doing}'}"
     if error.errno in _FULL:
-        return CacheFullError(f"{what}; free some disk or lower the cache's limit")
+        return CacheFullError(f"{what}; {_FULL[error.errno]}")
     if error.errno in _FORBIDDEN:
         return CacheError(f"{what}: it cannot be written; check its owner and permissions")
     if error.errno == errno.EROFS:

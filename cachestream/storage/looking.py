@@ -33,10 +33,13 @@ def state_of_filling(directory: Directory, tables: Tables) -> str:
 
 
 def shortage_of_disk(directory: Directory, tables: Tables) -> str:
-    """Why nothing can be added whatever the limit says: the disk is full; "" where it is not."""
+    """Why nothing can be added whatever the limit says: the disk is full, or takes no more bytes from us, whatever is free
+    (quotas, inodes); "" where it does.
+    """
     min_free_bytes, left_bytes = int(tables.meta("min_free", 0)), free_bytes(directory.root)
     if left_bytes >= max(min_free_bytes, 1):
-        return ""
+        board = _board(directory)
+        return "" if board is None else board.refusal()
     return (
         f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it free: "
         "make room on it, or lower min_free"
@@ -110,11 +113,18 @@ def _schema_text(meta: dict[str, Any]) -> str | None:
     return None if text is None else str(Schema.from_json(text))
 
 
-def _worker_status(directory: Directory) -> WorkerStatus | None:
+def _board(directory: Directory) -> Board | None:
+    """The board of the worker that runs; None where none does."""
     path = directory.worker_file("board")
     if not has_worker(directory) or not os.path.exists(path):
         return None
     with translated_disk_errors(path):
-        board = Board(path)
+        return Board(path)
+
+
+def _worker_status(directory: Directory) -> WorkerStatus | None:
+    board = _board(directory)
+    if board is None:
+        return None
     uptime_s = max(0.0, time.monotonic() - board.started_s)
     return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())

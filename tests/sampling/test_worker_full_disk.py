@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream import Cache
+from cachestream import Cache, NotEnoughSamplesError
+from cachestream.report import one_line
 from cachestream.storage.history import ROW
 from tests.sampling.sources import Numbers
 from tests.sampling.support import DEADLINE_S, Processes, left_files, only_once, sampling_pids, wait_until
@@ -109,3 +111,22 @@ def test_a_worker_is_stopped_in_time_while_the_disk_is_full(
         wait_until(lambda: last_shard(cache) > before, "the next one publishes")
     only_once(cache)
     assert not left_files(cache)
+
+
+def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does(
+    cache: Cache, small_disk: Path
+) -> None:
+    """As with quotas: what is free says nothing."""
+    subprocess.run(["mount", "-o", "remount,nr_inodes=60", str(small_disk)], check=True)
+    with cs.start_worker(cache, Numbers(10_000, nbytes=1_000), num_workers=2, shard_size="50KB"):
+        wait_until(
+            lambda: "No space left on device" in cache.status().disk_message, "the disk's words in the status"
+        )
+        assert "free some disk" in one_line(cache.status())
+        with pytest.raises(NotEnoughSamplesError, match="No space left on device while"):
+            cache.wait(min_samples=10**6, timeout_s=0.1)
+        assert log_of(cache).count("it is tried again until then") <= 2, "once a process"
+        have = cache.num_samples
+        subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)
+        wait_until(lambda: cache.num_samples > have, "more samples")
+        wait_until(lambda: not cache.status().disk_message, "the words are gone")
