@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import reprlib
 import threading
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -90,7 +90,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         found: list[str] = []
         for start in range(0, len(where), _KEYS_AT_ONCE):
             part = where[start : start + _KEYS_AT_ONCE]
-            with self._opened() as gatherer, one_thread():
+            with self._alone(), one_thread():
+                gatherer = self._opened()
                 found += gatherer.keys(*_mapped(gatherer.maps, part))
         return found
 
@@ -122,7 +123,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
 
     def _checked(self, indices: Any) -> IntArray:
         """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others, TypeError for no integers."""
-        given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
+        given = _array_of(indices)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(
                 f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a mask: where it is true)"
@@ -136,7 +137,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return where
 
     def _gather(self, where: IntArray) -> Columns:
-        with self._opened() as gatherer:
+        with self._alone():
+            gatherer = self._opened()
             if self._columns is not None:
                 shards, rows = _mapped(gatherer.maps, where)
                 self._reading.reach(where)
@@ -153,20 +155,21 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._listing = Listing.of(gatherer.maps)
         return block
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[Gatherer]:
-        """The gatherer, to this thread alone."""
+    def _alone(self) -> threading.Lock:
+        """The lock under which one thread at a time uses the gatherer."""
         if self._pid != os.getpid():
             self._follow_fork()
-        with self._lock:
-            if self._closed:
-                raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
-            if self._gatherer is None:
-                self._maps = EpochMaps(self.snapshot, self._maps)
-                self._gatherer = Gatherer(self._maps, self._pool)
-                self._reading = ReadTogether(self._maps)
-                self._columns = FixedColumns(self._maps) if are_fixed(self.snapshot.schema) else None
-            yield self._gatherer
+        return self._lock
+
+    def _opened(self) -> Gatherer:
+        if self._closed:
+            raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
+        if self._gatherer is None:
+            self._maps = EpochMaps(self.snapshot, self._maps)
+            self._gatherer = Gatherer(self._maps, self._pool)
+            self._reading = ReadTogether(self._maps)
+            self._columns = FixedColumns(self._maps) if are_fixed(self.snapshot.schema) else None
+        return self._gatherer
 
     def _follow_fork(self) -> None:
         """In a forked child: hold the lease oneself; the parent's locks may be in any state."""
@@ -187,7 +190,24 @@ def _is_one_number(index: Any) -> bool:
 
 def _all_within(where: IntArray, size: int) -> bool:
     """Whether all of `where` are in range(size): as unsigned numbers, negative ones are huge."""
-    return not len(where) or int(where.view(np.uint64).max()) < size
+    if not len(where):
+        return True
+    unsigned = where.view(np.uint64)
+    return bool(unsigned[unsigned.argmax()] < size)  # half the time of max()
+
+
+def _array_of(indices: Any) -> np.ndarray[Any, Any]:
+    """A copy of `indices` as they are."""
+    if isinstance(indices, torch.Tensor):
+        return np.array(indices.numpy(force=True))
+    if (
+        isinstance(indices, list) and indices and type(indices[0]) is int
+    ):  # as samplers give: in two thirds of the time
+        try:
+            return np.frombuffer(array("q", indices), np.int64)
+        except (TypeError, OverflowError):  # there are others among them
+            return np.array(indices)
+    return np.array(indices)
 
 
 def _mapped(maps: EpochMaps, where: IntArray) -> tuple[IntArray, IntArray]:
