@@ -88,7 +88,7 @@ def _common(
 
 def _open(path: str) -> Cache:
     """The cache at `path`, which must be there: a mistyped path should not make a new one."""
-    directory = Directory(os.path.realpath(path))
+    directory = Directory(os.path.realpath(os.path.expanduser(path)))
     if not any(map(os.path.exists, (directory.catalogue, directory.settings))):
         raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
     return Cache(path)

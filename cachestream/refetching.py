@@ -104,7 +104,7 @@ def refetch(
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is too small,
     SourceUnavailableError and SourceError when the remote does not give the units.
     """
-    wanted = _wanted(os.fspath(manifest))
+    wanted = _wanted(os.path.expanduser(manifest))
     report = RefetchReport(wanted=len(wanted))
     lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
     if lock is None:

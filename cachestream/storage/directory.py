@@ -79,12 +79,12 @@ class Directory:
 
 
 def open_directory(path: str | os.PathLike[str]) -> Directory:
-    """The cache directory at `path`, created if need be (mode 0700).
+    """The cache directory at `path`, created if need be (mode 0700); `~` is the user's home.
 
     Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no
     reliable locks), a file, a directory that belongs to somebody else or that everybody may write to.
     """
-    given = os.fsdecode(path)
+    given = os.path.expanduser(os.fsdecode(path))
     if not given or "://" in given:
         raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
     try:

@@ -113,7 +113,9 @@ class EpochLoader:
         ).checked(replay)
         self.cache = cache
         self.batch_size = batch_size
-        self._recorder = None if record is None else Recorder(os.fspath(record), settings.to_record())
+        self._recorder = (
+            None if record is None else Recorder(os.path.expanduser(record), settings.to_record())
+        )
         self._engine = _make_engine(cache, settings, prefetch, device, batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
         weakref.finalize(self, self._engine.stop, join=False).atexit = False

@@ -117,7 +117,7 @@ class EpochSettings:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
         self.drawing.check()
         settings = replace(self, with_keys=self.with_keys or self.drawing.weights is not None)
-        return settings if replay is None else settings._of_replay(os.fspath(replay))
+        return settings if replay is None else settings._of_replay(os.path.expanduser(replay))
 
     def _of_replay(self, path: str) -> EpochSettings:
         given = {

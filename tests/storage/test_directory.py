@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,6 +47,23 @@ def test_a_path_with_anything_in_it_works(tmp_path: Path) -> None:
     with new_cache(tmp_path / "ä ?#%25&mode=ro\udcff") as cache:
         publish(cache, content(0))
         assert cache.num_samples == 3
+
+
+def test_a_path_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder that is called '~' appears, which somebody would remove by 'rm -r ~'."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with new_cache(Path("~/cache")) as cache:
+        assert cache.path == str(tmp_path / "home" / "cache")
+        publish(cache, content(0))
+        shown = subprocess.run(
+            [sys.executable, "-m", "cachestream", "status", "~/cache"],
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        assert b"3 in 1 shard" in shown.stdout
+    assert os.listdir(tmp_path) == ["home"]
 
 
 def path_of(num_bytes: int, base: Path) -> Path:

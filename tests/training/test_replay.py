@@ -71,6 +71,18 @@ def test_a_replay_finds_its_shards_by_content_in_another_cache(new_cache: NewCac
         assert epochs(loader, 2) == trained
 
 
+def test_manifests_may_lie_at_the_users_home(
+    new_cache: NewCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cache = new_cache(3, 9)
+    with EpochLoader(cache, 4, record="~/run") as loader:
+        trained = epochs(loader, 1)
+    assert (tmp_path / "home" / "run" / "epoch-000000.json").exists()
+    with EpochLoader(cache, 4, replay="~/run") as loader:
+        assert epochs(loader, 1) == trained
+
+
 def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_path: Path) -> None:
     """Stopped twice, gone on with other batch sizes, after a shard was lost."""
     cache, folder = new_cache(4, 10), tmp_path / "run"
