@@ -409,10 +409,10 @@ static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num
         number = ++shared->submitted;
     }
     pthread_mutex_unlock(&shared->lock);
-    if (number)
+    if (number) {
         pthread_cond_signal(&shared->work);
-    if (number)
         return PyLong_FromUnsignedLongLong(number);
+    }
     free(task);
     if (refused) {
         PyErr_SetString(PyExc_RuntimeError, refused);
