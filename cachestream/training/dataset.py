@@ -6,7 +6,6 @@ import operator
 import os
 import reprlib
 import threading
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
 
@@ -123,7 +122,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
 
     def _checked(self, indices: Any) -> IntArray:
         """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others, TypeError for no integers."""
-        given = _array_of(indices)
+        given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(
                 f"index {reprlib.repr(indices)}: give an integer, a slice or a sequence of integers (of a mask: where it is true)"
@@ -162,6 +161,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return self._lock
 
     def _opened(self) -> Gatherer:
+        """The gatherer, under the lock."""
         if self._closed:
             raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
         if self._gatherer is None:
@@ -194,20 +194,6 @@ def _all_within(where: IntArray, size: int) -> bool:
         return True
     unsigned = where.view(np.uint64)
     return bool(unsigned[unsigned.argmax()] < size)  # half the time of max()
-
-
-def _array_of(indices: Any) -> np.ndarray[Any, Any]:
-    """A copy of `indices` as they are."""
-    if isinstance(indices, torch.Tensor):
-        return np.array(indices.numpy(force=True))
-    if (
-        isinstance(indices, list) and indices and type(indices[0]) is int
-    ):  # as samplers give: in two thirds of the time
-        try:
-            return np.frombuffer(array("q", indices), np.int64)
-        except (TypeError, OverflowError):  # there are others among them
-            return np.array(indices)
-    return np.array(indices)
 
 
 def _mapped(maps: EpochMaps, where: IntArray) -> tuple[IntArray, IntArray]:

@@ -125,6 +125,7 @@ def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does
         assert "free some disk" in one_line(cache.status())
         with pytest.raises(NotEnoughSamplesError, match="No space left on device while"):
             cache.wait(min_samples=10**6, timeout_s=0.1)
+        wait_until(lambda: "it is tried again until then" in log_of(cache), "the disk's words in the log")
         assert log_of(cache).count("it is tried again until then") <= 2, "once a process"
         have = cache.num_samples
         subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)

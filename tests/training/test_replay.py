@@ -75,6 +75,7 @@ def test_manifests_may_lie_at_the_users_home(
     new_cache: NewCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
     cache = new_cache(3, 9)
     with EpochLoader(cache, 4, record="~/run") as loader:
         trained = epochs(loader, 1)
