@@ -2,14 +2,21 @@
 from typing import final
 
 def gather(
-    shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], /
+    shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], around: bool, /
 ) -> None: ...
 
 @final
 class Queue:
     def __init__(self, threads: int = 1) -> None: ...
     def submit(
-        self, shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], /
+        self,
+        shards: int,
+        rows: int,
+        count: int,
+        columns: tuple[int, ...],
+        outs: tuple[int, ...],
+        around: bool,
+        /,
     ) -> int: ...
     def wait(self, number: int, timeout_s: float, /) -> bool: ...
     def completed(self) -> int: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,10 @@ def new_queue(threads: int) -> _gather.Queue:
     return queue
 
 
+# A lone thread that gathers into memory in the caches is slower from here on than one that goes around them.
+_AROUND_BYTES: Final = 2 << 20
+
+
 class _Column(NamedTuple):
     name: str
     dtype: str
@@ -54,6 +58,7 @@ class FixedColumns:
             _Column(f.name, f.dtype, numpy_dtype(f.dtype), f.shape or (), fixed_row_bytes(f))
             for f in maps.snapshot.schema.fields
         ]
+        self._sample_bytes = sum(column.row_bytes for column in self._columns)
         self.sources = tuple(
             number
             for column in self._columns
@@ -83,5 +88,6 @@ class FixedColumns:
         size = len(rows)
         arrays, outs = self.lend(pool.lend_rounded, size, size)
         assert in_c is not None
-        in_c.gather(shards.ctypes.data, rows.ctypes.data, size, self.sources, outs)
+        around = size * self._sample_bytes >= _AROUND_BYTES
+        in_c.gather(shards.ctypes.data, rows.ctypes.data, size, self.sources, outs, around)
         return self.part(arrays, 0, size)

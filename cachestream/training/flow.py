@@ -17,6 +17,7 @@ from cachestream.training.epoch import Segment
 from cachestream.training.gather import Columns
 from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.places import Places
+from cachestream.training.processor import fits_caches
 from cachestream.training.transfer import Staged
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Flow(Parcel):
         self._together = self._most_together if places.first else 1  # the first is not to wait for others
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(places) // 4)
+        # What is ahead, what the trainer has, and what it lets go.
+        in_use = self.most_ahead + 2 * self._most_together
+        self._around = not fits_caches(in_use * segment.batch_bytes, segment.plan.ranks)
         self._feed = feed
         self._places = places
         self._ahead = ahead
@@ -130,7 +134,7 @@ class Flow(Parcel):
         room = max(size, self._most_together * self.segment.plan.batch_size)  # of one size for all
         arrays, outs = self._columns.lend(self._feed.transfer.pool.lend, size, room)
         number = queue.submit(
-            self._shards + 8 * start, self._rows + 8 * start, size, self._columns.sources, outs
+            self._shards + 8 * start, self._rows + 8 * start, size, self._columns.sources, outs, self._around
         )
         asked = Asked(number, first, last, arrays)
         self.asked.append(asked)

@@ -71,12 +71,13 @@ class Table:
 class Task:
     """Rows of a table, gathered between guards."""
 
-    def __init__(self, table: Table, places: list[tuple[int, int]]) -> None:
+    def __init__(self, table: Table, places: list[tuple[int, int]], *, around: bool = False) -> None:
         self._table = table
         self._shards = np.array([shard for shard, _ in places], np.int64)
         self._rows = np.array([row for _, row in places], np.int64)
         self._outs = [np.full(len(places) * n + 2 * GUARD_BYTES, 0xA5, np.uint8) for n in table.row_bytes]
         self._places = places
+        self._around = around
 
     def submit(self, queue: Queue) -> int:
         return queue.submit(*self._arguments())
@@ -84,9 +85,10 @@ class Task:
     def gather(self) -> None:
         _gather.gather(*self._arguments())
 
-    def _arguments(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
+    def _arguments(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool]:
         outs = tuple(address(out) + GUARD_BYTES for out in self._outs)
-        return address(self._shards), address(self._rows), len(self._places), self._table.columns, outs
+        shards, rows = address(self._shards), address(self._rows)
+        return shards, rows, len(self._places), self._table.columns, outs, self._around
 
     def check(self) -> None:
         guard = bytes([0xA5]) * GUARD_BYTES
@@ -114,7 +116,7 @@ class Endless:
 
     def submit(self, queue: Queue, number: int) -> int:
         outs = (address(self.begun) + 8 * number, *self._middle, address(self.ended) + 8 * number)
-        return queue.submit(address(self._zero), address(self._zero), 1, self._columns, outs)
+        return queue.submit(address(self._zero), address(self._zero), 1, self._columns, outs, True)
 
     def submit_all(self, queue: Queue) -> int:
         """The number of the last one, when the first one runs."""
@@ -152,13 +154,18 @@ PLACES = st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
     row_bytes=st.lists(st.one_of(st.integers(0, 260), st.integers(0, 200_000)), max_size=4),
     places=PLACES,
     seed=st.integers(0, 2**32 - 1),
+    around=st.booleans(),
 )
 def test_the_rows_asked_for_are_gathered_and_nothing_is_written_beside_them(
-    threads: int, row_bytes: list[int], places: tuple[list[int], list[list[tuple[int, int]]]], seed: int
+    threads: int,
+    row_bytes: list[int],
+    places: tuple[list[int], list[list[tuple[int, int]]]],
+    seed: int,
+    around: bool,
 ) -> None:
     shard_rows, batches = places
     table = Table(row_bytes, shard_rows, seed)
-    tasks = [Task(table, batch) for batch in batches]
+    tasks = [Task(table, batch, around=around) for batch in batches]
     with new_queue(threads) as queue:
         numbers = [task.submit(queue) for task in tasks]
         assert numbers == list(range(1, len(tasks) + 1))
@@ -176,18 +183,19 @@ def test_rows_of_each_size_that_is_copied_in_a_way_of_its_own_are_gathered() -> 
     task.check()
 
 
+@pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("row_bytes", [4095, 4096, 4097, 5003, 131_072])
-def test_rows_of_large_batches_are_gathered_whole(row_bytes: int) -> None:
+def test_rows_of_large_batches_are_gathered_whole(row_bytes: int, around: bool) -> None:
     rng = np.random.default_rng(row_bytes)
     table = Table([row_bytes], [7, 30], seed=row_bytes)
     places = [
         (shard, int(rng.integers([7, 30][shard]))) for shard in rng.integers(0, 2, 4_000_000 // row_bytes)
     ]
-    task = Task(table, places)  # more than 2 MiB: around the caches
+    task = Task(table, places, around=around)
     with new_queue() as queue:
         assert queue.wait(task.submit(queue), DEADLINE_S)
     task.check()
-    in_this_thread = Task(table, places)
+    in_this_thread = Task(table, places, around=around)
     in_this_thread.gather()
     in_this_thread.check()
 
@@ -381,18 +389,26 @@ def test_a_number_of_threads_that_makes_no_sense_is_refused(threads: int) -> Non
 Arguments = list[tuple[Any, ...]]
 OF_A_WRONG_TYPE: Final[dict[str, Arguments]] = {
     "submit": [
-        *((), (0, 0, 0, ()), (0, 0, 0, (), (), ()), (0, 0, 0, [], ()), (0, 0, 0, (), [])),
-        *(("0", 0, 0, (), ()), (0, None, 0, (), ()), (0, 0, 0.5, (), ())),
-        *((0, 0, 0, ("0", 0), (0,)), (0, 0, 0, (0, "0"), (0,)), (0, 0, 0, (0, 0), (None,))),
+        *((), (0, 0, 0, (), ()), (0, 0, 0, (), (), 0, 0), (0, 0, 0, [], (), 0), (0, 0, 0, (), [], 0)),
+        *(("0", 0, 0, (), (), 0), (0, None, 0, (), (), 0), (0, 0, 0.5, (), (), 0)),
+        *((0, 0, 0, ("0", 0), (0,), 0), (0, 0, 0, (0, "0"), (0,), 0), (0, 0, 0, (0, 0), (None,), 0)),
     ],
     "wait": [(), (0,), (0, 0.0, 0), ("0", 0.0), (0, "0"), (0, None)],
     "close": [(), ("0",), (0, 0)],
 }
 OF_A_WRONG_VALUE: Final[dict[str, Arguments]] = {
-    "submit": [(0, 0, 0, (0,), (0,)), (0, 0, 0, (), (0,)), (0, 0, -1, (), ()), (0, 0, 0, (0, -1), (0,))],
+    "submit": [
+        *(
+            (0, 0, 0, (0,), (0,), 0),
+            (0, 0, 0, (), (0,), 0),
+            (0, 0, -1, (), (), 0),
+            (0, 0, 0, (0, -1), (0,), 0),
+        ),
+        (0, 0, 0, (), (), np.zeros(2)),  # neither true nor false
+    ],
 }
 TOO_LARGE: Final[dict[str, Arguments]] = {
-    "submit": [(2**63, 0, 0, (), ()), (0, 0, 2**64, (), ()), (0, 0, 0, (-(2**64), 0), (0,))],
+    "submit": [(2**63, 0, 0, (), (), 0), (0, 0, 2**64, (), (), 0), (0, 0, 0, (-(2**64), 0), (0,), 0)],
     "wait": [(-1, 0.0), (2**64, 0.0)],
 }
 WRONG: Final = [
@@ -415,7 +431,7 @@ def test_arguments_that_make_no_sense_are_refused_and_change_nothing(
         with pytest.raises(error):
             getattr(queue, method)(*arguments)
         assert queue.completed() == 0
-        assert queue.submit(0, 0, 0, (), ()) == 1
+        assert queue.submit(0, 0, 0, (), (), False) == 1
         assert queue.wait(1, DEADLINE_S)
 
 
@@ -429,7 +445,7 @@ source, scratch = array.array("B", bytes(block)), array.array("B", bytes(block))
 zero, base = array.array("q", [0]), array.array("q", [address(source)])
 queue = Queue(int(sys.argv[1]))
 columns, outs = (address(base), block) * 128, (address(scratch),) * 128
-for _ in range(1000): queue.submit(address(zero), address(zero), 1, columns, outs)
+for _ in range(1000): queue.submit(address(zero), address(zero), 1, columns, outs, True)
 queue.wait(1000, 0.01)
 """
 
@@ -468,7 +484,7 @@ child = os.fork()
 if child == 0:
     refused = 0
     for use in (
-        lambda: queue.submit(0, 0, 0, (), ()), lambda: queue.wait(1, 60), queue.completed, lambda: queue.close(60)
+        lambda: queue.submit(0, 0, 0, (), (), False), lambda: queue.wait(1, 60), queue.completed, lambda: queue.close(60)
     ):
         try:
             use()
@@ -477,7 +493,7 @@ if child == 0:
     if DROPS:
         del queue, use
     own = Queue(2)
-    number = own.submit(address(zero), address(zero), 1, columns[:2], outs[:1])
+    number = own.submit(address(zero), address(zero), 1, columns[:2], outs[:1], True)
     assert own.wait(number, 60)
     print(refused, flush=True)
 else:
