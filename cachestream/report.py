@@ -145,11 +145,7 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
         yield f"pass {status.pass_number}", _progress(status)
     yield "epochs", _epochs(status)
     if status.worker is not None:
-        yield "worker", _worker(status.worker)
-        yield "speed", f"{rates or average_rates(status.worker)}"
-        stages = bottleneck(status.worker.totals)
-        if stages:
-            yield "time goes to", ", ".join(f"{name} {share:.0%}" for name, share in stages if share >= 0.005)
+        yield from _lines_of_worker(status.worker, rates)
     if status.quarantined:
         yield "quarantined", f"{_count(status.quarantined, 'damaged shard')}, put aside"
     if status.skipped:
@@ -210,9 +206,22 @@ def _epochs(status: CacheStatus) -> str:
     return f"{taken}, {status.leases} in use, which hold {format_size(status.leased_bytes)}"
 
 
+def _lines_of_worker(worker: WorkerStatus, rates: Rates | None) -> Iterable[tuple[str, RenderableType]]:
+    yield "worker", _worker(worker)
+    if not worker.states:
+        return
+    yield "speed", f"{rates or average_rates(worker)}"
+    stages = bottleneck(worker.totals)
+    if stages:
+        yield "time goes to", ", ".join(f"{name} {share:.0%}" for name, share in stages if share >= 0.005)
+
+
 def _worker(worker: WorkerStatus) -> str:
     states = {state: worker.states.count(state) for state in worker.states}
-    doing = ", ".join(f"{count} {state}" for state, count in states.items())
+    doing = (
+        ", ".join(f"{count} {state}" for state, count in states.items())
+        or "unknown, of another version of cachestream"
+    )
     restarts = f", {_count(worker.restarts, 'restart')}" if worker.restarts else ""
     return f"pid {worker.pid}, up {describe_duration(worker.uptime_s)}; processes: {doing}{restarts}"
 

@@ -200,3 +200,11 @@ def test_a_full_disk_shows_in_the_status_and_in_a_line_of_it() -> None:
     full = status(disk_message="the disk has 0 B left")
     assert "the disk has 0 B left" in drawn(full)
     assert one_line(full).endswith("; the disk has 0 B left")
+
+
+def test_what_a_worker_of_another_version_does_is_not_made_up() -> None:
+    console = Console(width=100, record=True)
+    console.print(status_view(status(worker=dataclasses.replace(worker(), states=(), totals=NOTHING))))
+    shown = console.export_text()
+    assert "pid 7, up 1 min; processes: unknown, of another version of cachestream" in shown
+    assert "samples/s" not in shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ __all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals"]
 
 FLIGHTS: Final = 64
 PROCESSES_AT_MOST: Final = 128
-_MAGIC: Final = 0x4353_424F_4152_4432
 
 # State of a sampling process.
 STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, ENDED = range(6)
@@ -57,6 +57,8 @@ _SLOT: Final = np.dtype(
 _HEAD: Final = np.dtype(
     [("magic", "<i8"), ("pid", "<i8"), ("started_s", "<f8"), ("processes", "<i8"), ("restarts", "<i8")]
 )
+# The layout of the slots; the head's is for ever. A worker may outlive the version of the package that started it.
+_MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES)).encode())
 _SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
 
 Slot = Any  # a numpy record of _SLOT, living in the map
@@ -106,7 +108,8 @@ class Board:
 
     @property
     def processes(self) -> int:
-        return int(self._head["processes"][0])
+        """How many slots there are to read: none of those that another version of the package writes."""
+        return int(self._head["processes"][0]) if self._head["magic"][0] == _MAGIC else 0
 
     @property
     def started_s(self) -> float:

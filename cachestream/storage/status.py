@@ -16,7 +16,9 @@ __all__ = ["CacheStatus", "VerifyReport", "WorkerStatus", "describe_skipped"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The running worker: its processes, and what they have done since it started `uptime_s` ago."""
+    """The running worker: its processes, and what they have done since it started `uptime_s` ago. No `states`, and zeros, where
+    another version of cachestream started it.
+    """
 
     pid: int
     uptime_s: float
