@@ -21,6 +21,7 @@ from cachestream.storage.faults import (
     CatalogueDamagedError,
     translated_disk_errors,
     translated_sql_errors,
+    unwritable,
 )
 from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS
 from cachestream.storage.locks import file_identity
@@ -182,7 +183,7 @@ class Catalogue:
         for _ in range(_REOPENINGS):
             connection = self._connected()
             if statement != "BEGIN" and self._read_only:
-                raise CacheError(f"{self.path} cannot be written; check its owner and permissions")
+                raise unwritable(self.path)
             connection.execute(statement)
             # While we waited for the lock, another process may have put a rebuilt catalogue in its place.
             if file_identity(self.path) == self._identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,13 @@ from typing import Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
 
-__all__ = ["CatalogueDamagedError", "disk_error", "translated_disk_errors", "translated_sql_errors"]
+__all__ = [
+    "CatalogueDamagedError",
+    "disk_error",
+    "translated_disk_errors",
+    "translated_sql_errors",
+    "unwritable",
+]
 
 _FULL: Final = {
     errno.ENOSPC: "free some disk or lower the cache's limit",
@@ -31,7 +38,7 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     if error.errno in _FULL:
         return CacheFullError(f"{what}; {_FULL[error.errno]}")
     if error.errno in _FORBIDDEN:
-        return CacheError(f"{what}: it cannot be written; check its owner and permissions")
+        return unwritable(path, error.strerror)
     if error.errno == errno.EROFS:
         return CacheError(
             f"{what}; mount it for writing, or look into the system's log: disks that fail become so"
@@ -45,6 +52,21 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     if error.errno == errno.ENOENT:
         return CacheError(f"{what}; somebody removed it, open the cache again")
     return CacheError(f"{what}; check the disk")
+
+
+def unwritable(path: str, said: str | None = None) -> CacheError:
+    """That `path` cannot be written, and why."""
+    what = f"{path} cannot be written{f' ({said})' if said else ''}"
+    try:
+        is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:  # not there, or not for us to see
+        is_read_only = False
+    if is_read_only:
+        return CacheError(
+            f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases and records in it; "
+            "mount it for writing (in a container without ':ro')"
+        )
+    return CacheError(f"{what}; check its owner and permissions")
 
 
 @contextmanager
@@ -78,5 +100,5 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
         if "disk is full" in text:
             raise CacheFullError(f"{path}: the disk is full; free some space") from error
         if "readonly" in text or "unable to open" in text:
-            raise CacheError(f"{path} cannot be written ({text}); check its owner and permissions") from error
+            raise unwritable(path, text) from error
         raise CacheError(f"{path}: {text}; check the disk") from error

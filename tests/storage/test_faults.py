@@ -244,6 +244,25 @@ def test_a_disk_without_a_free_byte(on_disk: Cache, small_disk: Path) -> None:
         assert publish(cache, content(900)) is not None
 
 
+def test_a_mount_for_reading_only(on_disk: Cache, small_disk: Path) -> None:
+    """Looking and checking go on; who would train or fill is told what to mount how."""
+    keys = keys_in(on_disk)
+    on_disk.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    try:
+        with Cache(on_disk.path) as cache:
+            assert cache.num_samples == len(keys)
+            assert cache.status().num_shards == 8
+            assert cache.verify().ok
+            for attempt in (cache.snapshot, lambda: cache.evict(to=0), lambda: publish(cache, content(900))):
+                with pytest.raises(CacheError, match=r"(?i)read-only .*; mount it for writing"):
+                    attempt()
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    with on_disk as cache:
+        assert keys_in(cache) == keys
+
+
 def test_a_disk_without_a_free_inode(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,nr_inodes=40", str(small_disk)], check=True)
     with new_cache(small_disk / "cache", "20MB") as cache:
