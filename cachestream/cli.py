@@ -42,6 +42,7 @@ from cachestream.remote.retry import redact
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.history import read_history
 
 __all__ = ["app", "main"]
@@ -89,9 +90,20 @@ def _common(
 def _open(path: str) -> Cache:
     """The cache at `path`, which must be there: a mistyped path should not make a new one."""
     directory = Directory(os.path.realpath(os.path.expanduser(path)))
-    if not any(map(os.path.exists, (directory.catalogue, directory.settings))):
+    with translated_disk_errors(directory.root, "looking for a cache"):
+        is_there = any(map(_is_there, (directory.catalogue, directory.settings)))
+    if not is_there:
         raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
     return Cache(path)
+
+
+def _is_there(path: str) -> bool:
+    """Raises OSError for what this user may not look into."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 @app.command()

@@ -30,7 +30,8 @@ def plot_growth(rows: npt.NDArray[Any], path: str | os.PathLike[str], title: str
     seconds, unit = _time_axis(rows["time_s"] - rows["time_s"][0])
     figure = figure_class(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    figure.suptitle(title)
+    # A path may hold anything: no letters of ours, and no formula.
+    figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
     _draw_sizes(above, seconds, rows)
     _draw_samples(below, seconds, rows)
     below.set_xlabel(f"time since the first worker ({unit})")

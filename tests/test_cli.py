@@ -486,6 +486,36 @@ def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one
     assert "No space left" in refused(in_a_shell(">/dev/full", "status", cache, "--json"), 1)
 
 
+def test_a_worker_works_without_standard_error(images: Path, cache: Path) -> None:
+    done(in_a_shell("2>&-", *fill_command(images, cache, "--detach")))
+    try:
+        with Cache(cache) as opened:
+            assert opened.wait(COUNT, timeout_s=TIMEOUT_S) == COUNT
+    finally:
+        cli("stop", cache)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+def test_a_cache_that_is_somebody_elses_is_not_called_none(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    code = (
+        "import os, cachestream.cli as cli\n"
+        "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
+        f"try: cli._open({str(cache)!r})\n"
+        "except Exception as error: print(error)"
+    )
+    shown = done(run_code(code))
+    assert "Permission denied" in shown
+    assert "holds no cache" not in shown
+
+
+def test_a_path_that_is_no_title_is_plotted(tmp_path: Path) -> None:
+    cache = Path(os.fsdecode(os.fsencode(tmp_path) + rb"/a$\\q$\xff"))
+    fill(cache, 1, 8).close()
+    (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
+    done(cli("plot", cache, "-o", tmp_path / "growth.png"))
+
+
 def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_path: Path) -> None:
     cache = tmp_path / "kä\N{SNOWMAN}sh"
     fill(cache, 1, 8).close()

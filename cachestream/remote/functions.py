@@ -79,9 +79,12 @@ def _name(fn: Any) -> str:
     if isinstance(fn, functools.partial):
         return _name(fn.func)
     named = fn if hasattr(fn, "__qualname__") else type(fn)
-    # The main script, as a process that `multiprocessing` has spawned knows it: one cache serves both.
-    module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
-    return f"{module}.{named.__qualname__}"
+    return f"{_module(named)}.{named.__qualname__}"
+
+
+def _module(named: Any) -> str:
+    """Of the main script as a process that `multiprocessing` has spawned knows it, too: one cache serves both."""
+    return "__main__" if named.__module__ == "__mp_main__" else str(named.__module__)
 
 
 def fingerprint_of(fn: Callable[..., Any]) -> str:
@@ -147,7 +150,7 @@ def _state_parts(instance: Any) -> Iterator[str]:
 
 
 def _function_parts(fn: types.FunctionType) -> Iterator[str]:
-    yield from (fn.__module__, fn.__qualname__)
+    yield from (_module(fn), fn.__qualname__)
     yield from _parts(fn.__code__)
     yield from _parts(fn.__defaults__ or ())
     for cell in fn.__closure__ or ():

@@ -48,7 +48,10 @@ _BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
 }
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_AFTER_NAME: Final = re.compile(r"[/*]+$")
+_PACKED: Final = {TarSource: "tar", ParquetSource: "parquet", TFRecordSource: "tfrecord"}
+# What may follow an ending: wildcards, and the numbers that TensorFlow Datasets counts files by ("-00000-of-00010").
+_NUMBERS: Final = r"[\d?*{}\[\].,]+"
+_AFTER_NAME: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def protocols_of(what: Any) -> tuple[str, ...]:
 def open_source(what: Any, **options: Any) -> Source:
     """The source for `what`.
 
-    A path, a URL, a wildcard or a list of them: by its ending, else a `FileSource`; with `window=`,
+    A path, a URL, a wildcard or a list of them: by its ending, else by what is listed there, else a `FileSource`; with `window=`,
     or as a dict of them by name, an `ArraySource`; or by `format=`: "mds" and "litdata", which no ending
     tells, "tar", "parquet", "tfrecord", "array", "files". A `Manifest`, or with `manifest=True` (or a dict
     of its options) a path or URL of one: what it lists, by the ending of the first. A function
@@ -129,16 +132,29 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
             f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
         )
     source = _make(kind, (what,), options)
-    if isinstance(source, FileSource):
-        # Only the listing, which is there, is looked at: to look for an index would be a request for each URL.
-        ends = source.key(0), source.key(len(source.first_names) - 1)
-        if _INDEXED["litdata"].fullmatch(ends[0]):
-            ends = source.key(0), source.key(source.num_units - 1)  # its index lies at the end of all
-        for name, shard in _INDEXED.items():
-            if "index.json" in ends and any(map(shard.fullmatch, ends)):
+    return _by_listing(source, what, redact(first), options) if isinstance(source, FileSource) else source
+
+
+def _by_listing(source: FileSource, what: Any, shown: str, options: dict[str, Any]) -> Source:
+    """`source`, or one for what it turns out to list: a name such as "s3://bucket/train/" tells nothing. Only the listing,
+    which is there, is looked at: to look for an index would be a request for each URL.
+    """
+    ends = source.key(0), source.key(len(source.first_names) - 1)
+    if _INDEXED["litdata"].fullmatch(ends[0]):
+        ends = source.key(0), source.key(source.num_units - 1)  # its index lies at the end of all
+    for name, shard in _INDEXED.items():
+        if "index.json" in ends and any(map(shard.fullmatch, ends)):
+            raise ConfigError(f"{shown} holds shards of {name}: give format={name!r}, or format='files'")
+    # Spark leaves a _SUCCESS beside its tables.
+    kinds = {_by_ending(name) for name in ends if not name.rpartition("/")[2].startswith(("_", "."))}
+    for kind, name in _PACKED.items():
+        if kind in kinds and set(options) <= set(inspect.signature(kind).parameters):
+            if len(kinds) > 1:
                 raise ConfigError(
-                    f"{redact(first)} holds shards of {name}: give format={name!r}, or format='files'"
+                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} to read "
+                    "those, or format='files' for the bytes of each"
                 )
+            return _make(kind, (what,), options)
     return source
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, overload
 import numpy as np
 
 from cachestream.errors import SourceError
+from cachestream.private import open_private
 from cachestream.remote.names import Names
 
 __all__ = ["AnyNames", "Mark", "NamesWriter", "StoredNames", "read_mark"]
@@ -185,7 +186,7 @@ class NamesWriter:
 
 def _open(path: str, size_bytes: int) -> int:
     """The file at `path`, cut to `size_bytes`, to be written after them."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         os.ftruncate(fd, size_bytes)
         os.lseek(fd, size_bytes, os.SEEK_SET)

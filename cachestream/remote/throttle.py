@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from cachestream.errors import ConfigError
+from cachestream.private import open_private
 
 __all__ = ["Throttle"]
 
@@ -60,7 +61,7 @@ class Throttle:
     def _open(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT)
         self._closer = weakref.finalize(self, os.close, self._fd)
         if os.fstat(self._fd).st_size < _STATE.size:
             os.ftruncate(self._fd, _STATE.size)

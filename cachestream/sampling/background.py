@@ -11,6 +11,7 @@ from io import TextIOWrapper
 from typing import Final
 
 from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
+from cachestream.private import open_private
 from cachestream.sampling.forkserver import ForkServer
 from cachestream.sampling.job import Job, read_frame, unpack, write_frame
 from cachestream.sampling.kinship import name_process
@@ -19,7 +20,6 @@ from cachestream.sampling.supervisor import Supervisor
 from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile, lock_file
-from cachestream.storage.private import open_private
 
 __all__ = ["main"]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.model import IntArray, Schema
+from cachestream.private import open_private
 from cachestream.remote.names import Names
 from cachestream.sampling.job import Job
 from cachestream.sampling.listings import Listings
@@ -21,7 +22,6 @@ from cachestream.storage.admission import Owner, disk_footprint
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from cachestream.storage.faults import translated_disk_errors
-from cachestream.storage.private import open_private
 from cachestream.storage.tables import PassRow, Tables
 
 __all__ = ["begin", "go_on", "order_file", "pass_is_open"]

@@ -21,7 +21,7 @@ def begin_clean() -> None:
 def have_standard_files() -> None:
     """Open those of standard input and outputs that are closed: the first file opened would take their place."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass
+        os.set_inheritable(fd, True)  # a Python started without standard error has no sys.stderr
     os.close(fd)
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from cachestream.errors import CacheLockedError
+from cachestream.private import open_private
 from cachestream.storage.directory import Directory
 from cachestream.storage.locks import HeldFile, is_held, lock_file
 
@@ -116,7 +117,7 @@ class Wardens:
 
     def _ask(self, name: str) -> None:
         path = self._directory.worker_file(name)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 
 
 def _milliseconds(name: str) -> int:

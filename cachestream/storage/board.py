@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.private import open_private
+
 __all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals"]
 
 FLIGHTS: Final = 64
@@ -86,7 +88,7 @@ class Board:
     """The board in the file `path`, created on first use."""
 
     def __init__(self, path: str) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(fd).st_size < _SIZE:
                 os.posix_fallocate(fd, 0, _SIZE)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheVersionError
+from cachestream.private import open_private
 from cachestream.storage.faults import (
     CatalogueDamagedError,
     translated_disk_errors,
@@ -76,7 +77,7 @@ class Catalogue:
         """Create the tables and `fill` them, all or nothing, unless another process just did."""
         with translated_disk_errors(self.path):
             try:
-                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                os.close(open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 pass
         with self.transaction() as tables:

@@ -10,6 +10,7 @@ from typing import Final
 
 from cachestream.errors import ConfigError
 from cachestream.mounts import filesystem_of, is_network_filesystem
+from cachestream.private import give_to_owner
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import shard_path
 
@@ -131,6 +132,8 @@ def _create_folders(directory: Directory) -> None:
         path = os.path.join(directory.root, name)
         with translated_disk_errors(path, "creating it"):
             os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.geteuid() == 0:
+            give_to_owner(path, directory.root)
 
 
 def _check_owner(root: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.private import open_private
 from cachestream.storage.faults import translated_disk_errors
-from cachestream.storage.private import open_private
 
 __all__ = ["ROW", "History", "read_history"]
 

@@ -13,6 +13,7 @@ import threading
 import time
 
 from cachestream.errors import CacheFullError, CacheLockedError
+from cachestream.private import open_private
 from cachestream.storage.faults import disk_error
 
 __all__ = ["HeldFile", "file_identity", "is_held", "lock_file", "remove_unheld"]
@@ -177,9 +178,8 @@ def file_identity(path: str) -> tuple[int, int] | None:
 
 def _open_and_lock(path: str, shared: bool, create: bool) -> HeldFile | None:
     # flock needs no write permission: a look works on a disk mounted read-only.
-    flags = (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not create:
             raise

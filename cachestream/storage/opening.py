@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheLockedError, ConfigError
+from cachestream.private import open_private
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import (
     Directory,
@@ -24,7 +25,6 @@ from cachestream.storage.directory import (
 from cachestream.storage.eviction import ORDERS, EvictionPolicy
 from cachestream.storage.faults import CatalogueDamagedError, translated_disk_errors
 from cachestream.storage.locks import lock_file
-from cachestream.storage.private import open_private
 from cachestream.storage.rebuild import rebuild
 from cachestream.storage.tables import Tables
 

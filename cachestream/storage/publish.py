@@ -11,6 +11,7 @@ from typing import Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.model import Schema, ShardRow, Span
+from cachestream.private import open_private
 from cachestream.storage.admission import BLOCK_BYTES, Admission
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
@@ -91,7 +92,7 @@ class Publisher:
         temporary = self._directory.temporary_shard(shard_id)
         size_bytes = len(header) + content.data_bytes
         with translated_disk_errors(temporary, f"writing {format_size(size_bytes)}"):
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 _allocate(fd, size_bytes)
                 _check_occupied(temporary, fd, most_bytes)

@@ -426,9 +426,11 @@ static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static int is_before(const struct timespec *one, const struct timespec *other)
+static double now(void)
 {
-    return one->tv_sec != other->tv_sec ? one->tv_sec < other->tv_sec : one->tv_nsec < other->tv_nsec;
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
 }
 
 /* Without the GIL: whether the task is done by then; `ended` tells that it will not be. */
@@ -476,15 +478,14 @@ static PyObject *queue_wait(Queue *self, PyObject *const *args, Py_ssize_t num_a
     pthread_mutex_unlock(&shared->lock);
     if (unknown)
         return PyErr_Format(PyExc_ValueError, "wait(): no task has this number yet");
-    const struct timespec until = deadline(timeout_s);
-    for (int late = timeout_s <= 0, ended = 0; !done && !late && !ended;) {
+    double left_s = timeout_s > 0 ? timeout_s : 0; /* not a number is none either */
+    for (int ended = 0; !done && left_s > 0 && !ended;) {
         Py_BEGIN_ALLOW_THREADS
-        struct timespec soon = deadline(SIGNALS_S);
-        if (!is_before(&soon, &until))
-            soon = until;
+        double begun_s = now();
+        struct timespec soon = deadline(left_s < SIGNALS_S ? left_s : SIGNALS_S);
         done = await_task(shared, number, &soon, &ended);
-        soon = deadline(0);
-        late = !is_before(&soon, &until);
+        double took_s = now() - begun_s; /* more where the process was stopped, with all of its threads */
+        left_s -= took_s < 2 * SIGNALS_S ? took_s : 2 * SIGNALS_S;
         Py_END_ALLOW_THREADS
         if (!done && PyErr_CheckSignals())
             return NULL;
@@ -503,6 +504,19 @@ static PyObject *queue_completed(Queue *self, PyObject *Py_UNUSED(none))
     uint64_t completed = shared->completed;
     pthread_mutex_unlock(&shared->lock);
     return PyLong_FromUnsignedLongLong(completed);
+}
+
+PyDoc_STRVAR(submitted_doc, "submitted() -> int\n--\n\nThe number of the last task that was submitted; 0 before the first.");
+
+static PyObject *queue_submitted(Queue *self, PyObject *Py_UNUSED(none))
+{
+    Shared *shared = self->shared;
+    if (check(shared))
+        return NULL;
+    pthread_mutex_lock(&shared->lock);
+    uint64_t submitted = shared->submitted;
+    pthread_mutex_unlock(&shared->lock);
+    return PyLong_FromUnsignedLongLong(submitted);
 }
 
 PyDoc_STRVAR(close_doc,
@@ -535,6 +549,7 @@ static PyMethodDef queue_methods[] = {
     {"submit", (PyCFunction)(void (*)(void))queue_submit, METH_FASTCALL, submit_doc},
     {"wait", (PyCFunction)(void (*)(void))queue_wait, METH_FASTCALL, wait_doc},
     {"completed", (PyCFunction)queue_completed, METH_NOARGS, completed_doc},
+    {"submitted", (PyCFunction)queue_submitted, METH_NOARGS, submitted_doc},
     {"close", (PyCFunction)queue_close, METH_O, close_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections import deque
 from typing import Any, Final
 
@@ -27,15 +28,18 @@ _SMALL_BYTES: Final = 64 * 1024  # below this malloc reuses its memory as well a
 
 @functools.lru_cache(maxsize=64)
 def _lent_type(num_bytes: int) -> Any:
-    """A type for memory on loan: it gives the buffer back when its last user is gone.
+    """A type for memory on loan, which knows its `end`."""
+    return type("Lent", (ctypes.c_uint8 * num_bytes,), {"end": None})
 
-    A third of the cost of weakref.finalize, which counts: small batches come at 100,000 a second.
+
+class _End(weakref.ref[Any]):
+    """The end of the loan of `buffer`: put into a list by a callback in C, since Ctrl-C in one in Python is swallowed.
+
+    The memory on loan keeps it. Where that is garbage in a cycle there is no callback, and the buffer goes.
     """
 
-    def give_back(self: Any) -> None:
-        self.give_back()
-
-    return type("Lent", (ctypes.c_uint8 * num_bytes,), {"__del__": give_back})
+    __slots__ = ("buffer",)
+    buffer: _Buffer
 
 
 class _Buffer:
@@ -102,14 +106,14 @@ class Loan:
 class BufferPool:
     """Lends memory; keeps at most `keep` free buffers of a size. Thread-safe.
 
-    Loans end in finalizers, which run in any thread at any time, also in the midst of a call of `lend`:
-    so the free lists are deques, whose operations are atomic, and no finalizer takes a lock.
+    Loans end in any thread at any time, also in the midst of a call of `lend`, which a signal may end after any step: so
+    the free lists are deques, whose operations are atomic, and nothing takes a lock.
     """
 
     def __init__(self, keep: int, *, pinned: bool = False) -> None:
         self._keep = keep
         self._pinned = pinned
-        self._free: dict[int, deque[_Buffer]] = {}
+        self._free: dict[int, deque[_End]] = {}
 
     def lend(self, num_bytes: int) -> Loan:
         """Memory of `num_bytes` or more: uninitialised."""
@@ -120,15 +124,16 @@ class BufferPool:
         if free is None:
             free = self._new_size(num_bytes)
         try:
-            buffer = free.pop()
+            buffer = free.pop().buffer
         except IndexError:
             buffer = _Buffer(num_bytes, self._pinned)
         memory = buffer.type.from_address(buffer.address)
-        memory.give_back = functools.partial(free.append, buffer)
+        memory.end = end = _End(memory, free.append)
+        end.buffer = buffer
         # All views and tensors on its arrays keep `memory`, which ends the loan when it dies.
         return Loan(memory, buffer)
 
-    def _new_size(self, num_bytes: int) -> deque[_Buffer]:
+    def _new_size(self, num_bytes: int) -> deque[_End]:
         """A free list for another size; the oldest size is forgotten, so that what is kept stays bounded."""
         while len(self._free) >= _SIZES:
             self._free.pop(next(iter(self._free), 0), None)
@@ -139,7 +144,7 @@ class BufferPool:
         return self.lend(1 << max(num_bytes - 1, 0).bit_length())
 
     def __repr__(self) -> str:
-        free = sum(size * len(buffers) for size, buffers in self._free.copy().items())
+        free = sum(size * len(ends) for size, ends in self._free.copy().items())
         return f"<BufferPool {free} bytes free>"
 
 

@@ -38,6 +38,9 @@ class Course:
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
         self._loaded: dict[str, Any] = {}
+        self._left: dict[str, Any] | None = (
+            None  # the state in which the loader was closed, in the midst of an epoch
+        )
         self._untold = 0  # batches taken, of which the schedule has not heard
         self._told_s = 0.0
         if settings.replay is not None:
@@ -64,13 +67,16 @@ class Course:
                 "set_epoch or load_state_dict"
             )
         if cursor.finished:
+            if self._left is not None and cursor.batches:
+                raise EpochError(f"this EpochLoader was closed in the midst of epoch {cursor.epoch}")
             raise StopIteration
-        wait_s = 0.0 if cursor.parcel else self._fetch(cursor)
-        if not cursor.parcel:
+        wait_s, parcel = 0.0, cursor.parcel
+        if parcel is None or not (parcel or parcel.is_end):  # there twice, where a signal came at the end
+            wait_s, parcel = self._fetch(cursor)
+        if parcel.is_end:
             self.leave()
             self._meter.between(wait_s)
             raise StopIteration
-        parcel = cursor.parcel
         delivery = parcel.take(self._timeout_s)
         if delivery is None:
             raise self._schedule.late(cursor.epoch, self._timeout_s)
@@ -93,6 +99,14 @@ class Course:
         if cursor.parcel is not None:
             cursor.parcel.discard()
             cursor.parcel = None
+
+    def close(self) -> None:
+        """Leave the running epoch for good; its state stays what it is now."""
+        cursor = self._running
+        state = self.to_state()
+        if cursor is not None and state["epoch"] == cursor.epoch:
+            self._left = state
+        self.leave()
 
     def _tell(self, parcel: Parcel) -> None:
         """Tell the schedule now and then how far the trainer is."""
@@ -117,11 +131,13 @@ class Course:
         self._wanted_epoch = None
         return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
 
-    def _fetch(self, cursor: Cursor) -> float:
-        """Wait for the next batches; returns how long that took, in seconds."""
+    def _fetch(self, cursor: Cursor) -> tuple[float, Parcel]:
+        """Wait for the next batches; returns how long that took, in seconds, and them."""
         began_s = self._meter.clock()
         try:
-            parcel = self._schedule.take(cursor.epoch, self._timeout_s)
+            parcel = self._schedule.lost(cursor.epoch, cursor.parcel)
+            if parcel is None:
+                parcel = self._schedule.take(cursor.epoch, self._timeout_s)
         except Exception as error:
             if self._schedule.has_failed and cursor.segment is None:
                 # Nothing of it was delivered: the next iteration tries again.
@@ -134,7 +150,7 @@ class Course:
         cursor.parcel = parcel  # first: a warning may be made an error
         if parcel.segment is not cursor.segment:
             self._enter(cursor, parcel.segment)
-        return self._meter.clock() - began_s
+        return self._meter.clock() - began_s, parcel
 
     def _enter(self, cursor: Cursor, segment: Segment) -> None:
         """The first batch of `segment` has come."""
@@ -216,6 +232,8 @@ class Course:
 
     def to_state(self) -> dict[str, Any]:
         """The place after the batches handed over; the state that was gone on from, where none has been since."""
+        if self._left is not None:
+            return self._left
         cursor = self._running
         if cursor is not None and cursor.segment is not None:
             if cursor.batches >= cursor.segment.total:

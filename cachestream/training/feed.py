@@ -40,7 +40,8 @@ def check_process(pid: int) -> None:
 class Feed:
     """Asks for the batches of flows, in their order, up to `prefetch` ahead. Thread-safe.
 
-    Memory that a task uses is held until the task is done, whoever has forgotten its batch meanwhile. Where batches move
+    Memory that a task uses is held from before it is submitted until it is done, whoever has forgotten its batch meanwhile:
+    a signal may end any of this after any step, and `rewind` begins again then. Where batches move
     on to a device, `_unsent` are those that have not: they are sent in their order, as soon as somebody sees them whole.
     """
 
@@ -53,7 +54,7 @@ class Feed:
         self._flows: deque[Flow] = deque()
         self._held: deque[tuple[int, Any]] = deque()
         self._unsent: deque[tuple[Flow, Asked]] = deque()
-        self._in_flight = 0
+        self._open: list[Flow] = []  # of which batches may be on their way
         self._is_helped = False
         self._closed = False
 
@@ -64,6 +65,7 @@ class Feed:
                 return
             if self._queue is None:
                 self._queue = new_queue(threads)
+            self._open = [*(other for other in self._open if other.asked or other in self._flows), flow]
             self._flows.append(flow)
             self._top_up(self._queue)
 
@@ -90,8 +92,7 @@ class Feed:
                 return None
             self._send(queue)
             flow.asked.popleft()
-            self._in_flight -= len(asked)
-            if not self._is_helped or 2 * self._in_flight < flow.most_ahead:
+            if not self._is_helped or 2 * self._num_asked() < flow.most_ahead:
                 self._is_helped = False
                 self._top_up(queue)
         return asked
@@ -107,17 +108,27 @@ class Feed:
     def forget(self, flow: Flow) -> None:
         """Nobody will take the rest of `flow`."""
         with self._lock:
-            self._in_flight -= sum(map(len, flow.asked))
             flow.asked.clear()
             self._unsent = deque(entry for entry in self._unsent if entry[0] is not flow)
             if flow in self._flows:
                 self._flows.remove(flow)
+            self._open = [other for other in self._open if other is not flow]
+
+    def rewind(self, flow: Flow) -> None:
+        """Have all batches of `flow` that were not taken gathered anew."""
+        with self._lock:
+            self.forget(flow)
+            flow.rewind()
+            if not self._closed and not flow.is_asked:
+                self._open.append(flow)
+                self._flows.appendleft(flow)
 
     def close(self, timeout_s: float) -> None:
         """Have nothing more gathered; waits for what is."""
         with self._lock:
             self._closed = True
             self._flows.clear()
+            self._open.clear()
             queue, self._queue = self._queue, None
             held, self._held = self._held, deque()
             self._unsent.clear()
@@ -129,18 +140,22 @@ class Feed:
         held, completed = self._held, queue.completed()
         while held and held[0][0] <= completed:
             held.popleft()
-        while self._flows and self._in_flight < self._flows[0].most_ahead:
+        while self._flows and self._num_asked() < self._flows[0].most_ahead:
             self._ask(queue)
+
+    def _num_asked(self) -> int:
+        return sum([flow.num_asked for flow in self._open])
 
     def _ask(self, queue: Queue) -> None:
         flow = self._flows[0]
-        asked = flow.ask(queue)
-        self._in_flight += len(asked)
+        asked = flow.lend(queue.submitted() + 1)
         self._held.append((asked.number, (flow, asked)))
+        flow.submit(queue, asked)
         if self.transfer.moves:
             self._unsent.append((flow, asked))
         else:
             flow.stage(asked)
+        flow.note(asked)
         if flow.is_asked:
             self._flows.popleft()
 

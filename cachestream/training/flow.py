@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from cachestream.errors import EpochError
 from cachestream.training.ahead import ReadAhead
 from cachestream.training.batches import packed
 from cachestream.training.columns import FixedColumns, are_fixed
@@ -34,17 +35,20 @@ def can_flow(segment: Segment) -> bool:
 
 
 class Asked:
-    """A few batches, `first` to `last` of their flow, that are gathered together into `arrays`: whole when the queue
-    has done task `number`. `batches` are for the trainer, once they are staged.
+    """A few batches, `first` to `last` of their flow, that are gathered together into `arrays`, which begin at `outs`: whole
+    when the queue has done task `number`. `batches` are for the trainer, once they are staged.
     """
 
-    __slots__ = ("arrays", "batches", "first", "last", "number")
+    __slots__ = ("arrays", "batches", "first", "last", "number", "outs")
 
-    def __init__(self, number: int, first: int, last: int, arrays: list[np.ndarray[Any, Any]]) -> None:
+    def __init__(
+        self, number: int, first: int, last: int, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
+    ) -> None:
         self.number = number
         self.first = first
         self.last = last
         self.arrays = arrays
+        self.outs = outs
         self.batches: deque[Delivery] = deque()
 
     def __len__(self) -> int:
@@ -83,6 +87,11 @@ class Flow(Parcel):
         return len(self._places) - self._taken
 
     @property
+    def num_asked(self) -> int:
+        """How many of its batches are on their way."""
+        return self.asked[-1].last - self.asked[0].first if self.asked else 0
+
+    @property
     def num_ungathered(self) -> int:
         return len(self._places) - self._next
 
@@ -111,35 +120,50 @@ class Flow(Parcel):
 
     def take(self, timeout_s: float) -> Delivery | None:
         self.waited_s = 0.0
-        if not self._in_hand:
-            asked = self._feed.take(self, timeout_s)
-            if asked is None:
-                return None
-            self._in_hand = asked.batches
-        self._taken += 1
-        return self._in_hand.popleft()
+        try:
+            if not self._in_hand:
+                asked = self._feed.take(self, timeout_s)
+                if asked is None:
+                    return None
+                self._in_hand = asked.batches
+            self._taken += 1
+            return self._in_hand.popleft()
+        except EpochError:
+            raise
+        except BaseException:  # a signal's, such as KeyboardInterrupt: anything may be half done
+            self._feed.rewind(self)
+            raise
 
     def discard(self) -> None:
         self._feed.forget(self)
 
     # --- the feed's side
 
-    def ask(self, queue: Queue) -> Asked:
-        """Have the next few batches gathered."""
+    def lend(self, number: int) -> Asked:
+        """Memory for the next few batches, to be gathered by task `number`."""
         first, last = self._next, min(self._next + self._together, len(self._places))
-        for number in range(first, last):
-            self._ahead.reach(self._places.first + number)
-        start, stop = self._bounds[first], self._bounds[last]
-        size = stop - start
+        for batch in range(first, last):
+            self._ahead.reach(self._places.first + batch)
+        size = self._bounds[last] - self._bounds[first]
         room = max(size, self._most_together * self.segment.plan.batch_size)  # of one size for all
         arrays, outs = self._columns.lend(self._feed.transfer.pool.lend, size, room)
-        number = queue.submit(
-            self._shards + 8 * start, self._rows + 8 * start, size, self._columns.sources, outs, self._around
-        )
-        asked = Asked(number, first, last, arrays)
+        return Asked(number, first, last, arrays, outs)
+
+    def submit(self, queue: Queue, asked: Asked) -> None:
+        """Have what was lent for gathered."""
+        start, stop = self._bounds[asked.first], self._bounds[asked.last]
+        shards, rows = self._shards + 8 * start, self._rows + 8 * start
+        queue.submit(shards, rows, stop - start, self._columns.sources, asked.outs, self._around)
+
+    def note(self, asked: Asked) -> None:
+        """What was asked for is on its way."""
         self.asked.append(asked)
-        self._next, self._together = last, min(self._most_together, 4 * self._together)
-        return asked
+        self._next, self._together = asked.last, min(self._most_together, 4 * self._together)
+
+    def rewind(self) -> None:
+        """Go back to the first batch that was not taken."""
+        self._in_hand.clear()
+        self._next, self._together = self._taken, 1
 
     def stage(self, asked: Asked) -> None:
         """Make the tensors of what was asked for: where they stay in host memory, there is time before it is gathered."""

@@ -72,7 +72,7 @@ class Gathering:
         )
         # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
         if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
-            self._schedule.put(Parcel(segment))
+            self._schedule.put(Parcel(segment, is_end=True))
 
     def _finish(self, work: _Work) -> tuple[Parcel, BaseException | None]:
         """Complete batches, up to the first that fails, and send them where they are trained on."""

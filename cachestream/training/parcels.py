@@ -26,7 +26,7 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A few batches that go to the trainer together, oldest first; none marks the end of an epoch.
+    """A few batches that go to the trainer together, oldest first; none, and `is_end`, mark the end of an epoch.
 
     `waited_s` is how long the last `take` had to wait for its batch.
     """
@@ -34,6 +34,7 @@ class Parcel:
     segment: Segment
     batches: deque[Delivery] = field(default_factory=deque)
     waited_s: float = 0.0
+    is_end: bool = False
 
     is_flow: ClassVar[bool] = False  # whether its batches are gathered while they are taken
 
@@ -67,12 +68,13 @@ class Parcel:
 class Shelf:
     """Parcels of up to about `most` batches together; `batches` counts those that wait. Not thread-safe.
 
-    `in_hand` is the flow that was taken last, if it was one: it goes on being gathered.
+    `in_hand` is the flow that was taken last, if it was one: it goes on being gathered. `taken` is what was taken last.
     """
 
     def __init__(self, most: int) -> None:
         self.batches = 0
         self.in_hand: Parcel | None = None
+        self.taken: Parcel | None = None
         self._most = most
         # Once all batches are there, the gathering thread rests until half are gone: each time that it wakes up, it
         # takes the GIL from the trainer.
@@ -118,10 +120,27 @@ class Shelf:
         self.batches += len(parcel)
 
     def take(self) -> Parcel:
-        parcel = self._parcels.popleft()
-        self.batches -= len(parcel)
+        parcel = self.taken = self._parcels[0]
         self.in_hand = parcel if parcel.is_flow else None
+        self._gone(parcel)
         return parcel
+
+    def lost(self, epoch: int, had: Parcel | None) -> Parcel | None:
+        """What was taken last, if it is of `epoch` and not what the trainer `had`: a signal came before it was there."""
+        taken = self.taken
+        if taken is None or taken is had or taken.segment.request.epoch != epoch:
+            return None
+        self._gone(taken)
+        return taken
+
+    def _gone(self, parcel: Parcel) -> None:
+        if self._parcels and self._parcels[0] is parcel:
+            self._parcels.popleft()
+        self.batches = sum(map(len, self._parcels))
+
+    def let_go(self) -> None:
+        """The trainer has no use for what it took."""
+        self.in_hand = self.taken = None
 
     def drop(self, unwanted: Callable[[Request], bool]) -> None:
         """Throw away what was asked for by `unwanted` requests."""

@@ -22,6 +22,7 @@ __all__ = ["Schedule"]
 
 _CLOSED: Final = "this EpochLoader is closed; make a new one"
 _GONE: Final = 2  # batches after which a slow trainer's next ones are asked for
+_WATCH_S: Final = 1.0
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
 
@@ -75,7 +76,7 @@ class Schedule:
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._shelf.in_hand = None
+            self._shelf.let_go()
             self._pace = self._pace.anew()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
             self._shelf.drop(self._stale)
@@ -91,6 +92,11 @@ class Schedule:
         with self._lock:
             self._trained_epoch = request.epoch - 1
         return closing
+
+    def lost(self, epoch: int, had: Parcel | None) -> Parcel | None:
+        """What was taken of `epoch` and is not with the trainer, which `had` this last: a signal came in between."""
+        with self._lock:
+            return self._shelf.lost(epoch, had)
 
     def take(self, epoch: int, timeout_s: float) -> Parcel:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
@@ -142,7 +148,7 @@ class Schedule:
     def ended(self, segment: Segment) -> list[Segment]:
         """The trainer has had all of `segment`."""
         with self._lock:
-            self._shelf.in_hand = None
+            self._shelf.let_go()
             return self._retire(lambda other: other is segment)
 
     def current(self, epoch: int) -> Segment | None:
@@ -154,7 +160,7 @@ class Schedule:
         """End everything; returns the segments to close."""
         with self._lock:
             self._stopped = True
-            self._shelf.in_hand = None
+            self._shelf.let_go()
             self._shelf.drop(lambda _: True)
             self._prepared.clear()
             self._wake_all()
@@ -302,17 +308,22 @@ class Schedule:
 
     def _await(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
         """Wait until what the trainer needs of `epoch` is `ready`; raises when it will not be, or is late."""
-        give_up_s = self._clock() + timeout_s
+        # A signal that ended a call of the trainer's may have taken what the others were to be told with it.
+        self._room.notify()
+        self._work.notify()
+        left_s = timeout_s
         while not ready():
             if self._failure is not None and self._failure[0].epoch <= epoch:
                 self._raised = True
                 raise self._failure[1]
             if self._stopped:
                 raise EpochError(_CLOSED)
-            left_s = give_up_s - self._clock()
             if left_s <= 0:
                 raise EpochError(self._diagnosis(epoch, timeout_s))
-            self._batches.wait(left_s)
+            begun_s = self._clock()
+            self._batches.wait(min(left_s, _WATCH_S))
+            # A process that was stopped meanwhile, with all of its threads, has not waited for so long.
+            left_s -= min(self._clock() - begun_s, 2 * _WATCH_S)
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
@@ -25,7 +27,9 @@ from cachestream.remote.functions import CallableSource, fingerprint_of
 from cachestream.remote.iterables import IterableSource
 from cachestream.remote.open import open_source
 from cachestream.remote.source import Source
+from cachestream.remote.tables import ParquetSource
 from cachestream.remote.tars import TarSource
+from cachestream.remote.tfrecords import TFRecordSource
 
 RNG = np.random.default_rng(0)
 ROOT = Path(__file__).parents[2]
@@ -148,6 +152,57 @@ def test_tars_packed_or_not_are_read_as_archives(url: str, tmp_path: Path) -> No
         (tmp_path / name).write_bytes(bytes(1024))
     source = open_source(tmp_path / url, samples_per_visit=None)
     assert type(source) is TarSource
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "kind"),
+    [
+        (["a.tar", "b.tar"], "", TarSource),
+        (["a.tar", "b.tar"], "*", TarSource),
+        (["b.tar.gz", "c.tgz"], "{b.tar.gz,c.tgz}", TarSource),
+        (["_SUCCESS", "part-0.parquet", "part-1.snappy.parquet"], "", ParquetSource),
+        ([".part-0.parquet.crc", "part-0.parquet"], "", ParquetSource),
+        (["m-train.tfrecord-00000-of-00002", "m-train.tfrecord-00001-of-00002"], "", TFRecordSource),
+        (["m-train.tfrecord-00000-of-00001"], "m-train.tfrecord-00000-of-00001", TFRecordSource),
+        (
+            ["m-train.tfrecord-00000-of-00002", "m-train.tfrecord-00001-of-00002"],
+            "m-train.tfrecord-*",
+            TFRecordSource,
+        ),
+        (
+            ["m.tfrecord-00000-of-00002", "m.tfrecord-00001-of-00002"],
+            "m.tfrecord-{00000..00001}-of-00002",
+            TFRecordSource,
+        ),
+        (["a.jpg", "b.tar.jpg"], "", FileSource),
+        (["a-2024.npy", "b-2025.npy"], "", FileSource),
+    ],
+)
+def test_a_folder_or_wildcard_is_read_as_what_it_holds(
+    names: list[str], what: str, kind: type, tmp_path: Path
+) -> None:
+    for name in names:
+        if name.endswith(".parquet"):
+            pq.write_table(pa.table({"i": [1, 2]}), tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(b"")
+    given = str(tmp_path / what)
+    assert type(open_source(given)) is kind
+    assert type(open_source(given, format="files")) is FileSource
+
+
+def test_archives_beside_other_files_are_not_read_as_a_sample_each(tmp_path: Path) -> None:
+    for name in ("README.md", "a.tar", "b.tar"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"holds tar files beside others \(README.md, b.tar\): give format='tar'"
+    ):
+        open_source(str(tmp_path))
+    tars = open_source(str(tmp_path), format="tar")
+    assert tars.num_units == 2
+    assert (
+        type(open_source(str(tmp_path), extensions=(".tar",))) is FileSource
+    )  # asked for by a word of its own
 
 
 def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path: Path) -> None:
@@ -329,6 +384,39 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
     ]  # fmt: skip
     assert found[0] == found[1] == found[2]
     assert len(set(found[0])) == 3
+
+
+SPAWNING: Final = """
+import json, multiprocessing
+from cachestream.remote.functions import fingerprint_of
+
+def sample(rng):
+    return rng.random()
+
+class Draw:
+    def __call__(self, rng):
+        return rng.random()
+
+def tell(pipe):
+    pipe.send([fingerprint_of(sample), fingerprint_of(Draw())])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=tell, args=(theirs,))
+    process.start()
+    print(json.dumps([ours.recv(), [fingerprint_of(sample), fingerprint_of(Draw())]]))
+    process.join()
+"""
+
+
+def test_a_function_of_the_main_script_is_the_same_in_a_process_that_it_spawns(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(SPAWNING)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "main.py"], capture_output=True, check=True, timeout=180
+    )
+    spawned, here = json.loads(done.stdout)
+    assert spawned == here
 
 
 def test_opening_sources_loads_neither_torch_nor_any_driver() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from cachestream.errors import CacheError, ConfigError
 from cachestream.mounts import filesystem_of, is_network_filesystem
+from cachestream.private import open_private
 from cachestream.storage import directory as module
 from cachestream.storage.admission import disk_footprint, effective_limit
 from cachestream.storage.cache import Cache
@@ -310,3 +311,40 @@ def test_the_limit_in_force_is_what_others_leave_of_the_disk(
     limit: int, used: int, free: int, min_free: int, effective: int
 ) -> None:
     assert effective_limit(limit, used, free, min_free) == effective
+
+
+@needs_root
+def test_what_root_makes_in_a_users_cache_is_that_users(tmp_path: Path) -> None:
+    """The user would be locked out of a cache that root has read once."""
+    root, user = tmp_path / "cache", NOBODY
+    with new_cache(root, "20MB") as cache:
+        publish(cache, content(0))
+    for path in (root, *root.rglob("*")):
+        os.chown(path, user, user)
+    (root / "cache.json").unlink()
+    (root / "quarantine").rmdir()
+    with Cache(root) as cache:
+        publish(cache, content(10))
+        snapshot, lease = cache.take_snapshot()
+        assert snapshot.num_shards == 2
+        cache.size_limit = "30MB"
+        assert {os.stat(path).st_uid for path in (root, *root.rglob("*"))} == {user}
+        lease.release()
+    assert (root / "cache.json").stat().st_uid == user
+    assert (root / "quarantine").stat().st_uid == user
+
+
+@needs_root
+def test_root_gives_nothing_away_that_was_there(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "folder", tmp_path / "secret"
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    secret.write_text("root's")
+    (folder / "link").symlink_to(secret)
+    os.link(secret, folder / "same")
+    with pytest.raises(OSError, match="symbolic"):
+        open_private(str(folder / "link"), os.O_RDWR | os.O_CREAT)
+    os.close(open_private(str(folder / "same"), os.O_RDWR | os.O_CREAT))
+    (folder / "own").write_text("root's, too")
+    os.close(open_private(str(folder / "own"), os.O_RDWR | os.O_CREAT))
+    assert {os.stat(path).st_uid for path in (secret, folder / "same", folder / "own")} == {0}

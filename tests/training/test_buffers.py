@@ -99,3 +99,25 @@ def test_memory_of_many_sizes_is_not_kept_for_ever() -> None:
     for size in range(SIZE, SIZE + 100):
         pool.lend(size)
     assert len(pool._free) <= 8
+
+
+def test_memory_in_a_cycle_of_garbage_is_not_lent_before_it_has_gone() -> None:
+    pool = BufferPool(keep=2)
+    cycle: list[object] = [lend_tensor(pool, 1)]
+    cycle.append(cycle)
+    other = lend_tensor(pool, 2)
+    del cycle
+    gc.collect()
+    again = lend_tensor(pool, 3)
+    assert bool((other == 2).all())
+    assert bool((again == 3).all())
+
+
+def test_memory_outlives_the_pool_it_is_of() -> None:
+    pool = BufferPool(keep=2)
+    tensor = lend_tensor(pool, 7)
+    del pool
+    gc.collect()
+    others = [torch.full((SIZE,), 9, dtype=torch.uint8) for _ in range(8)]
+    assert bool((tensor == 7).all())
+    assert len(others) == 8
