@@ -61,12 +61,20 @@ class Standing:
         if again is not None:
             return again
         self.settle()
+        self._cache.enforce_limit()  # as a worker does: what the epoch before last held may go now
         before = self._cache.catalogue.revision()
         snapshot, lease = self._cache.take_snapshot(None, turnover)
         now = self._cache.catalogue.revision()
-        if now == before.after_one() and (mine := lease.again()) is not None:
+        is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
+        if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
             self._last = _Taken(snapshot, mine, now, self._clock() + _STANDS_S)
         return snapshot, lease
+
+    def close(self) -> None:
+        """Let the snapshot go, and what is over the cache's limit with it."""
+        self.settle()
+        if os.path.exists(self._cache.catalogue.path) and not self._cache.has_worker():
+            self._cache.enforce_limit()
 
     def settle(self) -> None:
         """Count what is not yet counted, and let the snapshot go."""

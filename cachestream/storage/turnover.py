@@ -59,25 +59,19 @@ def leave_out(ids: IntArray, sizes: IntArray, uses: IntArray, leave_bytes: int) 
 
 
 def shards_to_leave(tables: Tables, directory: Directory, admission: Admission, turnover: float) -> IntArray:
-    """The ids of the shards that the next epoch leaves out: the `turnover` share of a full cache that
-    eviction would take first, and none where nothing is filled or evicted.
+    """The ids of the shards that the next epoch leaves out, those that eviction would take first: what is over a limit that
+    was lowered, or else epoch after epoch would hold it; and the `turnover` share of a full cache, where the filling goes on.
     """
-    nothing = np.empty(0, np.int64)
-    policy = admission.policy(tables)
-    if not turnover or policy == "none" or state_of_filling(directory, tables) != "filling":
-        return nothing
-    passes = tables.passes()
-    if not passes:
-        return nothing
-    filling = Filling(
-        done=tables.positions_done(passes[-1]),
-        length=passes[-1].length,
-        shard_bytes=tables.totals()[2],
-        lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
-    )
-    leave_bytes = bytes_to_leave(admission.room(tables), turnover, filling)
+    policy, room = admission.policy(tables), admission.room(tables)
+    # Under "none" a lower limit evicts, but not other programs that fill the disk.
+    limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
+    leave_bytes = max(0, room.used_bytes - limit_bytes)
+    if turnover and policy != "none" and state_of_filling(directory, tables) == "filling":
+        leave_bytes += _left_to_filling(tables, room, turnover)
     if not leave_bytes:
-        return nothing
+        return np.empty(0, np.int64)
+    if policy == "none":
+        policy = "lru"
     if callable(policy):
         rows = in_order(policy, list(tables.shards()))
         table = np.array([(row.id, row.size_bytes, row.uses) for row in rows], np.int64).reshape(-1, 3)
@@ -85,3 +79,16 @@ def shards_to_leave(tables: Tables, directory: Directory, admission: Admission, 
     else:
         ids, sizes, uses = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
     return leave_out(ids, sizes, uses, leave_bytes)
+
+
+def _left_to_filling(tables: Tables, room: Room, turnover: float) -> int:
+    passes = tables.passes()
+    if not passes:
+        return 0
+    filling = Filling(
+        done=tables.positions_done(passes[-1]),
+        length=passes[-1].length,
+        shard_bytes=tables.totals()[2],
+        lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
+    )
+    return bytes_to_leave(room, turnover, filling)

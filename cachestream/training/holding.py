@@ -101,7 +101,7 @@ class Holder:
 
     def finish(self) -> None:
         """Hold nothing for the next snapshot, and count how often the last one was used."""
-        self._standing.settle()
+        self._standing.close()
 
     def _take(self, request: Request, epoch_size: int | None, leader: int, watch: Watch) -> Held:
         """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""

@@ -656,3 +656,24 @@ def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
         with pytest.raises(TypeError, match=f"Make another one.*{cache.path}.*state_dict"):
             move(loader)
         assert len(numbers(loader)) == 16
+
+
+def test_a_limit_that_is_lowered_while_training_is_reached_as_epochs_end(new_cache: NewCache) -> None:
+    """Each next epoch is prepared while the one before holds its shards: together they would hold all of them for ever."""
+    cache = new_cache(400, 8)
+    with EpochLoader(cache, 8) as loader:
+        for batch in loader:
+            assert len(batch["number"]) == 8
+        batches = iter(loader)
+        next(batches)
+        cache.size_limit = limit = cache.size_bytes - 100 * 4096
+        assert cache.size_bytes > limit
+        for _ in range(3):
+            for batch in loader:
+                assert len(batch["number"]) == 8
+        assert cache.size_bytes <= limit
+        assert 200 < cache.num_shards < 400
+        batches = iter(loader)
+        next(batches)
+        cache.size_limit = limit = limit - 50 * 4096
+    assert cache.size_bytes <= limit  # with the end of the loader
