@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +18,9 @@ from cachestream.errors import ConfigError
 from cachestream.model import IntArray
 
 __all__ = ["SamplerLike", "Selection", "check_sampler", "evaluate"]
+
+_ENDLESS: Final = 100  # times a dataset is what no epoch is
+_ENDLESS_AT_LEAST: Final = 1_000_000
 
 SamplerLike = Sampler[Any] | Iterable[int] | Callable[[Any], Iterable[Any]]
 
@@ -45,12 +50,15 @@ def check_sampler(sampler: object) -> None:
         )
 
 
-def evaluate(sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int) -> Selection:
-    """The samples that `sampler` draws from `dataset` (of this length) in `epoch`.
+def evaluate(
+    sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int, most: int | None = None
+) -> Selection:
+    """The samples that `sampler` draws from `dataset` (of this length) in `epoch`: the first `most` (None: all), or whole
+    batches of no more, where it makes batches itself.
 
     A sampler without a generator of its own gets one seeded from `key`: the order is then the same on all ranks
     and after a resume, and torch's global generator, which the training thread uses, is left alone.
-    Raises ConfigError for indices that are outside of the dataset.
+    Raises ConfigError for indices that are outside of the dataset, or none, and for a sampler that does not end.
     """
     made = sampler if isinstance(sampler, Sampler) or not callable(sampler) else sampler(dataset)
     fitted = _fitted(made, dataset, epoch)
@@ -58,12 +66,49 @@ def evaluate(sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int) 
     for part in seeded:
         part.generator = torch.Generator().manual_seed(key & (2**63 - 1))
     try:
-        drawn = list(fitted)
+        drawn = _draw(fitted, len(dataset), most)  # type: ignore[arg-type]
     finally:
         for part in seeded:
             part.generator = None
     shared = not _splits(fitted)
     return _selection(drawn, len(dataset), shared)  # type: ignore[arg-type]
+
+
+def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:
+    """What `sampler` gives, of a dataset of `size`, up to `most` samples."""
+    given = iter(sampler)
+    drawn = list(itertools.islice(given, 1))
+    if not drawn or not _is_batch(drawn[0]):
+        limit = _ENDLESS * size + _ENDLESS_AT_LEAST if most is None else most
+        drawn += itertools.islice(given, max(0, limit - 1))
+        is_endless = most is None and next(given, None) is not None
+        return [] if most == 0 else _refuse_endless(size) if is_endless else drawn
+    count = 0
+    batches: list[Any] = []
+    for batch in itertools.chain(drawn, given):
+        count += len(batch)
+        if most is not None and count > most:
+            return batches
+        if most is None and count > _ENDLESS * size + _ENDLESS_AT_LEAST:
+            _refuse_endless(size)
+        batches.append(batch)
+    if most is not None and count < most:
+        raise ConfigError(
+            f"the sampler's batches have {count} samples together, and epoch_size asks for {most}: let it give as many, or "
+            "leave epoch_size out"
+        )
+    return batches
+
+
+def _is_batch(drawn: Any) -> bool:
+    return isinstance(drawn, list | tuple | np.ndarray | torch.Tensor) and np.ndim(drawn) == 1
+
+
+def _refuse_endless(size: int) -> NoReturn:
+    raise ConfigError(
+        f"the sampler does not end: it gave more than {_ENDLESS} times the dataset's {size} samples; say with epoch_size= how "
+        "many make an epoch"
+    )
 
 
 def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
@@ -108,15 +153,12 @@ def _without_generator(sampler: Any) -> list[Any]:
 
 def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
     bounds: IntArray | None = None
-    if drawn and isinstance(drawn[0], list | tuple | np.ndarray | torch.Tensor) and np.ndim(drawn[0]) == 1:
-        batches = [np.asarray(batch, np.int64) for batch in drawn]
+    if drawn and _is_batch(drawn[0]):
+        batches = list(map(_indices, drawn))
         bounds = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])]).astype(np.int64)
         indices = np.concatenate(batches)
     else:
-        try:
-            indices = np.array(drawn, np.int64).reshape(-1)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"the sampler yields something else than sample numbers ({error})") from error
+        indices = _indices(drawn)
     outside = indices[(indices < 0) | (indices >= size)]
     if len(outside):
         raise ConfigError(
@@ -124,3 +166,16 @@ def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
             "dataset, changes from epoch to epoch; give a function that gets the dataset and returns a sampler"
         )
     return Selection(indices, bounds, shared)
+
+
+def _indices(drawn: Any) -> IntArray:
+    """Sample numbers, int64 `[n]`. A mask or fractions would be taken for samples 0 and 1 without a word."""
+    try:
+        given = np.array(drawn).reshape(-1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"the sampler yields something else than sample numbers ({error})") from error
+    if len(given) and given.dtype.kind not in "iu":
+        raise ConfigError(
+            f"the sampler yields {reprlib.repr(given[0])}: give the numbers of samples (of a mask: where it is true)"
+        )
+    return given.astype(np.int64, copy=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sized
 from itertools import chain
 from typing import Any
 
@@ -189,3 +190,71 @@ def test_weights_by_position_for_a_dataset_of_another_length_are_refused(new_cac
         loader.set_epoch(5)
         with pytest.raises(ConfigError, match=r"16 weights for a dataset of 24.*weights="):
             next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda size: [i < size // 2 for i in range(size)],
+        lambda size: torch.arange(size) < size // 2,
+        lambda size: np.arange(size) < size // 2,
+        lambda size: data.SubsetRandomSampler([i < size // 2 for i in range(size)]),
+        lambda _: [0.5, 1.5],
+        lambda _: ["0", "1"],
+        lambda size: [[True] * 4, [False] * (size - 4)],
+    ],
+)
+def test_what_are_no_sample_numbers_is_refused(mask: Callable[[int], Any], new_cache: NewCache) -> None:
+    with (
+        EpochLoader(new_cache(2, 16), 8, sampler=lambda dataset: mask(len(dataset))) as loader,
+        pytest.raises(ConfigError, match=r"the sampler yields .*give the numbers of samples"),
+    ):
+        next(iter(loader))
+
+
+def batched(numbers: Iterator[int], size: int) -> Iterator[list[int]]:
+    while True:
+        yield list(itertools.islice(numbers, size))
+
+
+def endless(dataset: Sized) -> Iterator[int]:
+    while True:
+        yield from torch.randperm(len(dataset)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        (lambda dataset: itertools.cycle(range(len(dataset))), [8] * 6),
+        (endless, [8] * 6),
+        (lambda dataset: batched(endless(dataset), 8), [8] * 6),
+        (lambda dataset: batched(endless(dataset), 20), [20, 20]),
+        (lambda dataset: data.BatchSampler(range(len(dataset)), 8, drop_last=False), [8] * 4),
+    ],
+)
+def test_epoch_size_ends_what_a_sampler_does_not(
+    make: Callable[[Any], Any], sizes: list[int], new_cache: NewCache
+) -> None:
+    size = 32 if sizes == [8] * 4 else 48
+    with EpochLoader(new_cache(2, 16), 8, epoch_size=size, sampler=make) as loader:
+        for _ in range(3):
+            assert [len(batch["number"]) for batch in loader] == sizes
+
+
+def test_a_sampler_that_does_not_end_is_refused_without_epoch_size(new_cache: NewCache) -> None:
+    cache = new_cache(2, 16)
+    for make in (endless, lambda dataset: batched(endless(dataset), 8)):
+        with (
+            EpochLoader(cache, 8, sampler=make) as loader,
+            pytest.raises(ConfigError, match=r"the sampler does not end.*epoch_size="),
+        ):
+            next(iter(loader))
+
+
+def test_batches_that_are_too_few_for_epoch_size_are_refused(new_cache: NewCache) -> None:
+    make = lambda dataset: data.BatchSampler(range(len(dataset)), 8, drop_last=False)  # noqa: E731
+    with (
+        EpochLoader(new_cache(2, 16), 8, epoch_size=64, sampler=make) as loader,
+        pytest.raises(ConfigError, match="have 32 samples together, and epoch_size asks for 64"),
+    ):
+        next(iter(loader))
