@@ -6,12 +6,27 @@ import difflib
 import inspect
 import math
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from cachestream.errors import ConfigError
 
-__all__ = ["PEER_KEYWORDS", "format_size", "keywords_of", "parse_size", "reject_unknown"]
+__all__ = [
+    "NO_THREADS",
+    "PEER_KEYWORDS",
+    "check_mapping",
+    "format_size",
+    "keywords_of",
+    "parse_size",
+    "reject_unknown",
+]
+
+# What to do about Python's "can't start new thread".
+NO_THREADS: Final = (
+    "raise 'ulimit -u', or the container's limit on processes (pids), or use fewer num_workers"
+)
+
 
 _UNITS: Final[dict[str, int]] = {
     "": 1,
@@ -106,3 +121,9 @@ def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable
             ours = next(iter(difflib.get_close_matches(name, options, n=1)), None)
         hint = f"; here it is called '{ours}'" if ours else f"; it takes {', '.join(options)}"
         raise ConfigError(f"{function}() has no argument '{name}'{hint}")
+
+
+def check_mapping(name: str, value: object, such_as: str) -> None:
+    """Raise ConfigError for a `value` of the argument `name` that is neither None nor a mapping, `such_as` one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={reprlib.repr(value)}: give a dict, such as {such_as}")

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from cachestream.config import check_mapping
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import decode_with
 from cachestream.remote.examples import Feature
@@ -23,6 +24,7 @@ _KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
 
 def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:
     """`features` with shapes as tuples; raises ConfigError for what is none of the kinds."""
+    check_mapping("features", features, "{'label': 'scalar', 'image': 'image'}")
     checked = {name: tuple(kind) if isinstance(kind, list) else kind for name, kind in features.items()}
     for name, kind in checked.items():
         if not isinstance(name, str) or not (_is_shape(kind) or kind in _KINDS):

@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
+from cachestream.config import check_mapping
 from cachestream.errors import ConfigError
 from cachestream.remote import pulse
 from cachestream.remote.hedge import Hedge
@@ -83,6 +84,7 @@ class Remote:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self._url = url
+        check_mapping("storage_options", storage_options, "{'anon': True}")
         self._options = dict(storage_options or {})
         self._hedge_option = self._options.pop("hedge", None)
         self.protocol = get_protocol(url)

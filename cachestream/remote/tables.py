@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import check_mapping
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.model import IntArray
 from cachestream.remote.blocks import SpanFile
@@ -77,6 +78,9 @@ class ParquetSource:
     ) -> None:
         self._made = ImageOptions(resize, crop)
         check_columns(columns)
+        check_mapping("nulls", nulls, "{'age': -1}")
+        if isinstance(decode_images, str):
+            raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
         require("pyarrow.parquet", "parquet", "Parquet")
         self._chosen = None if columns is None else tuple(columns)
         self._nulls = dict(nulls or {})

@@ -64,7 +64,7 @@ class TarSource:
         crop: Size | None = None,
     ) -> None:
         images = ImageOptions(resize, crop)
-        if samples_per_visit is not None and samples_per_visit < 1:
+        if samples_per_visit is not None and (type(samples_per_visit) is not int or samples_per_visit < 1):
             raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be at least 1, or None")
         self._decoders = Decoders(decoders, images)
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)

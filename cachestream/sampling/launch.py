@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+from cachestream.config import NO_THREADS
 from cachestream.errors import CacheStreamError, WorkerError
 from cachestream.sampling.child import import_path, start_python
 from cachestream.sampling.job import Job, frame, read_frame
@@ -52,7 +53,11 @@ class Launch:
             process.wait(timeout=START_TIMEOUT_S)
             raise answer
         # Reaps it whenever it ends, and keeps the Popen from complaining when the Worker is dropped.
-        threading.Thread(target=process.wait, name="cachestream-worker", daemon=True).start()
+        try:
+            threading.Thread(target=process.wait, name="cachestream-worker", daemon=True).start()
+        except RuntimeError as error:
+            _end(process)
+            raise WorkerError(f"{error}: {NO_THREADS}") from error
         return process
 
     def close(self) -> None:

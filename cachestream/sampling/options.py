@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,10 +50,13 @@ class WorkerOptions:
         _check_range("concurrency", self.concurrency, FLIGHTS)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
-        if not self.hang_timeout_s > 0:
-            raise ConfigError(f"hang_timeout_s={self.hang_timeout_s!r}: must be above 0 seconds")
+        _check_seconds("hang_timeout_s", self.hang_timeout_s)
         if transform is not None and not callable(transform):
             raise ConfigError(f"transform={transform!r}: must be a function of one sample")
+        try:
+            seed = operator.index(seed)
+        except TypeError:
+            raise ConfigError(f"seed={seed!r}: give a whole number") from None
         partition = parse_partition(self.partition)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
         num_units = source.num_units if growing is None else len(growing.first_names)
@@ -115,6 +119,11 @@ class WorkerOptions:
 def _check_range(name: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigError(f"{name}={value!r}: must be a whole number from 1 to {most}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name}={value!r}: must be above 0 seconds")
 
 
 def _check_share(partition: Partition | None, num_units: int | None) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import NO_THREADS
 from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
@@ -338,4 +339,7 @@ class Supervisor:
 def _last_error(words: str) -> str:
     """The message of the error whose traceback ends `words`."""
     lines = words.strip().splitlines()
-    return (lines[-1].partition(": ")[2] or lines[-1]) if lines else "the worker cannot go on"
+    if not lines:
+        return "the worker cannot go on"
+    message = lines[-1].partition(": ")[2] or lines[-1]
+    return f"{message}: {NO_THREADS}" if "can't start new thread" in message else message

@@ -228,7 +228,7 @@ def start_worker(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
     )
     with head_start(cache, protocols_of(source)) as launch:
-        job = options.job(cache, open_source(source), transform, int(seed))
+        job = options.job(cache, open_source(source), transform, seed)
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_of_mixture(worker, transform)
     return worker

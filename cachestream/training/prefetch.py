@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from cachestream.config import NO_THREADS
 from cachestream.errors import EpochError
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.feed import check_process
@@ -71,8 +72,12 @@ class Engine:
         _engines.add(self)
         for name, target in (("prepare", self._prepare_loop), ("gather", self._gather_loop)):
             thread = threading.Thread(target=target, name=f"cachestream-{name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.stop()
+                raise EpochError(f"{error}: {NO_THREADS}") from error
             self._threads.append(thread)
-            thread.start()
 
     def stop(self, join: bool = True, join_s: float = _JOIN_S) -> None:
         """End the threads and the leases; waits for them, up to `join_s`, unless without `join` (garbage collection)."""

@@ -440,3 +440,21 @@ def test_listing_is_done_once_and_not_by_the_children(tmp_path: Path) -> None:
     for _ in range(1000):
         pickle.loads(pickle.dumps(source))
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("a.tfrecord", {"features": ["a"]}, r"features=\['a'\]: give a dict"),
+        ("a.parquet", {"nulls": ["n"]}, r"nulls=\['n'\]: give a dict, such as \{'age': -1\}"),
+        ("a.parquet", {"decode_images": "bin"}, r"decode_images='bin': give a list of columns"),
+        ("a.txt", {"storage_options": "anon"}, r"storage_options='anon': give a dict"),
+        ("a.tar", {"samples_per_visit": "10"}, r"samples_per_visit='10': must be"),
+    ],
+)
+def test_options_of_another_type_are_refused(
+    name: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=message):
+        open_source(str(tmp_path / name), **options)

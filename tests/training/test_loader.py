@@ -677,3 +677,24 @@ def test_a_limit_that_is_lowered_while_training_is_reached_as_epochs_end(new_cac
         next(batches)
         cache.size_limit = limit = limit - 50 * 4096
     assert cache.size_bytes <= limit  # with the end of the loader
+
+
+def test_a_loader_that_gets_no_threads_says_what_to_raise(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(
+        thread: threading.Thread,
+    ) -> None:  # as the kernel does: whether it would here is not ours to say
+        if thread.name == "cachestream-gather":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(EpochError, match=r"can't start new thread: raise 'ulimit -u'"):
+            iter(loader)
+        monkeypatch.undo()
+        with pytest.raises(EpochError, match="closed"):
+            iter(loader)
