@@ -116,8 +116,8 @@ def bottleneck(totals: Totals) -> list[tuple[str, float]]:
 def one_line(status: CacheStatus, rates: Rates | None = None) -> str:
     """The status as one line of a log."""
     skipped = f", {status.skipped} skipped" if status.skipped else ""
-    disk = f"; {status.disk_message}" if status.disk_message else ""
-    return f"{status}{skipped}{f', {rates}' if rates else ''}{disk}"
+    told = "".join(f"; {message}" for message in (status.disk_message, status.remote_message) if message)
+    return f"{status}{skipped}{f', {rates}' if rates else ''}{told}"
 
 
 def status_view(status: CacheStatus, rates: Rates | None = None) -> RenderableType:
@@ -139,6 +139,8 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
         yield "", Text(status.fill_message, "red" if status.fill_state == "failed" else "")
     if status.disk_message:
         yield "", Text(status.disk_message, "red")
+    if status.remote_message:
+        yield "", Text(status.remote_message, "yellow")
     yield "cache", _WithBar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
     yield "samples", f"{status.num_samples:,} in {_count(status.num_shards, 'shard')}{_evicted(status)}"
     if status.pass_number:

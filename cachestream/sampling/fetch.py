@@ -27,7 +27,7 @@ class Flight:
 
     One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
     has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards; all before the offset `done` has been dealt with.
+    in other shards; all before the offset `done` has been dealt with. `silence` is why it is tried again.
     """
 
     position: int
@@ -41,6 +41,7 @@ class Flight:
     waiting_bytes: int = 0
     finished: bool = False
     error: BaseException | None = None
+    silence: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,13 @@ class Fetcher:
     def __len__(self) -> int:
         """Units submitted and not yet delivered to their end."""
         return len(self._order)
+
+    @property
+    def awaited(self) -> Flight | None:
+        """The unit that is next, if nothing of it has come."""
+        with self._lock:
+            flight = self._order[0] if self._order else None
+            return None if flight is None or flight.lots or flight.finished else flight
 
     def submit(self, flights: list[Flight]) -> None:
         """Read `flights` after those submitted before."""

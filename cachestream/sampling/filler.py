@@ -27,7 +27,7 @@ from cachestream.sampling.order import PassPlan
 from cachestream.sampling.packing import Packing, QuarantinedError
 from cachestream.sampling.reader import UnitReader
 from cachestream.storage.admission import Owner
-from cachestream.storage.board import FETCHING, Slot
+from cachestream.storage.board import FETCHING, NO_REMOTE, Slot
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import Suspect
 
@@ -70,7 +70,7 @@ class Filler:
         """Work until everything is claimed and done, or until told to stop."""
         try:
             while not self._stop.is_set():
-                self._beat(FETCHING)
+                self._beat(self._fetching())
                 self._refill()
                 if not len(self._fetcher) and not self._todo and self._exhausted:
                     self._settle_last_refused()
@@ -121,6 +121,13 @@ class Filler:
     def _begin_turn(self) -> None:
         self._turn_bytes, self._turn_since_s = int(self._slot["fetched_bytes"]), time.monotonic()
         self._turn_waited_s, self._turn_worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
+
+    def _fetching(self) -> int:
+        """The state of waiting for the next unit: one that does not answer holds up all behind it, and is named."""
+        awaited = self._fetcher.awaited
+        silence = "" if awaited is None else awaited.silence
+        self._slot["silence"] = silence.encode()  # as much of it as there is room for
+        return NO_REMOTE if silence else FETCHING
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state

@@ -25,7 +25,7 @@ from cachestream.sampling.known import keep_all
 from cachestream.sampling.lots import Item, Lot, approximate_bytes, gather
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.table import to_table
-from cachestream.storage.board import NO_REMOTE, Slot
+from cachestream.storage.board import Slot
 from cachestream.storage.directory import Directory
 
 __all__ = ["UnitReader", "unit_generator"]
@@ -87,14 +87,14 @@ class UnitReader:
                     with closing(self._wanted(flight, number, came)) as items:
                         for lot in gather(items):
                             came = lot.offsets[-1] + 1
-                            delays = None
+                            delays, flight.silence = None, ""
                             yield lot
                     return
-                except SourceUnavailableError:
+                except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
                     slot["retries"] += 1
-                    slot["state"] = NO_REMOTE
+                    flight.silence = str(error)
                     delays = backoff_delays(random.Random()) if delays is None else delays
                     self._pause(next(delays))
         finally:

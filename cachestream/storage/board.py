@@ -53,6 +53,10 @@ _SLOT: Final = np.dtype(
         ("alone", "<i8"),  # position + 1 that the main thread transforms, 0: none
         ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
         ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
+        (
+            "silence",
+            "S256",
+        ),  # what was said last by or of a remote that does not answer, and holds up all; else empty
         ("refusal", "S256"),  # what the disk said when it took no bytes, UTF-8; empty once it has taken some
     ]
 )
@@ -142,6 +146,12 @@ class Board:
         slots = self._slots[: self.processes]
         waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as it does when it tries again
         said = slots["refusal"][waiting & (slots["refusal"] != b"")]
+        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+
+    def silence(self) -> str:
+        """What a process waits for that does not answer; "" where all do."""
+        said = self._slots["silence"][: self.processes]
+        said = said[said != b""]
         return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
 
     def totals(self) -> Totals:

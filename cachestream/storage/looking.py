@@ -18,7 +18,15 @@ from cachestream.storage.locks import is_held
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import Tables
 
-__all__ = ["has_worker", "occupied_bytes", "read_status", "shortage_of_disk", "state_of_filling"]
+__all__ = [
+    "has_worker",
+    "hindrance",
+    "occupied_bytes",
+    "read_status",
+    "shortage_of_disk",
+    "silence_of_remote",
+    "state_of_filling",
+]
 
 
 def has_worker(directory: Directory) -> bool:
@@ -44,6 +52,18 @@ def shortage_of_disk(directory: Directory, tables: Tables) -> str:
         f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it free: "
         "make room on it, or lower min_free"
     )
+
+
+def silence_of_remote(directory: Directory) -> str:
+    """What the worker waits for that does not answer; "" where all do."""
+    board = _board(directory)
+    said = "" if board is None else board.silence()
+    return said and f"waiting for the remote: {said}"
+
+
+def hindrance(directory: Directory, tables: Tables) -> str:
+    """Why nothing comes at present: the disk, or the remote; "" where neither is known to be at fault."""
+    return shortage_of_disk(directory, tables) or silence_of_remote(directory)
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
@@ -98,6 +118,7 @@ def read_status(
         quarantined=meta.get("quarantined", 0),
         worker=_worker_status(directory),
         disk_message=disk_message,
+        remote_message=silence_of_remote(directory),
     )
 
 

@@ -42,7 +42,8 @@ class CacheStatus:
     `size_bytes` is what the whole directory occupies on disk. `fill_state` is "filling", "complete",
     "full", "stopped", "failed" or "none". `pass_number` counts passes over the remote from 1 (0: none
     yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
-    source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full.
+    source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full,
+    `remote_message` what the worker waits for that does not answer.
     """
 
     path: str
@@ -72,6 +73,7 @@ class CacheStatus:
     worker: WorkerStatus | None
     is_listing: bool = False
     disk_message: str = ""
+    remote_message: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

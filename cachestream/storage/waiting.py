@@ -8,7 +8,7 @@ from typing import Final
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory
-from cachestream.storage.looking import shortage_of_disk, state_of_filling
+from cachestream.storage.looking import hindrance, state_of_filling
 from cachestream.storage.status import describe_skipped
 
 __all__ = ["wait_for_samples"]
@@ -34,9 +34,7 @@ def wait_for_samples(
             state, message = state_of_filling(directory, tables), str(tables.meta("fill_message", ""))
             late = deadline is not None and time.monotonic() >= deadline
             if state in _ENDED or late:
-                message = (
-                    message or shortage_of_disk(directory, tables) or describe_skipped(tables.failures())
-                )
+                message = message or hindrance(directory, tables) or describe_skipped(tables.failures())
         if state in _ENDED:
             why = f"the filling is {state}"
         elif late:

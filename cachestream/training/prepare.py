@@ -14,7 +14,7 @@ import xxhash
 
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.model import IntArray
-from cachestream.storage.looking import shortage_of_disk
+from cachestream.storage.looking import hindrance
 from cachestream.storage.status import describe_skipped
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import draw_order, rounds_of
@@ -144,14 +144,14 @@ class Preparer:
 
     def _tell_why_none(self) -> None:
         with self._cache.catalogue.reading() as tables:
-            why = shortage_of_disk(self._cache.directory, tables) or describe_skipped(tables.failures())
+            why = hindrance(self._cache.directory, tables) or describe_skipped(tables.failures())
         if why:
             logger.warning("%s holds no samples so far: %s", self._cache.path, why)
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
         with self._cache.catalogue.reading() as tables:
             skipped, message = describe_skipped(tables.failures()), str(tables.meta("fill_message", ""))
-            disk = shortage_of_disk(self._cache.directory, tables)
+            hindered = hindrance(self._cache.directory, tables)
         why = (
             f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
         )
@@ -159,8 +159,8 @@ class Preparer:
             hint = "start a worker (cs.start_worker, or 'cachestream worker')"
         elif state == "failed":
             hint = message or "see 'cachestream status CACHE'"
-        elif disk and not ended:
-            hint = disk
+        elif hindered and not ended:
+            hint = hindered
         elif not have and (message or skipped):
             hint = f"{message or skipped}; correct what fails and start again"
         elif ended:

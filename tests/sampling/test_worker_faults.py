@@ -12,7 +12,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.errors import WorkerError
+from cachestream.errors import NotEnoughSamplesError, WorkerError
 from tests.sampling.sources import Faulty, Numbers, Ragged, Switched, misbehave
 from tests.sampling.support import (
     DEADLINE_S,
@@ -226,12 +226,16 @@ def test_an_outage_is_waited_out_and_costs_nothing(tmp_path: Path, cache: Cache)
         switch.write_text("away", encoding="utf-8")
         status = worker.status
         wait_until(lambda: status().worker.totals.retries > 4, "the remote is tried again")  # type: ignore[union-attr]
-        assert "waiting for the remote" in status().worker.states or worker.is_alive()  # type: ignore[union-attr]
+        wait_until(lambda: "waiting for the remote" in status().worker.states, "it says so")  # type: ignore[union-attr]
+        wait_until(lambda: "waiting for the remote: " in status().remote_message, "and what for")
+        with pytest.raises(NotEnoughSamplesError, match="waiting for the remote: "):
+            cache.wait(10**6, 0.1)
         assert keys_of(cache), "training can go on"
         switch.write_text("ok", encoding="utf-8")
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
+    assert cache.status().remote_message == ""
 
 
 def test_a_stop_during_an_outage_gives_nothing_up(tmp_path: Path, cache: Cache) -> None:

@@ -15,11 +15,13 @@ def test_what_is_written_on_the_board_is_what_another_look_at_it_finds(tmp_path:
     board.slot(0)["samples"], board.slot(1)["samples"] = 3, 4
     board.slot(0)["state"], board.slot(1)["state"] = FETCHING, NO_SPACE
     board.slot(1)["refusal"] = b"no quota"
+    board.slot(1)["silence"] = b"bucket/key: timed out"
     look = Board(path)
     assert (look.pid, look.processes, look.started_s) == (1234, 2, 5.0)
     assert look.states() == ["fetching", "waiting for space"]
     assert look.totals().samples == 7
     assert look.refusal() == "no quota"
+    assert look.silence() == "bucket/key: timed out"
 
 
 def test_slots_of_another_version_are_not_read(tmp_path: Path) -> None:
@@ -33,7 +35,7 @@ def test_slots_of_another_version_are_not_read(tmp_path: Path) -> None:
     assert (look.pid, look.started_s) == (1234, 5.0)
     assert look.states() == []
     assert look.totals().samples == 0
-    assert look.refusal() == ""
+    assert look.refusal() == look.silence() == ""
 
 
 def test_a_board_nobody_has_written_on_says_nothing(tmp_path: Path) -> None:
