@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from cachestream.errors import CacheError
 from cachestream.model import Snapshot
 from cachestream.storage.catalogue import Revision
 from cachestream.storage.leases import Lease, ranges_of
@@ -61,7 +63,7 @@ class Standing:
         if again is not None:
             return again
         self.settle()
-        self._cache.enforce_limit()  # as a worker does: what the epoch before last held may go now
+        self._enforce_limit()  # what the epoch before last held may go now
         before = self._cache.catalogue.revision()
         snapshot, lease = self._cache.take_snapshot(None, turnover)
         now = self._cache.catalogue.revision()
@@ -73,8 +75,14 @@ class Standing:
     def close(self) -> None:
         """Let the snapshot go, and what is over the cache's limit with it."""
         self.settle()
-        if os.path.exists(self._cache.catalogue.path) and not self._cache.has_worker():
-            self._cache.enforce_limit()
+        if os.path.exists(self._cache.catalogue.path):
+            self._enforce_limit()
+
+    def _enforce_limit(self) -> None:
+        """As a worker does, where there is one. What cannot go now goes later: nobody trains worse for it."""
+        if not self._cache.has_worker():
+            with suppress(CacheError):
+                self._cache.enforce_limit()
 
     def settle(self) -> None:
         """Count what is not yet counted, and let the snapshot go."""

@@ -485,7 +485,7 @@ static PyObject *queue_wait(Queue *self, PyObject *const *args, Py_ssize_t num_a
         struct timespec soon = deadline(left_s < SIGNALS_S ? left_s : SIGNALS_S);
         done = await_task(shared, number, &soon, &ended);
         double took_s = now() - begun_s; /* more where the process was stopped, with all of its threads */
-        left_s -= took_s < 2 * SIGNALS_S ? took_s : 2 * SIGNALS_S;
+        left_s -= took_s < SIGNALS_S ? took_s : SIGNALS_S;
         Py_END_ALLOW_THREADS
         if (!done && PyErr_CheckSignals())
             return NULL;

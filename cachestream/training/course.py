@@ -67,8 +67,6 @@ class Course:
                 "set_epoch or load_state_dict"
             )
         if cursor.finished:
-            if self._left is not None and cursor.batches:
-                raise EpochError(f"this EpochLoader was closed in the midst of epoch {cursor.epoch}")
             raise StopIteration
         wait_s, parcel = 0.0, cursor.parcel
         if parcel is None or not (parcel or parcel.is_end):  # there twice, where a signal came at the end

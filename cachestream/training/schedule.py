@@ -22,7 +22,7 @@ __all__ = ["Schedule"]
 
 _CLOSED: Final = "this EpochLoader is closed; make a new one"
 _GONE: Final = 2  # batches after which a slow trainer's next ones are asked for
-_WATCH_S: Final = 1.0
+_WATCH_S: Final = 0.5
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
 
@@ -323,7 +323,7 @@ class Schedule:
             begun_s = self._clock()
             self._batches.wait(min(left_s, _WATCH_S))
             # A process that was stopped meanwhile, with all of its threads, has not waited for so long.
-            left_s -= min(self._clock() - begun_s, 2 * _WATCH_S)
+            left_s -= min(self._clock() - begun_s, _WATCH_S)
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (

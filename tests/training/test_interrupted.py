@@ -15,13 +15,13 @@ from typing import Final
 import pytest
 import torch
 
-from cachestream import EpochError, EpochLoader
+from cachestream import EpochLoader
 from tests.training.conftest import NewCache
 
 SAMPLES: Final = 512
 BATCH: Final = 8
 INTERRUPTS: Final = 150
-STOPPED_S: Final = 3.0
+STOPPED_S: Final = 4.0
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def test_a_trainer_that_was_stopped_is_not_late_when_it_goes_on(new_cache: NewCa
 
     cache = new_cache(1, 16)
     waker = "import os, signal, sys, time; time.sleep(0.5); os.kill({0}, signal.SIGSTOP); time.sleep({1}); os.kill({0}, signal.SIGCONT)"
-    with EpochLoader(cache, 4, timeout_s=2.0, batch_transform=slow) as loader:
+    with EpochLoader(cache, 4, timeout_s=3.0, batch_transform=slow) as loader:
         stopping = subprocess.Popen([sys.executable, "-c", waker.format(os.getpid(), STOPPED_S)])
         try:
             assert sum(len(batch["number"]) for batch in loader) == 16
@@ -84,8 +84,6 @@ def test_a_state_taken_after_the_end_is_that_of_the_end(new_cache: NewCache) -> 
         next(batches), next(batches)
         before = loader.state_dict()
     assert loader.state_dict() == before
-    with pytest.raises(EpochError, match="closed in the midst of epoch 0"):
-        next(batches)
     with EpochLoader(loader.cache, 8) as again:
         again.load_state_dict(loader.state_dict())
         assert len(list(again)) == 6
