@@ -152,7 +152,7 @@ def _by_listing(source: FileSource, what: Any, shown: str, options: dict[str, An
             if len(kinds) > 1:
                 raise ConfigError(
                     f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} to read "
-                    "those, or format='files' for the bytes of each"
+                    "those, extensions= for others, or format='files' for the bytes of each"
                 )
             return _make(kind, (what,), options)
     return source
