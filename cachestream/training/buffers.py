@@ -125,11 +125,12 @@ class BufferPool:
             free = self._new_size(num_bytes)
         try:
             buffer = free.pop().buffer
-        except IndexError:
+        except (IndexError, AttributeError):  # none, or one whose loan a signal ended before it began
             buffer = _Buffer(num_bytes, self._pinned)
         memory = buffer.type.from_address(buffer.address)
-        memory.end = end = _End(memory, free.append)
+        end = _End(memory, free.append)
         end.buffer = buffer
+        memory.end = end
         # All views and tensors on its arrays keep `memory`, which ends the loan when it dies.
         return Loan(memory, buffer)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -121,3 +124,29 @@ def test_memory_outlives_the_pool_it_is_of() -> None:
     others = [torch.full((SIZE,), 9, dtype=torch.uint8) for _ in range(8)]
     assert bool((tensor == 7).all())
     assert len(others) == 8
+
+
+def test_a_signal_at_any_line_of_a_loan_costs_no_later_one() -> None:
+    pool = BufferPool(keep=2)
+    lines = left = 0
+
+    def interrupt(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left, lines
+        if frame.f_code is not BufferPool.lend.__code__:
+            return None
+        if event == "line":
+            lines, left = lines + 1, left - 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    for number in range(1, 40):
+        left = number
+        sys.settrace(interrupt)
+        with suppress(KeyboardInterrupt):
+            pool.lend(SIZE)
+        sys.settrace(None)
+        tensors = [lend_tensor(pool, value) for value in (1, 2, 3)]
+        assert [int(tensor[0]) for tensor in tensors] == [1, 2, 3]
+        del tensors
+    assert lines > 40
