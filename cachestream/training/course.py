@@ -38,9 +38,8 @@ class Course:
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
         self._loaded: dict[str, Any] = {}
-        self._left: dict[str, Any] | None = (
-            None  # the state in which the loader was closed, in the midst of an epoch
-        )
+        # The state in which the loader was closed, in the midst of an epoch.
+        self._left: dict[str, Any] | None = None
         self._untold = 0  # batches taken, of which the schedule has not heard
         self._told_s = 0.0
         if settings.replay is not None:

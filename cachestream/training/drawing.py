@@ -53,7 +53,7 @@ def draw_order(
     if drawing.sampler is None:
         kind: OrderKind = "shuffled" if drawing.shuffle else "sequential"
         return Record(snapshot.shard_ids, snapshot.counts, kind, drawn, key)
-    chosen = evaluate(drawing.sampler, dataset, request.epoch, key, remaining)
+    chosen = evaluate(drawing.sampler, dataset, request.epoch, key, remaining, len(ranks.group))
     if not chosen.shared and len(ranks.group) > 1:
         chosen = _together(chosen, settings, request, ranks, cancelled)
     size, bounds = len(chosen.indices), chosen.bounds

@@ -51,10 +51,11 @@ def check_sampler(sampler: object) -> None:
 
 
 def evaluate(
-    sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int, most: int | None = None
+    sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int, most: int | None = None, ranks: int = 1
 ) -> Selection:
     """The samples that `sampler` draws from `dataset` (of this length) in `epoch`: the first `most` (None: all), or whole
-    batches of no more, where it makes batches itself.
+    batches of no more, where it makes batches itself. Of one that gives this rank its share, the share that one of `ranks`
+    has of them.
 
     A sampler without a generator of its own gets one seeded from `key`: the order is then the same on all ranks
     and after a resume, and torch's global generator, which the training thread uses, is left alone.
@@ -62,15 +63,14 @@ def evaluate(
     """
     made = sampler if isinstance(sampler, Sampler) or not callable(sampler) else sampler(dataset)
     fitted = _fitted(made, dataset, epoch)
-    seeded = _without_generator(fitted)
+    shared, seeded = not _splits(fitted), _without_generator(fitted)
     for part in seeded:
         part.generator = torch.Generator().manual_seed(key & (2**63 - 1))
     try:
-        drawn = _draw(fitted, len(dataset), most)  # type: ignore[arg-type]
+        drawn = _draw(fitted, len(dataset), most if shared or most is None else most // ranks)  # type: ignore[arg-type]
     finally:
         for part in seeded:
             part.generator = None
-    shared = not _splits(fitted)
     return _selection(drawn, len(dataset), shared)  # type: ignore[arg-type]
 
 

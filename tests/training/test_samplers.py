@@ -18,6 +18,7 @@ import cachestream as cs
 from cachestream import ConfigError, EpochLoader
 from cachestream.training.drawing import interleave
 from cachestream.training.plan import Plan, count_batches
+from cachestream.training.samplers import evaluate
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 from tests.training.plans import batch_positions
@@ -258,3 +259,21 @@ def test_batches_that_are_too_few_for_epoch_size_are_refused(new_cache: NewCache
         pytest.raises(ConfigError, match="have 32 samples together, and epoch_size asks for 64"),
     ):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sampler_that_gives_a_rank_its_share_gives_its_share_of_epoch_size(
+    in_batches: bool, new_cache: NewCache
+) -> None:
+    class Share(data.Sampler[Any]):
+        num_replicas = 2
+
+        def __iter__(self) -> Iterator[Any]:
+            mine = range(0, 32, 2)
+            return iter([list(mine[i : i + 4]) for i in range(0, 16, 4)] if in_batches else mine)
+
+    with new_cache(2, 16).snapshot() as dataset:
+        for most, given in ((32, 16), (16, 8), (None, 16)):
+            chosen = evaluate(Share(), dataset, 0, 0, most, ranks=2)
+            assert not chosen.shared
+            assert len(chosen.indices) == given
