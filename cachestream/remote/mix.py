@@ -123,6 +123,10 @@ class MixSource:
         for key, sample in self.sources[index].read(inner, rng):
             yield f"{prefix}/{key}", sample
 
+    def remote_of(self, unit: int) -> int:
+        """Which source `unit` comes from: one may be away while the others answer."""
+        return self.locate(unit)[0]
+
     def __repr__(self) -> str:
         parts = ", ".join(
             f"{weight:g} of {source!r}" for weight, source in zip(self.weights, self.sources, strict=True)

@@ -2,7 +2,8 @@
 
 Threads read whole units (fetch and decode release the GIL); the main thread takes the samples in the
 order the units were submitted. Bytes waiting are bounded, those of the unit that is next by themselves:
-it must always be able to go on, or nothing would.
+it must always be able to go on, or nothing would. A unit that does not answer can be put aside: it is next as soon as
+something of it comes.
 """
 
 from __future__ import annotations
@@ -10,38 +11,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
+from cachestream.sampling.flight import Flight, LaterError
 from cachestream.sampling.lots import Lot
+from cachestream.sampling.silence import Silence
 
-__all__ = ["Delivery", "Fetcher", "Flight", "ReadUnit"]
+__all__ = ["Delivery", "Fetcher", "ReadUnit"]
 
 _TICK_S: Final = 0.5
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One unit to be read: `skip` says which of its samples are not wanted.
-
-    One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
-    has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards; all before the offset `done` has been dealt with. `silence` is why it is tried again.
-    """
-
-    position: int
-    unit: int
-    claim_id: int
-    skip: Callable[[int], bool]
-    cached: Sequence[tuple[int, int]] = ()
-    done: int = 0
-    covered: bool = False
-    lots: deque[Lot] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    finished: bool = False
-    error: BaseException | None = None
-    silence: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +54,8 @@ class Fetcher:
         self._turn = threading.Condition(self._lock)  # more threads are to read than before
         self._order: deque[Flight] = deque()
         self._todo: deque[Flight] = deque()
+        self._aside: list[Flight] = []
+        self._asleep: list[Flight] = []  # those aside that no thread reads
         self._bytes = 0
         self._stopped = False
         self.active = threads
@@ -83,14 +65,36 @@ class Fetcher:
 
     def __len__(self) -> int:
         """Units submitted and not yet delivered to their end."""
-        return len(self._order)
+        return len(self._order) + len(self._aside)
 
     @property
     def awaited(self) -> Flight | None:
         """The unit that is next, if nothing of it has come."""
         with self._lock:
             flight = self._order[0] if self._order else None
-            return None if flight is None or flight.lots or flight.finished else flight
+            return flight if flight is not None and flight.is_awaited else None
+
+    @property
+    def aside(self) -> list[Flight]:
+        """Those that were put aside, and of which nothing has come since."""
+        with self._lock:
+            return self._aside.copy()
+
+    def silences(self) -> tuple[list[Silence], bool]:
+        """Of the units that do not answer, the next one first, and whether all others have to wait for that."""
+        with self._lock:
+            waiting = [flight for flight in self._aside if flight.silence is not None]
+            all_wait = not self._order and bool(waiting)
+            if self._order and self._order[0].is_awaited and self._order[0].silence is not None:
+                waiting.insert(0, self._order[0])
+                all_wait = True
+            return [flight.silence for flight in waiting if flight.silence is not None], all_wait
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being read, or waits to be delivered."""
+        with self._lock:
+            return not self._order and not self._todo and not self.reading
 
     def submit(self, flights: list[Flight]) -> None:
         """Read `flights` after those submitted before."""
@@ -99,6 +103,24 @@ class Fetcher:
             unread = [flight for flight in flights if not flight.finished]
             self._todo.extend(unread)
             self._units.notify(len(unread))
+
+    def put_aside(self, flight: Flight) -> None:
+        """Let those behind `flight`, the unit that is next, be delivered before it, if nothing of it has come by now."""
+        with self._lock:
+            if flight.is_awaited:
+                self._order.popleft()
+                self._aside.append(flight)
+                flight.aside = True
+                self._room.notify_all()
+
+    def wake(self, now_s: float) -> None:
+        """Have those that were put aside read again whose time has come."""
+        with self._lock:
+            due = [flight for flight in self._asleep if flight.again_at_s <= now_s]
+            if due:
+                self._asleep = [flight for flight in self._asleep if flight not in due]
+                self._todo.extendleft(due)
+                self._units.notify(len(due))
 
     def use(self, threads: int) -> None:
         """Let at most `threads` threads begin further units."""
@@ -148,6 +170,11 @@ class Fetcher:
                 for lot in self._read(flight, number):
                     if not self._put(flight, lot, number):
                         return
+            except LaterError:
+                with self._lock:
+                    self.reading -= 1
+                    self._asleep.append(flight)
+                continue
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
             with self._lock:
@@ -170,12 +197,16 @@ class Fetcher:
 
     def _tell(self, flight: Flight) -> None:
         """Something of `flight` came: the taker waits for the next unit only."""
+        if flight.aside:
+            flight.aside = False
+            self._aside.remove(flight)
+            self._order.appendleft(flight)
         if self._order and self._order[0] is flight:
             self._arrived.notify()
 
     def _has_room(self, flight: Flight) -> bool:
         """The next unit has a bound of its own: it always goes on, but not into endless memory."""
-        if self._order[0] is flight:
+        if not self._order or self._order[0] is flight:
             return flight.waiting_bytes < self._max_bytes
         return self._bytes < self._max_bytes
 

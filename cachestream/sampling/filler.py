@@ -20,7 +20,8 @@ from cachestream.remote.growing import stored_names
 from cachestream.sampling.claims import Assignment, NotYetError, next_claim
 from cachestream.sampling.concurrency import TURN_S, Concurrency
 from cachestream.sampling.coverage import is_whole
-from cachestream.sampling.fetch import Delivery, Fetcher, Flight
+from cachestream.sampling.fetch import Delivery, Fetcher
+from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job, Payload
 from cachestream.sampling.known import KnownOrders, skipper
 from cachestream.sampling.order import PassPlan
@@ -88,6 +89,7 @@ class Filler:
         if delivery is not None:
             self._deliver(delivery)
         self._adapt()
+        self._pass_by()
         self._packing.flush_if_due()
 
     def _adapt(self) -> None:
@@ -123,11 +125,38 @@ class Filler:
         self._turn_waited_s, self._turn_worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
 
     def _fetching(self) -> int:
-        """The state of waiting for the next unit: one that does not answer holds up all behind it, and is named."""
-        awaited = self._fetcher.awaited
-        silence = "" if awaited is None else awaited.silence
-        self._slot["silence"] = silence.encode()  # as much of it as there is room for
-        return NO_REMOTE if silence else FETCHING
+        """The state of waiting for the next unit. What does not answer is named, also where others pass it by."""
+        silences, all_wait = self._fetcher.silences()
+        self._slot["silence"] = (
+            silences[0].reason.encode() if silences else b""
+        )  # as much as there is room for
+        return NO_REMOTE if all_wait else FETCHING
+
+    def _pass_by(self) -> None:
+        """Put the next unit aside if it has not answered for long, and have those read again that are. Only a few: of more,
+        it is the remote that does not answer.
+        """
+        now_s, flight = time.monotonic(), self._fetcher.awaited
+        if self._alone is None and not (self._todo and self._is_suspect(self._todo[0])):
+            self._fetcher.wake(now_s)
+        silence = None if flight is None else flight.silence
+        if flight is None or silence is None or not silence.is_long(now_s, self._job.hang_timeout_s):
+            return
+        if len(self._fetcher.aside) < self._job.concurrency and self._is_alone(flight):
+            self._fetcher.put_aside(flight)
+            if flight is self._alone:
+                self._alone = None
+
+    def _is_alone(self, flight: Flight) -> bool:
+        """Give the next unit a claim of its own, so that the work on those behind it is known; False where that has to wait."""
+        if not flight.is_alone and not self._refused:
+            self._packing.settle()
+            if not self._stop.is_set():  # or something may have been given up that comes before it
+                with self._cache.catalogue.transaction() as tables:
+                    place = flight.position, flight.done
+                    flight.claim_id = tables.split_claim(flight.claim_id, *place, self._owner.name)
+                flight.is_alone = True
+        return flight.is_alone
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state
@@ -204,8 +233,8 @@ class Filler:
             if suspect is not None and suspect.deaths >= QUARANTINE_AT:
                 flight.error = QuarantinedError(f"reading it {suspect.reason}, again and again")
                 flight.finished = True
-            elif suspect is not None and not flight.finished:
-                if group or len(self._fetcher):
+            elif self._is_suspect(flight):
+                if group or not self._fetcher.is_idle:
                     break
                 self._packing.settle()  # what is known of others must not be lost with this one
                 self._alone = flight  # a suspect flies alone, so that the next death tells who it was
@@ -214,6 +243,9 @@ class Filler:
                 break
         self._fetcher.submit(group)
         return bool(group) and self._alone is None
+
+    def _is_suspect(self, flight: Flight) -> bool:
+        return flight.position in self._suspects and not flight.finished
 
     # --- what came of them
 

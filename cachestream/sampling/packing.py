@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.sampling.coverage import gaps
-from cachestream.sampling.fetch import Flight
+from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job
 from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.lots import Lot, runs

@@ -6,24 +6,25 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import SourceUnavailableError
+from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.permutation import mix_key
 from cachestream.remote import pulse
 from cachestream.remote.retry import backoff_delays
 from cachestream.remote.source import Rows, RowsSource, Source
 from cachestream.remote.throttle import Throttle
-from cachestream.sampling.fetch import Flight
+from cachestream.sampling.flight import Flight, LaterError
 from cachestream.sampling.job import Job
 from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.known import keep_all
 from cachestream.sampling.lots import Item, Lot, approximate_bytes, gather
 from cachestream.sampling.order import PassPlan
+from cachestream.sampling.silence import Silence
 from cachestream.sampling.table import to_table
 from cachestream.storage.board import Slot
 from cachestream.storage.directory import Directory
@@ -57,6 +58,11 @@ class UnitReader:
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
             source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
         )
+        # Of several remotes in a mix, one may be away while the others answer.
+        self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
+        self._witnesses: dict[Hashable, int] = {}  # of each remote the first unit that came whole
+        self._is_reported = False  # whether the source says what it fetches
+        self._hang_timeout_s = job.hang_timeout_s
         self._slot = slot
         self._stop = stop
         self._local = threading.local()
@@ -66,41 +72,65 @@ class UnitReader:
         self.throttled = False  # since whoever asks has set it to False
         # What one request asks for is on its way at once, whether it is read or not: sockets have buffers.
         most = pulse.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
-        pulse.install(self._on_fetched, self._on_asking, self._on_slow_down, most)
+        pulse.install(self._on_reported, self._on_asking, self._on_slow_down, most)
 
     def read(self, flight: Flight, number: int) -> Iterator[Lot]:
         """Yield the unit's samples that are wanted.
 
         A remote that does not answer is tried again for ever, with full-jitter back-off, and goes on
-        after the samples that came through: a unit gives the same samples again.
+        after the samples that came through: a unit gives the same samples again. One that was put aside ends by
+        LaterError then; one that does not answer while its remote gives others, by SampleError in the end.
         """
         self._local.number = number
         slot = self._slot
         self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
         slot["flights"][number] = flight.position + 1
-        delays: Iterator[float] | None = None  # made when needed: seeding costs more than many a read
-        came = 0
         try:
             while True:
                 self.beat(number)
+                began_s = time.monotonic()
                 try:
-                    with closing(self._wanted(flight, number, came)) as items:
+                    with closing(self._wanted(flight, number, flight.came)) as items:
                         for lot in gather(items):
-                            came = lot.offsets[-1] + 1
-                            delays, flight.silence = None, ""
+                            flight.heard(lot)
                             yield lot
+                    self._witnesses.setdefault(self._remote_of(flight.unit), flight.unit)
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
                     slot["retries"] += 1
-                    flight.silence = str(error)
-                    delays = backoff_delays(random.Random()) if delays is None else delays
-                    self._pause(next(delays))
+                    self._pause(flight, self._fell_silent(flight, str(error), began_s))
         finally:
             end_if_forked(self._pid)
             self._refund()
             slot["flights"][number] = 0
+
+    def _fell_silent(self, flight: Flight, reason: str, began_s: float) -> float:
+        """An attempt that began at `began_s` has failed: for how long to wait before the next one.
+
+        Raises SampleError where there had better be none.
+        """
+        before, now_s = flight.silence, time.monotonic()
+        flight.silence = silence = Silence(began_s if before is None else before.since_s, reason)
+        if silence.is_too_long(now_s, self._hang_timeout_s) and self._answers(self._remote_of(flight.unit)):
+            raise SampleError(f"{reason}; left out after a while, as others do come from there")
+        if flight.delays is None:  # made when needed: seeding costs more than many a read
+            flight.delays = backoff_delays(random.Random())
+        return next(flight.delays)
+
+    def _answers(self, remote: Hashable) -> bool:
+        """Whether a unit that came from `remote` before comes again, from there and not from the source's memory."""
+        unit, self._local.fetched = self._witnesses.get(remote), 0
+        if unit is None or self.plan is None:
+            return False
+        try:
+            next(iter(self._read(unit, unit_generator(self.plan, unit))), None)
+        except SampleError:
+            return True  # that it is gone, say
+        except Exception:  # noqa: BLE001  whatever a source raises: it did not answer
+            return False
+        return bool(self._local.fetched) or not self._is_reported
 
     def _wanted(self, flight: Flight, number: int, first: int) -> Generator[Item | Lot, None, None]:
         """The samples that are wanted, from the offset `first` on."""
@@ -147,6 +177,10 @@ class UnitReader:
         """Show that thread `number` is alive."""
         self._slot["flight_beats_s"][number] = time.monotonic()
 
+    def _on_reported(self, nbytes: int) -> None:
+        self._is_reported |= nbytes > 0
+        self._on_fetched(nbytes)
+
     def _on_fetched(self, nbytes: int) -> None:
         number = getattr(self._local, "number", None)
         if number is None:
@@ -179,9 +213,14 @@ class UnitReader:
     def _on_slow_down(self) -> None:
         self.throttled = True
 
-    def _pause(self, delay_s: float) -> None:
-        deadline = time.monotonic() + delay_s
-        while (left := deadline - time.monotonic()) > 0 and not self._stop.wait(min(left, pulse.TICK_S)):
+    def _pause(self, flight: Flight, delay_s: float) -> None:
+        """Wait; raises LaterError where others are to be read meanwhile."""
+        flight.again_at_s = time.monotonic() + delay_s
+        while (left := flight.again_at_s - time.monotonic()) > 0:
+            if flight.aside:
+                raise LaterError
+            if self._stop.wait(min(left, pulse.TICK_S)):
+                return
             self.beat(self._local.number)
 
 

@@ -214,7 +214,8 @@ def start_worker(
         when_full: "evict", "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64.
-        hang_timeout_s: a process in which one sample takes longer is killed and restarted.
+        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not answer for a
+            third of that lets others go first; after four times that it is left out, if its remote does answer.
         partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
             end in order): a job that is started again finds it at work.

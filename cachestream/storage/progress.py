@@ -113,6 +113,14 @@ class ProgressTables:
         self.execute("UPDATE claims SET position = ?, offset = ? WHERE id = ?", (position, offset, claim_id))
         self.execute("DELETE FROM claims WHERE id = ? AND position >= stop", (claim_id,))
 
+    def split_claim(self, claim_id: int, position: int, offset: int, owner: str) -> int:
+        """Give `position`, at which the work on a claim is and which is done up to `offset`, a claim of its own; its id."""
+        ((pass_id,),) = self.execute("SELECT pass_id FROM claims WHERE id = ?", (claim_id,)).fetchall()
+        own = self.insert_claim(pass_id, position, position + 1, owner)
+        self.move_claim(own.id, position, offset)
+        self.move_claim(claim_id, position + 1, 0)
+        return own.id
+
     def suspects(self, pass_id: int) -> list[Suspect]:
         rows = self.execute("SELECT position, deaths, reason FROM suspects WHERE pass_id = ?", (pass_id,))
         return [Suspect(*row) for row in rows]

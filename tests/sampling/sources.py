@@ -130,6 +130,20 @@ class Switched(Numbers):
             yield key, sample
 
 
+@dataclass(frozen=True)
+class Mute(Numbers):
+    """Numbers; units that the file at `switch` names do not answer after half their samples, or nothing does ("all")."""
+
+    switch: str = ""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        mute = Path(self.switch).read_text(encoding="utf-8").split()
+        for index, (key, sample) in enumerate(super().read(unit, rng)):
+            if "all" in mute or (index == self.samples // 2 and str(unit) in mute):
+                raise SourceUnavailableError(f"s3://bucket/{unit}: 503 Slow Down")
+            yield key, sample
+
+
 def misbehave(kind: str, sample: Any) -> Any:
     """What a transform or a source may do to its process, by name; "" does nothing."""
     if kind == "raise":

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachestream.sampling.fetch import Fetcher, Flight
+from cachestream.sampling.fetch import Fetcher
+from cachestream.sampling.flight import Flight, LaterError
 from cachestream.sampling.lots import Lot
+from cachestream.sampling.silence import Silence
 
 DEADLINE_S = 120.0
 
@@ -96,6 +98,17 @@ def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]
     return found
 
 
+def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
+    """The unit that comes next, whole."""
+    offsets: list[int] = []
+    while True:
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        offsets += [offset for lot in delivery.lots for offset in lot.offsets]
+        if delivery.finished:
+            return delivery.flight.position, offsets
+
+
 def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
@@ -131,6 +144,62 @@ def test_an_error_comes_with_its_own_unit_after_the_samples_before_it() -> None:
         remote.give(0, lot(0), None)
         remote.give(2, None)
         assert drain(fetcher) == [(0, [0], None), (1, [0], error), (2, [], None)]
+
+
+def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        first, second, third = remote.of(0, 1, 2)
+        fetcher.submit([first, second, third])
+        first.silence = Silence(0.0, "gone")
+        assert fetcher.silences() == ([first.silence], True)
+        fetcher.put_aside(first)
+        assert fetcher.silences() == ([first.silence], False)
+        assert fetcher.aside == [first]
+        remote.give(1, lot(0), None)
+        assert drain_one(fetcher) == (1, [0])
+        remote.give(0, lot(0))
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        assert delivery.flight is first
+        assert fetcher.aside == []
+        remote.give(2, lot(0), None)
+        remote.give(0, None)
+        assert [position for position, *_ in drain(fetcher)] == [0, 2]
+
+
+def test_a_unit_that_is_put_aside_lets_its_thread_go_on_and_is_read_again_when_its_time_has_come() -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=1) as fetcher:
+        first, second = remote.of(0, 1)
+        fetcher.submit([first, second])
+        assert remote.begun[0].wait(DEADLINE_S)
+        fetcher.put_aside(first)
+        first.again_at_s = 10.0
+        remote.give(0, LaterError())
+        remote.give(1, None)
+        assert drain_one(fetcher) == (1, [])
+        assert len(fetcher) == 1
+        remote.given[0].clear()
+        idle = [fetcher.is_idle]
+        for now_s in (9.0, 10.0):
+            fetcher.wake(now_s)
+            idle.append(fetcher.is_idle)
+        assert idle == [True, True, False]
+        remote.give(0, lot(7), None)
+        assert drain(fetcher) == [(0, [7], None)]
+
+
+def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        (flight,) = remote.of(0)
+        fetcher.submit([flight])
+        remote.give(0, lot(0), None)
+        remote.wait_until_taken(0, 1)
+        fetcher.put_aside(flight)
+        assert fetcher.aside == []
+        assert drain(fetcher) == [(0, [0], None)]
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()])
