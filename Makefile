@@ -13,7 +13,7 @@ ACCURACY_ARGS ?=
 MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/_gather.c
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pytest soak bench bench-peers bench-accuracy clean
+.PHONY: help demo test check pytest soak sanitize bench bench-peers bench-accuracy clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,19 @@ pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k li
 
 soak: $(VENV)/.ready-dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# In a copy of the package: what is built here must not be what the other targets run with.
+SANITIZED := build/sanitized
+sanitize: $(VENV)/.ready-dev  ## test the part in C under gcc's address and undefined-behaviour sanitizers
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -r cachestream tests pyproject.toml $(SANITIZED)
+	gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover -std=c11 -Wall -Wextra -pthread -shared -fPIC \
+	  -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	  cachestream/training/_gather.c -o $(SANITIZED)/cachestream/training/_gather.abi3.so
+	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+	  $(abspath $(BIN))/python -m pytest -n 2 tests/training $(PYTEST_ARGS)
 
 bench: $(VENV)/.ready-dev  ## measure this machine (see benchmarks/RESULTS.md)
 	$(BIN)/python -m benchmarks
