@@ -89,10 +89,11 @@ def stream(
     given = _only(options, _SOURCE)
     # What is none yet is opened while the worker's Python starts.
     source = open_source(source, **given) if is_source(source) else Unopened(source, given)
+    settings = {**_only(options, _CACHE), "size_limit": size_limit}
     if not isinstance(cache, Cache):
-        cache = Cache(cache, size_limit, **_only(options, _CACHE))
-    elif size_limit is not None:
-        cache.size_limit = size_limit
+        cache = Cache(cache, **settings)
+    else:
+        _set(cache, settings)
     filling = _of_this_job(cache, options) | _only(options, worker_names)
     worker = start_worker(cache, source, transform=transform, num_workers=num_workers, **filling)
     try:
@@ -110,6 +111,13 @@ def _of_this_job(cache: Cache, options: Mapping[str, Any]) -> dict[str, Any]:
         if found["partition"] is not None:
             logger.info("%s is cache %d (from 0) of %d in this job", cache.path, *found["partition"])
     return found
+
+
+def _set(cache: Cache, settings: Mapping[str, Any]) -> None:
+    """Give `cache` the settings that are not None: the limit last, which evicts by the others."""
+    for name, value in settings.items():
+        if value is not None:
+            setattr(cache, name, value)
 
 
 def _only(options: Mapping[str, Any], names: Any) -> dict[str, Any]:

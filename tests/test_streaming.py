@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,3 +45,39 @@ def test_options_of_the_source_beside_a_source_are_refused_not_ignored(tmp_path:
     with pytest.raises(ConfigError, match=r"no options beside a Source: resize; give them where <FileSource"):
         cs.stream(source, tmp_path / "cache", "10MB", min_free=0, batch_size=1, resize=8)
     assert not (tmp_path / "cache").exists()
+
+
+def test_settings_beside_an_open_cache_are_set_as_if_it_were_opened_with_them(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100.0))
+    with (
+        cs.Cache(tmp_path / "cache", "10MB", min_free=0) as cache,
+        cs.stream(str(tmp_path / "a.npy"), cache, "20MB", min_free="1kB", eviction="fifo", batch_size=1),
+    ):
+        assert (cache.size_limit, cache.min_free, cache.eviction) == (20_000_000, 1000, "fifo")
+    with cs.Cache(tmp_path / "cache") as again:
+        assert (again.size_limit, again.min_free, again.eviction) == (20_000_000, 1000, "fifo")
+
+
+def test_an_eviction_function_beside_an_open_cache_is_the_one_in_force(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100.0))
+    with (
+        cs.Cache(tmp_path / "cache", "10MB", min_free=0, eviction="fifo") as cache,
+        cs.stream(str(tmp_path / "a.npy"), cache, batch_size=1, eviction=list, min_free=None) as loader,
+    ):
+        assert loader.cache.eviction is list
+        assert cache.status().eviction == "list"
+        assert cache.min_free == 0
+        cache.eviction = "lru"
+        assert cache.status().eviction == "lru"
+
+
+@pytest.mark.parametrize("wrong", [{"min_free": "much"}, {"eviction": "oldest"}])
+def test_settings_beside_an_open_cache_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100.0))
+    with (
+        cs.Cache(tmp_path / "cache", "10MB", min_free=0) as cache,
+        pytest.raises(ConfigError, match=r"min_free='much'|eviction='oldest'"),
+    ):
+        cs.stream(str(tmp_path / "a.npy"), cache, batch_size=1, **wrong)

@@ -115,9 +115,27 @@ class Cache:
 
     @property
     def eviction(self) -> EvictionPolicy:
-        """The eviction policy in force."""
+        """The eviction policy in force. Setting it takes effect at once; a function, for this process, and for workers
+        that it starts from then on.
+        """
         with self.catalogue.reading() as tables:
             return self._policy_now(tables)
+
+    @eviction.setter
+    def eviction(self, eviction: EvictionPolicy) -> None:
+        self._policy = check_policy(eviction)
+        if not callable(eviction):
+            self._store("eviction", eviction)
+
+    @property
+    def min_free(self) -> int:
+        """The bytes of the disk that stay free. Setting it (bytes or "5GB") takes effect at once, also for running workers."""
+        with self.catalogue.reading() as tables:
+            return int(tables.meta("min_free"))
+
+    @min_free.setter
+    def min_free(self, min_free: int | str) -> None:
+        self._store("min_free", parse_size(min_free, "min_free"))
 
     @property
     def size_limit(self) -> int:
@@ -130,11 +148,13 @@ class Cache:
 
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
-        limit_bytes = parse_limit(size_limit)
-        with self.catalogue.transaction() as tables:
-            tables.set_meta("size_limit", limit_bytes)
-        save_settings(self.directory, self.catalogue)
+        self._store("size_limit", parse_limit(size_limit))
         self._space.shrink()
+
+    def _store(self, name: str, setting: int | str) -> None:
+        with self.catalogue.transaction() as tables:
+            tables.set_meta(name, setting)
+        save_settings(self.directory, self.catalogue)
 
     def fill_state(self) -> str:
         """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
