@@ -1,7 +1,7 @@
 """The command line: data on stdout, logs and progress on stderr.
 
 Exit codes: 0 done, 1 a problem was found, 2 wrong use. Every option can be given in the environment as
-CACHESTREAM_<COMMAND>_<OPTION>, and CACHE as CACHESTREAM_CACHE; arguments win.
+CACHESTREAM_<COMMAND>_<OPTION>, called as its flag is, and CACHE as CACHESTREAM_CACHE; arguments win.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cachestream.config import format_size, parse_size
 from cachestream.errors import ConfigError
 from cachestream.flags import (
     CacheArgument,
+    Commands,
     CropOption,
     FormatOption,
     JsonOption,
@@ -51,6 +52,7 @@ DONE: Final = 0
 
 app = typer.Typer(
     name="cachestream",
+    cls=Commands,
     help="A growing local sample cache for PyTorch training on remote data.",
     no_args_is_help=True,
     add_completion=False,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 __all__ = [
     "CacheArgument",
+    "Commands",
     "CropOption",
     "FormatOption",
     "JsonOption",
@@ -21,6 +23,19 @@ __all__ = [
     "TransformOption",
     "WorkersOption",
 ]
+
+
+class Commands(TyperGroup):
+    """Commands whose options have the names of their flags in the environment: CACHESTREAM_STATUS_JSON for --json."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, command in self.commands.items():
+            for option in command.params:
+                if option.param_type_name == "option":
+                    flag = max(option.opts, key=len).removeprefix("--")
+                    option.envvar = f"cachestream_{name}_{flag}".replace("-", "_").upper()
+
 
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="URL, path or wildcard; or module:name of a source.")

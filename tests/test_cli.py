@@ -371,6 +371,8 @@ def test_the_environment_gives_options_and_arguments_win(images: Path, cache: Pa
     done(cli("worker", images, "--size-limit", "40MB", environment=environment))
     assert look(cache).size_limit == 40_000_000
     assert json.loads(done(cli("status", "--json", environment=environment)))["num_samples"] == COUNT
+    environment["CACHESTREAM_STATUS_JSON"] = "1"
+    assert json.loads(done(cli("status", environment=environment)))["num_samples"] == COUNT
 
 
 def test_watching_writes_a_line_of_json_for_each_look_until_ctrl_c(cache: Path) -> None:
