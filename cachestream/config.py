@@ -5,19 +5,26 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import numbers
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeGuard
 
 from cachestream.errors import ConfigError
 
 __all__ = [
     "NO_THREADS",
     "PEER_KEYWORDS",
+    "SHORTEST_S",
+    "check_count",
     "check_mapping",
+    "check_seconds",
+    "check_share",
     "format_size",
     "keywords_of",
+    "parse_path",
     "parse_size",
     "reject_unknown",
 ]
@@ -27,6 +34,7 @@ NO_THREADS: Final = (
     "raise 'ulimit -u', or the container's limit on processes (pids), or use fewer num_workers"
 )
 
+SHORTEST_S: Final = 0.001  # below it no deadline is meant
 
 _UNITS: Final[dict[str, int]] = {
     "": 1,
@@ -98,6 +106,13 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
     return size_bytes
 
 
+def parse_path(value: object, what: str) -> str:
+    """The path `value` as text, a `~` in front as the user's home. Raises ConfigError naming `what`."""
+    if not isinstance(value, str | bytes | os.PathLike) or "\0" in (path := os.fsdecode(value)):
+        raise ConfigError(f"{what}={value!r}: give a path, such as '/scratch/train'")
+    return os.path.expanduser(path)
+
+
 def format_size(size_bytes: float) -> str:
     """`size_bytes` for a person: "0 B", "812 kB", "1.5 GB"."""
     for factor, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
@@ -127,3 +142,28 @@ def check_mapping(name: str, value: object, such_as: str) -> None:
     """Raise ConfigError for a `value` of the argument `name` that is neither None nor a mapping, `such_as` one."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={reprlib.repr(value)}: give a dict, such as {such_as}")
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """`value`, a whole number, `least` or more; raises ConfigError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")
+    return int(value)
+
+
+def check_seconds(name: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:
+    """Raise ConfigError unless `value` is a number of seconds from `least` to `most`."""
+    if not (_is_number(value) and least <= value <= most):
+        lower = "" if math.isinf(least) else f", {least:g} or more"
+        upper = "" if math.isinf(most) else f", {most:g} at most"
+        raise ConfigError(f"{name}={value!r}: give seconds{lower}{upper}")
+
+
+def check_share(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is a share of a whole, and less than all of it."""
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ConfigError(f"{name}={value!r}: give a share from 0 up to, not with, 1")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

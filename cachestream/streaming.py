@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cachestream.config import keywords_of, reject_unknown
+from cachestream.config import SHORTEST_S, check_seconds, keywords_of, reject_unknown
 from cachestream.remote.growing import is_source
 from cachestream.remote.open import Unopened, open_source
 from cachestream.sampling.worker import Worker, start_worker
@@ -86,6 +86,8 @@ def stream(
     """
     worker_names, loader_names = keywords_of(start_worker), keywords_of(EpochLoader.__init__)
     reject_unknown("stream", _without(options, {*_CACHE, *_SOURCE, *worker_names, *loader_names}), _KNOWN)
+    timeout_s = options.get("timeout_s", _TIMEOUT_S)
+    check_seconds("timeout_s", timeout_s, SHORTEST_S)
     given = _only(options, _SOURCE)
     # What is none yet is opened while the worker's Python starts.
     source = open_source(source, **given) if is_source(source) else Unopened(source, given)
@@ -94,7 +96,7 @@ def stream(
         cache = Cache(cache, **settings)
     else:
         _set(cache, settings)
-    filling = _of_this_job(cache, options) | _only(options, worker_names)
+    filling = _of_this_job(cache, options, timeout_s) | _only(options, worker_names)
     worker = start_worker(cache, source, transform=transform, num_workers=num_workers, **filling)
     try:
         return StreamLoader(cache, worker, batch_size, **_only(options, loader_names))
@@ -103,11 +105,11 @@ def stream(
         raise
 
 
-def _of_this_job(cache: Cache, options: Mapping[str, Any]) -> dict[str, Any]:
+def _of_this_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     """What the worker is told where the caller says nothing else: the share of its cache, and how long to linger."""
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
     if "partition" not in options:
-        found["partition"] = find_share(cache.cache_id, 0.9 * float(options.get("timeout_s", _TIMEOUT_S)))
+        found["partition"] = find_share(cache.cache_id, 0.9 * timeout_s)
         if found["partition"] is not None:
             logger.info("%s is cache %d (from 0) of %d in this job", cache.path, *found["partition"])
     return found

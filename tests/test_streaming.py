@@ -71,6 +71,13 @@ def test_an_eviction_function_beside_an_open_cache_is_the_one_in_force(tmp_path:
         assert cache.status().eviction == "lru"
 
 
+@pytest.mark.parametrize("timeout_s", [None, "x", 0])
+def test_a_deadline_that_is_none_is_refused_before_there_is_a_cache(tmp_path: Path, timeout_s: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^timeout_s=.*: give seconds, 0\.001 or more$"):
+        cs.stream([{"x": 1}], tmp_path / "cache", "10MB", batch_size=1, timeout_s=timeout_s)
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("wrong", [{"min_free": "much"}, {"eviction": "oldest"}])
 def test_settings_beside_an_open_cache_that_cannot_be_are_refused_by_name(
     tmp_path: Path, wrong: dict[str, Any]

@@ -148,7 +148,9 @@ def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: A
 
     Raises ConfigError for weights that are not above 0, and what `open_source` does.
     """
-    pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
+    pairs: list[Any] = []
+    if isinstance(sources, Iterable):
+        pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise ConfigError("mix() takes {source: weight}, or a list of pairs (source, weight), at least one")
     for _, weight in pairs:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cachestream.config import format_size, parse_size
+from cachestream.config import SHORTEST_S, check_seconds, format_size, parse_size
 from cachestream.errors import ConfigError
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.functions import fingerprint_of
@@ -50,7 +50,7 @@ class WorkerOptions:
         _check_range("concurrency", self.concurrency, FLIGHTS)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
-        _check_seconds("hang_timeout_s", self.hang_timeout_s)
+        check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)
         if transform is not None and not callable(transform):
             raise ConfigError(f"transform={transform!r}: must be a function of one sample")
         try:
@@ -119,11 +119,6 @@ class WorkerOptions:
 def _check_range(name: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigError(f"{name}={value!r}: must be a whole number from 1 to {most}")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"{name}={value!r}: must be above 0 seconds")
 
 
 def _check_share(partition: Partition | None, num_units: int | None) -> None:

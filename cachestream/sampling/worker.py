@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.config import keywords_of, reject_unknown
+from cachestream.config import check_seconds, keywords_of, reject_unknown
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.remote.open import open_source, protocols_of
 from cachestream.sampling.job import Job
@@ -74,6 +74,8 @@ class Worker:
         The next pass, over what was evicted, may be under way then. Raises WorkerError, with the traceback
         from the background, if the worker crashed.
         """
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         first = None
         while True:
@@ -114,6 +116,7 @@ class Worker:
 
         Raises WorkerError if it is still there at the deadline.
         """
+        check_seconds("timeout_s", timeout_s)
         if self.cache.has_worker():
             self._wardens.request_stop()
             self._wait_until_gone(timeout_s)
@@ -224,6 +227,7 @@ def start_worker(
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
     """
     reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))
+    check_seconds("linger_s", linger_s, 0.0, LINGER_AT_MOST_S)
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     options = WorkerOptions(
         num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
@@ -245,13 +249,7 @@ def _warn_of_mixture(worker: Worker, transform: Callable[[Any], Any] | None) -> 
         )
 
 
-def _check_linger(linger_s: float) -> None:
-    if not 0 <= linger_s <= LINGER_AT_MOST_S:
-        raise ConfigError(f"linger_s={linger_s!r}: give seconds, from 0 to {LINGER_AT_MOST_S:.0f}")
-
-
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
-    _check_linger(linger_s)
     wardens = Wardens(cache.directory)
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:

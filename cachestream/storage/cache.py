@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import cachestream
-from cachestream.config import format_size, parse_size
-from cachestream.errors import ConfigError
+from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
 from cachestream.model import Schema, Snapshot
 from cachestream.storage import snapshots
 from cachestream.storage.admission import Admission
@@ -175,7 +174,10 @@ class Cache:
         Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling
         has ended with fewer.
         """
-        return wait_for_samples(self.directory, self.catalogue, min_samples, timeout_s)
+        count = check_count("min_samples", min_samples, 0)
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
+        return wait_for_samples(self.directory, self.catalogue, count, timeout_s)
 
     # --- epochs
 
@@ -190,17 +192,11 @@ class Cache:
 
     def take_snapshot(self, epoch_size: int | None = None, turnover: float = 0.0) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that keeps them."""
-        if epoch_size is not None and epoch_size < 1:
-            raise ConfigError(
-                f"epoch_size={epoch_size}: give a number of samples, 1 or more, or None for all"
-            )
-        if not 0 <= turnover < 1:
-            raise ConfigError(
-                f"turnover={turnover}: give the share of the cache to leave out, from 0 to below 1"
-            )
+        count = None if epoch_size is None else check_count("epoch_size", epoch_size)
+        check_share("turnover", turnover)
         with self.catalogue.transaction() as tables:
             excluded = shards_to_leave(tables, self.directory, self.admission, turnover)
-            return snapshots.take_snapshot(tables, self.admission.leases, self.path, epoch_size, excluded)
+            return snapshots.take_snapshot(tables, self.admission.leases, self.path, count, excluded)
 
     def retake_snapshot(
         self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, epoch_size: int | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from cachestream.config import parse_path
 from cachestream.errors import ConfigError
 from cachestream.mounts import filesystem_of, is_network_filesystem
 from cachestream.private import give_to_owner
@@ -85,7 +86,7 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no
     reliable locks), a file, a directory that belongs to somebody else or that everybody may write to.
     """
-    given = os.path.expanduser(os.fsdecode(path))
+    given = parse_path(path, "cache")
     if not given or "://" in given:
         raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
     try:

@@ -26,7 +26,7 @@ ORDERS: Final[dict[str, tuple[str, ...]]] = {
 
 def check_policy(policy: EvictionPolicy) -> EvictionPolicy:
     """`policy`, if it is one; raises ConfigError naming the choices."""
-    if callable(policy) or policy in ORDERS:
+    if callable(policy) or policy in tuple(ORDERS):
         return policy
     raise ConfigError(
         f"eviction={policy!r}: choose one of {', '.join(ORDERS)}, or give a function of shard rows"

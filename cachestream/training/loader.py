@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
+from cachestream.config import check_count, parse_path
 from cachestream.errors import ConfigError
 from cachestream.training.course import Course
 from cachestream.training.cursor import Cursor
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.feed import Feed
 from cachestream.training.gathering import Gathering
-from cachestream.training.options import Drawing, EpochSettings, check_count, make_weights, refuse_unknown
+from cachestream.training.options import Drawing, EpochSettings, make_weights, refuse_unknown
 from cachestream.training.prefetch import Engine
 from cachestream.training.prepare import Preparer
 from cachestream.training.ragged import Ragged
@@ -106,16 +107,17 @@ class EpochLoader:
         refuse_unknown(unknown, EpochLoader.__init__)
         if not hasattr(cache, "take_snapshot"):
             raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
-        check_count("prefetch", prefetch)
+        if batch_transform is not None and not callable(batch_transform):
+            raise ConfigError(f"batch_transform={batch_transform!r}: give a function of one batch")
+        prefetch = check_count("prefetch", prefetch)
         drawing = Drawing(shuffle, seed, sampler, make_weights(weights), locality)
         self._settings = settings = EpochSettings(
             batch_size, drawing, epoch_size, min_samples, turnover, drop_last, timeout_s, with_keys, ragged
         ).checked(replay)
         self.cache = cache
-        self.batch_size = batch_size
-        self._recorder = (
-            None if record is None else Recorder(os.path.expanduser(record), settings.to_record())
-        )
+        self.batch_size = settings.batch_size
+        folder = None if record is None else parse_path(record, "record")
+        self._recorder = None if folder is None else Recorder(folder, settings.to_record())
         self._engine = _make_engine(cache, settings, prefetch, device, batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
         weakref.finalize(self, self._engine.stop, join=False).atexit = False

@@ -7,14 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cachestream.config import keywords_of, reject_unknown
+from cachestream.config import (
+    SHORTEST_S,
+    check_count,
+    check_seconds,
+    check_share,
+    keywords_of,
+    parse_path,
+    reject_unknown,
+)
 from cachestream.errors import ConfigError
 from cachestream.training.ragged import Ragged, check_ragged
 from cachestream.training.replay import Replay
 from cachestream.training.samplers import SamplerLike, check_sampler
 from cachestream.training.weights import KeyWeights
 
-__all__ = ["Drawing", "EpochSettings", "check_count", "make_weights", "refuse_unknown"]
+__all__ = ["Drawing", "EpochSettings", "make_weights", "refuse_unknown"]
 
 _HINTS: Final = {
     "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
@@ -49,10 +57,8 @@ class Drawing:
             return "weights"
         return None if self.sampler is None else type(self.sampler).__name__
 
-    def check(self) -> None:
-        """Raise ConfigError for what cannot work."""
-        if self.locality is not None:
-            check_count("locality", self.locality)
+    def checked(self) -> Drawing:
+        """What was asked for, with a plain number for `locality`. Raises ConfigError for what cannot work."""
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r}: give a whole number")
         if self.locality is not None and (self.sampler, self.weights, self.shuffle) != (None, None, True):
@@ -63,6 +69,9 @@ class Drawing:
             check_sampler(self.sampler)
             if self.weights is not None:
                 raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
+        return (
+            self if self.locality is None else replace(self, locality=check_count("locality", self.locality))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +114,17 @@ class EpochSettings:
 
     def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:
         """These settings, for a replay of the manifests at `replay`, if any. Raises ConfigError for what cannot work."""
-        check_count("batch_size", self.batch_size)
+        counts: dict[str, Any] = {"batch_size": check_count("batch_size", self.batch_size)}
         for name in ("epoch_size", "min_samples"):
             value = getattr(self, name)
             if value is not None:
-                check_count(name, value)
+                counts[name] = check_count(name, value)
         check_ragged(self.ragged)
-        if not 0 <= self.turnover < 1:
-            raise ConfigError(f"turnover={self.turnover!r}: give a share from 0 up to, not with, 1")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}: give seconds above 0")
-        self.drawing.check()
-        settings = replace(self, with_keys=self.with_keys or self.drawing.weights is not None)
-        return settings if replay is None else settings._of_replay(os.path.expanduser(replay))
+        check_share("turnover", self.turnover)
+        check_seconds("timeout_s", self.timeout_s, SHORTEST_S)
+        with_keys = self.with_keys or self.drawing.weights is not None
+        settings = replace(self, drawing=self.drawing.checked(), with_keys=with_keys, **counts)
+        return settings if replay is None else settings._of_replay(parse_path(replay, "replay"))
 
     def _of_replay(self, path: str) -> EpochSettings:
         given = {
@@ -153,9 +160,3 @@ def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) 
             raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
     if unknown:
         reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *keywords_of(known)))
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ConfigError unless `value` is a whole number, 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}: give a whole number, 1 or more")

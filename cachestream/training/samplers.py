@@ -62,6 +62,11 @@ def evaluate(
     Raises ConfigError for indices that are outside of the dataset, or none, and for a sampler that does not end.
     """
     made = sampler if isinstance(sampler, Sampler) or not callable(sampler) else sampler(dataset)
+    if not hasattr(made, "__iter__"):
+        raise ConfigError(
+            f"the sampler {sampler!r} returned {made!r} for the epoch's dataset: let it return a torch sampler, or the numbers "
+            "of samples"
+        )
     fitted = _fitted(made, dataset, epoch)
     shared, seeded = not _splits(fitted), _without_generator(fitted)
     for part in seeded:

@@ -42,6 +42,8 @@ def from_state(state: dict[str, Any]) -> Request:
                 f"this state has version {state['version']}, and this cachestream reads {_VERSION}"
             )
         epoch, batches, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
+        if epoch < 0 or batches < 0:
+            raise ValueError(f"epoch {epoch}, batch {batches}")
         if segment is None:
             if batches:
                 raise ConfigError(

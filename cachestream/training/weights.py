@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -51,8 +52,16 @@ class KeyWeights:
 
     def update(self, keys: Sequence[str], values: Any) -> None:
         """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for others."""
-        weights = torch.as_tensor(values).detach().to("cpu", torch.float32).numpy().reshape(-1).copy()
-        if isinstance(keys, str) or len(keys) != len(weights):
+        try:
+            given = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"weights={reprlib.repr(values)}: give numbers, an array or a tensor [n] ({error})"
+            ) from error
+        weights = given.detach().to("cpu", torch.float32).numpy().reshape(-1).copy()
+        if isinstance(keys, str) or not hasattr(keys, "__len__"):
+            raise ConfigError(f"update_weights() got the keys {reprlib.repr(keys)}: give a list of str")
+        if len(keys) != len(weights):
             raise ConfigError(
                 f"update_weights() got {len(keys)} keys and {len(weights)} values: give one for each"
             )
@@ -154,6 +163,10 @@ def _read(root: str, shard_id: int, count: int) -> Hashes:
 
 
 def _bytes(key: str) -> bytes:
+    if not isinstance(key, str):
+        raise ConfigError(
+            f"weights go by the samples' keys, which are str, and {key!r} is none: batches have them with with_keys=True"
+        )
     return key.encode("utf-8", "surrogatepass")
 
 

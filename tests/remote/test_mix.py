@@ -117,6 +117,8 @@ def test_paths_and_functions_are_opened_and_sources_may_be_keys(tmp_path: Path) 
     ("bad", "message"),
     [
         ({}, "at least one"),
+        (5, "pairs"),
+        (None, "pairs"),
         ([1, 2], "pairs"),
         ([("a", 1, 2)], "pairs"),
         ([([{"x": 1}], 0)], "weight 0 must be"),

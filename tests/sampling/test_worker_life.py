@@ -11,6 +11,7 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -370,7 +371,8 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
         ({"concurrency": 65}, "from 1 to 64"),
-        ({"hang_timeout_s": 0}, "above 0 seconds"),
+        ({"hang_timeout_s": 0}, "hang_timeout_s=0: give seconds"),
+        ({"hang_timeout_s": True}, "hang_timeout_s=True: give seconds"),
         ({"when_full": "explode"}, "choose one of evict, wait, stop"),
         ({"shard_size": "1GB"}, "raise size_limit or lower shard_size"),
         ({"shard_size": 0}, "shard_size=0"),
@@ -388,6 +390,14 @@ def test_what_cannot_work_is_refused_at_once_and_by_name(
     with pytest.raises(ConfigError, match=words):
         cs.start_worker(cache, Numbers(20), **options)  # type: ignore[arg-type]
     assert not cache.has_worker()
+
+
+@pytest.mark.parametrize("timeout_s", ["1", float("nan"), True])
+def test_a_deadline_that_is_no_number_is_refused_at_once(cache: Cache, timeout_s: Any) -> None:
+    worker = cs.Worker(cache, None, None)
+    for wait in (worker.wait, worker.stop):
+        with pytest.raises(ConfigError, match=r"^timeout_s=.*: give seconds$"):
+            wait(timeout_s)
 
 
 def test_a_source_that_does_not_pickle_is_named(cache: Cache) -> None:

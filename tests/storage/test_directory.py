@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,12 @@ def test_what_is_no_local_directory_is_refused(path: str) -> None:
         ConfigError, match="is no local directory; give the cache one on a disk of this machine"
     ):
         open_directory(path)
+
+
+@pytest.mark.parametrize("path", [None, 5, "a\0b", b"a\0b", ["a"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^cache=.*: give a path, such as '/scratch/train'"):
+        Cache(path)
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:

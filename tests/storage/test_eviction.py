@@ -179,7 +179,7 @@ def test_the_policies_there_are_pass(policy: Any) -> None:
     assert check_policy(policy) is policy
 
 
-@pytest.mark.parametrize("policy", ["LRU", "", "random", 3, None])
+@pytest.mark.parametrize("policy", ["LRU", "", "random", 3, None, []])
 def test_other_policies_are_refused_with_the_choices(policy: Any) -> None:
     with pytest.raises(ConfigError, match="lru, fifo, least-fresh, none, or give a function"):
         check_policy(policy)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -251,7 +253,17 @@ def test_a_sampler_for_another_dataset_is_refused(new_cache: NewCache) -> None:
         ({"prefetch": 0}, "prefetch=0"),
         ({"epoch_size": -5}, "epoch_size=-5"),
         ({"turnover": 1.5}, "turnover=1.5"),
+        ({"turnover": None}, "turnover=None"),
+        ({"turnover": "x"}, "turnover='x'"),
         ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": None}, "timeout_s=None: give seconds, 0.001 or more"),
+        ({"timeout_s": "x"}, "timeout_s='x'"),
+        ({"timeout_s": math.nan}, "timeout_s=nan"),
+        ({"batch_transform": 5}, "batch_transform=5: give a function"),
+        ({"record": 5}, "record=5: give a path"),
+        ({"replay": 5}, "replay=5: give a path"),
+        ({"weights": {1: 2.0}}, "1 is none"),
+        ({"weights": {"a": "b"}}, "give numbers"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"device": "cuda:77"}, "device='cuda:77'"),
         ({"sampler": 5}, "sampler=5"),
@@ -269,6 +281,24 @@ def test_arguments_that_cannot_work_are_refused_with_advice(
     with pytest.raises(ConfigError) as caught:
         EpochLoader(new_cache(1, 8), **{"batch_size": 4, **options})
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("returned", [None, 5])
+def test_a_sampler_function_that_returns_no_sampler_is_refused(returned: Any, new_cache: NewCache) -> None:
+    with (
+        EpochLoader(new_cache(1, 8), 4, sampler=lambda _: returned) as loader,
+        pytest.raises(ConfigError, match=f"returned {returned} .*let it return a torch sampler"),
+    ):
+        next(iter(loader))
+
+
+def test_counts_may_be_numpys(new_cache: NewCache) -> None:
+    four: Any = np.int64(4)
+    with EpochLoader(
+        new_cache(1, 8), four, epoch_size=four, min_samples=four, prefetch=four, locality=four
+    ) as loader:
+        assert len(numbers(loader)) == 4
+        assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 1
 
 
 def test_a_path_in_place_of_a_cache_is_refused() -> None:

@@ -227,6 +227,8 @@ def test_loading_a_state_ends_a_running_iteration(new_cache: NewCache) -> None:
         {"version": 3},
         {"version": 99, "epoch": 0},
         {"version": 3, "epoch": "x"},
+        {"version": 3, "epoch": -1, "batch": 0, "segment": None},
+        {"version": 3, "epoch": 0, "batch": -1, "segment": None},
         {"version": 3, "epoch": 1, "batch": 3, "segment": None},
         {"version": 3, "epoch": 1, "batch": 3, "segment": "{"},
         {"version": 3, "epoch": 1, "batch": 3, "segment": "{}"},

@@ -125,9 +125,23 @@ def test_ranks_draw_by_the_weights_that_all_of_them_gave(
 def test_what_cannot_be_a_weight_is_refused(new_cache: NewCache) -> None:
     cache = new_cache(1, 8)
     with EpochLoader(cache, 4, weights=True) as loader:
-        for keys_, values in ((["a"], [1, 2]), (["a"], [float("nan")]), (["a"], [-1.0]), ("a", [1.0])):
+        wrong: list[Any] = [
+            (["a"], [1, 2]),
+            (["a"], [float("nan")]),
+            (["a"], [-1.0]),
+            ("a", [1.0]),
+            (5, [1.0]),
+        ]
+        for keys_, values in wrong:
             with pytest.raises(ConfigError, match="update_weights"):
                 loader.update_weights(keys_, values)
+        with pytest.raises(
+            ConfigError, match="weights go by the samples' keys, which are str, and 1 is none"
+        ):
+            loader.update_weights([1], [2.0])  # type: ignore[list-item]
+        for value in ("b", None):
+            with pytest.raises(ConfigError, match="give numbers"):
+                loader.update_weights(["a"], [value])
         with pytest.raises(ConfigError, match="no weights"):
             loader.load_state_dict({**loader.state_dict(), "weights": {"keys": "AA=="}})
     with EpochLoader(cache, 4) as loader, pytest.raises(ConfigError, match="weights=True"):
