@@ -16,6 +16,7 @@ from cachestream.errors import ConfigError
 
 __all__ = [
     "NO_THREADS",
+    "PEER_ANSWERS",
     "PEER_KEYWORDS",
     "SHORTEST_S",
     "check_count",
@@ -67,20 +68,59 @@ PEER_KEYWORDS: Final[dict[str, str]] = {
     "input_dir": "source",
     "local": "cache",
     "max_cache_size": "size_limit",
-    "num_canonical_nodes": "partition",
     "num_samples": "epoch_size",
     "num_threads": "num_workers",
-    "persistent_workers": "detach",
     "pin_memory": "device",
-    "predownload": "prefetch",
     "prefetch_factor": "prefetch",
     "remote": "source",
-    "resampled": "epoch_size",
+    "session_options": "storage_options",
     "shardshuffle": "shuffle",
     "shuffle_seed": "seed",
     "sync_period": "turnover",
     "urls": "source",
+    "validate_hash": "check_hashes",
     "workers": "num_workers",
+}
+
+# What they type that has no name here, and what to do about it.
+PEER_ANSWERS: Final[dict[str, str]] = {
+    "batch_sampler": "EpochLoader and stream take it as sampler=",
+    "batching_method": "make a loader for each stream",
+    "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
+    "encryption": "sets that are encrypted cannot be read",
+    "generator": "give seed=",
+    "handler": "nothing is needed: what cannot be used is counted with its reason in cache.status().failures",
+    "index_path": "the source is the folder that holds index.json, with format=",
+    "keep_zip": "nothing is needed: compressed shards are never on the disk",
+    "max_pre_download": "nothing is needed: filling does not depend on where training is",
+    "nodesplitter": "nothing is needed: each node gets a share of the remote",
+    "num_canonical_nodes": "nothing is needed: a state goes on with another number of ranks",
+    "partition_algo": "nothing is needed: each node gets a share of the remote",
+    "persistent_workers": "nothing is needed: the worker fills on from epoch to epoch",
+    "predownload": "nothing is needed: filling does not depend on where training is",
+    "resampled": "nothing is needed: there is always a next epoch",
+    "split": "name the folder of the split as the source",
+    "streams": "give cs.mix({source: weight}) as the source",
+    "subsample": "EpochLoader and stream take epoch_size=, or a sampler=",
+    "worker_init_fn": "nothing is needed: no process makes batches, and transform= runs in the background",
+    "workersplitter": "nothing is needed: the worker's processes divide the units among themselves",
+    **dict.fromkeys(
+        ("download_retry", "download_timeout"),
+        "nothing is needed: what does not answer is tried again for as long as it takes",
+    ),
+    **dict.fromkeys(("item_loader", "serializers"), "nothing is needed; decoders= is for fields of your own"),
+    **dict.fromkeys(
+        ("num_replicas", "rank", "world_size"),
+        "the ranks are found from torch.distributed, once it is initialised",
+    ),
+    **dict.fromkeys(
+        ("replication", "sampling_granularity", "sampling_method"),
+        "EpochLoader and stream take any torch sampler as sampler=, and start_worker an order= for the filling",
+    ),
+    **dict.fromkeys(
+        ("shuffle_algo", "shuffle_block_size"),
+        "nothing is needed: every epoch permutes all that is cached",
+    ),
 }
 
 
@@ -128,14 +168,18 @@ def keywords_of(function: Callable[..., object]) -> set[str]:
 
 
 def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise ConfigError for keywords that `function` does not take, naming ours for a peer's."""
+    """Raise ConfigError for keywords that `function` does not take, saying for a peer's what to use instead."""
     for name in unknown:
-        options = sorted(known)
-        ours = PEER_KEYWORDS.get(name)
-        if ours not in options:
-            ours = next(iter(difflib.get_close_matches(name, options, n=1)), None)
-        hint = f"; here it is called '{ours}'" if ours else f"; it takes {', '.join(options)}"
-        raise ConfigError(f"{function}() has no argument '{name}'{hint}")
+        raise ConfigError(f"{function}() has no argument '{name}'{_advice(name, sorted(known))}")
+
+
+def _advice(name: str, options: list[str]) -> str:
+    if name in PEER_ANSWERS:
+        return f": {PEER_ANSWERS[name]}"
+    if PEER_KEYWORDS.get(name) in options:
+        return f"; here it is called '{PEER_KEYWORDS[name]}'"
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"; do you mean '{near[0]}'?" if near else f"; it takes {', '.join(options)}"
 
 
 def check_mapping(name: str, value: object, such_as: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from cachestream.config import SHORTEST_S, check_seconds, keywords_of, reject_unknown
 from cachestream.remote.growing import is_source
-from cachestream.remote.open import Unopened, open_source
+from cachestream.remote.open import SOURCE_OPTIONS, Unopened, open_source
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
@@ -18,12 +18,6 @@ from cachestream.training.ranks import find_share, is_elastic
 __all__ = ["StreamLoader", "stream"]
 
 _CACHE: Final = ("min_free", "eviction")
-_SOURCE: Final = (
-    *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
-    *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
-    *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
-    *("first_names", "check_crc", "check_hashes", "compression"),
-)
 _TIMEOUT_S: Final = 120.0  # the loader's
 _LINGER_S: Final = 120.0  # in which torchrun has started the ranks again, and they have loaded torch
 logger = logging.getLogger("cachestream")
@@ -85,10 +79,12 @@ def stream(
     of the job does not call it, too.
     """
     worker_names, loader_names = keywords_of(start_worker), keywords_of(EpochLoader.__init__)
-    reject_unknown("stream", _without(options, {*_CACHE, *_SOURCE, *worker_names, *loader_names}), _KNOWN)
+    reject_unknown(
+        "stream", _without(options, {*_CACHE, *SOURCE_OPTIONS, *worker_names, *loader_names}), _KNOWN
+    )
     timeout_s = options.get("timeout_s", _TIMEOUT_S)
     check_seconds("timeout_s", timeout_s, SHORTEST_S)
-    given = _only(options, _SOURCE)
+    given = _only(options, SOURCE_OPTIONS)
     # What is none yet is opened while the worker's Python starts.
     source = open_source(source, **given) if is_source(source) else Unopened(source, given)
     settings = {**_only(options, _CACHE), "size_limit": size_limit}
@@ -131,7 +127,7 @@ def _without(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
 
 
 _KNOWN: Final = sorted(
-    {"source", "cache", "size_limit", "batch_size", *_CACHE, *_SOURCE}
+    {"source", "cache", "size_limit", "batch_size", *_CACHE, *SOURCE_OPTIONS}
     | keywords_of(start_worker)
     | keywords_of(EpochLoader.__init__)
 )

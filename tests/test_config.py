@@ -8,8 +8,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cachestream.config import PEER_KEYWORDS, format_size, parse_size, reject_unknown
+import cachestream as cs
+from cachestream.config import (
+    PEER_ANSWERS,
+    PEER_KEYWORDS,
+    format_size,
+    keywords_of,
+    parse_size,
+    reject_unknown,
+)
 from cachestream.errors import ConfigError
+from cachestream.remote.open import SOURCE_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -98,7 +107,7 @@ def test_a_keyword_of_a_peer_library_is_answered_with_ours() -> None:
 
 
 def test_a_typing_error_is_answered_with_the_nearest_keyword() -> None:
-    with pytest.raises(ConfigError, match=r"no argument 'num_worker'; here it is called 'num_workers'"):
+    with pytest.raises(ConfigError, match=r"no argument 'num_worker'; do you mean 'num_workers'\?"):
         reject_unknown("start_worker", {"num_worker": 1}, ["num_workers", "order"])
 
 
@@ -112,6 +121,33 @@ def test_a_peer_keyword_is_not_answered_with_one_the_function_lacks() -> None:
     with pytest.raises(ConfigError) as caught:
         reject_unknown("EpochLoader", {"urls": 1}, ["batch_size"])
     assert "source" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("replication", "any torch sampler as sampler="),
+        ("resampled", "nothing is needed: there is always a next epoch"),
+        ("predownload", "nothing is needed"),
+        ("subsample", "epoch_size=, or a sampler="),
+        ("collate_fn", "batch_transform="),
+        ("handler", r"cache.status\(\).failures"),
+        ("generator", "give seed="),
+        ("download_retry", "tried again for as long as it takes"),
+        ("num_canonical_nodes", "another number of ranks"),
+    ],
+)
+def test_a_keyword_of_a_peer_that_has_no_name_here_is_answered_with_what_to_do(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"stream\(\) has no argument '{name}': .*{says}"):
+        cs.stream("a", "b", batch_size=1, **{name: None})
+
+
+def test_a_keyword_of_a_peer_has_either_a_name_here_or_an_answer() -> None:
+    assert not PEER_ANSWERS.keys() & PEER_KEYWORDS.keys()
+    ours = {*keywords_of(cs.stream), *SOURCE_OPTIONS, *keywords_of(cs.start_worker)}
+    ours |= keywords_of(cs.EpochLoader.__init__)
+    assert {*PEER_KEYWORDS.values()} <= ours | {"cache", "size_limit", "source"}
+    assert not PEER_ANSWERS.keys() & ours
 
 
 def test_no_unknown_keyword_is_no_error() -> None:

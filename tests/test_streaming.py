@@ -11,7 +11,7 @@ import pytest
 
 import cachestream as cs
 from cachestream.errors import ConfigError
-from cachestream.streaming import _SOURCE
+from cachestream.remote.open import SOURCE_OPTIONS
 
 SOURCES = (
     *(cs.ArraySource, cs.FileSource, cs.LitDataSource, cs.MDSSource, cs.ParquetSource, cs.TarSource),
@@ -22,7 +22,7 @@ SOURCES = (
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_options_of_every_source_are_taken(kind: type) -> None:
     options = list(inspect.signature(kind).parameters)[1:]
-    assert set(options) - {"weights"} <= set(_SOURCE)  # weights are the loader's
+    assert set(options) - {"weights"} <= set(SOURCE_OPTIONS)  # weights are the loader's
 
 
 def test_windows_of_an_array_are_streamed_by_its_path(tmp_path: Path) -> None:

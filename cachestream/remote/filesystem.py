@@ -83,6 +83,11 @@ class Remote:
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        if url.startswith("pipe:"):
+            raise ConfigError(
+                "'pipe:' URLs name a command, and none is run: give the URL that the command reads, which fsspec opens, such as "
+                "'s3://bucket/train-000000.tar'"
+            )
         self._url = url
         check_mapping("storage_options", storage_options, "{'anon': True}")
         self._options = dict(storage_options or {})

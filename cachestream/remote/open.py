@@ -27,7 +27,7 @@ from cachestream.remote.tables import PARQUET_ENDINGS, ParquetSource
 from cachestream.remote.tars import TAR_ENDINGS, TarSource
 from cachestream.remote.tfrecords import TFRECORD_ENDINGS, TFRecordSource
 
-__all__ = ["Unopened", "open_source", "protocols_of"]
+__all__ = ["SOURCE_OPTIONS", "Unopened", "open_source", "protocols_of"]
 
 # How paths and URLs end → the source for them; all others are plain files.
 _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
@@ -46,6 +46,13 @@ _BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
     "tar": TarSource,
     "tfrecord": TFRecordSource,
 }
+# What the sources take, beside what they are made of.
+SOURCE_OPTIONS: Final = (
+    *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
+    *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
+    *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
+    *("first_names", "check_crc", "check_hashes", "compression"),
+)
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PACKED: Final = {TarSource: "tar", ParquetSource: "parquet", TFRecordSource: "tfrecord"}

@@ -9,13 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
 from cachestream.errors import ConfigError, WorkerError
-from cachestream.remote.open import open_source, protocols_of
+from cachestream.remote.open import SOURCE_OPTIONS, open_source, protocols_of
 from cachestream.sampling.job import Job
 from cachestream.sampling.launch import START_TIMEOUT_S, Launch, head_start
 from cachestream.sampling.likeness import has_changed
@@ -226,6 +226,7 @@ def start_worker(
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
     """
+    _leave_to_source(unknown)
     reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))
     check_seconds("linger_s", linger_s, 0.0, LINGER_AT_MOST_S)
     cache = cache if isinstance(cache, Cache) else Cache(cache)
@@ -237,6 +238,15 @@ def start_worker(
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_of_mixture(worker, transform)
     return worker
+
+
+def _leave_to_source(options: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option of the source, which is open, or is opened as it is."""
+    for name in options:
+        if name in SOURCE_OPTIONS:
+            raise ConfigError(
+                f"{name}= belongs to the source: start_worker(cache, cs.open_source(…, {name}=…)); cs.stream takes it itself"
+            )
 
 
 def _warn_of_mixture(worker: Worker, transform: Callable[[Any], Any] | None) -> None:

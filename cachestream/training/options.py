@@ -25,14 +25,7 @@ from cachestream.training.weights import KeyWeights
 __all__ = ["Drawing", "EpochSettings", "make_weights", "refuse_unknown"]
 
 _HINTS: Final = {
-    "collate_fn": "batches are made without one; give batch_transform= for work on whole batches",
     "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
-    "batch_sampler": "give it as sampler=",
-    "generator": "give seed=",
-    **dict.fromkeys(
-        ("num_replicas", "rank", "world_size"),
-        "the ranks are found from torch.distributed, once it is initialised",
-    ),
     **dict.fromkeys(
         ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
         "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",

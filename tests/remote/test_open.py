@@ -207,7 +207,7 @@ def test_archives_beside_other_files_are_not_read_as_a_sample_each(tmp_path: Pat
 
 def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"1")
-    with pytest.raises(ConfigError, match=r"no argument 'lable'; here it is called 'label'"):
+    with pytest.raises(ConfigError, match=r"no argument 'lable'; do you mean 'label'\?"):
         open_source(tmp_path, lable=None)
     with pytest.raises(ConfigError, match=r"no argument 'storage_option'.*'storage_options'"):
         open_source(tmp_path, storage_option={})
@@ -218,6 +218,15 @@ def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path: Path) 
 
 
 # --- datasets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [open_source, TarSource])
+def test_a_command_in_place_of_a_url_is_refused_unread_and_untold(make: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="'pipe:' URLs name a command, and none is run: give the URL"
+    ) as caught:
+        make("pipe:curl -H canary https://host/train-{000000..000003}.tar")
+    assert "canary" not in str(caught.value)
 
 
 def test_a_dataset_is_read_by_index_and_its_errors_become_ours() -> None:

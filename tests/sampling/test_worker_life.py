@@ -378,6 +378,11 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
         ({"shard_size": 0}, "shard_size=0"),
         ({"bandwidth_limit": 0}, "bandwidth_limit"),
         ({"workers": 4}, "num_workers"),
+        (
+            {"resize": 8},
+            r"resize= belongs to the source: start_worker\(cache, cs.open_source\(…, resize=…\)\)",
+        ),
+        ({"storage_options": {}}, "storage_options= belongs to the source"),
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
 )

@@ -272,7 +272,9 @@ def test_a_sampler_for_another_dataset_is_refused(new_cache: NewCache) -> None:
         ({"weights": [1]}, "sampler="),
         ({"num_replicas": 2}, "torch.distributed"),
         ({"num_workers": 2}, "start_worker"),
-        ({"shufle": True}, "it is called 'shuffle'"),
+        ({"shufle": True}, "do you mean 'shuffle'?"),
+        ({"collate_fn": len}, "batch_transform="),
+        ({"generator": None}, "give seed="),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_with_advice(
