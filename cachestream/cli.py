@@ -40,6 +40,7 @@ from cachestream.flags import (
 )
 from cachestream.plots import plot_growth
 from cachestream.remote.retry import redact
+from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
@@ -140,20 +141,19 @@ def worker(
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
+    asked: dict[str, Any] = {
+        "num_workers": workers,
+        "transform": function,
+        "shard_size": shard_size,
+        "order": load(order, "--order") if ":" in order else order,
+        "partition": partition,
+        "seed": seed,
+        "bandwidth_limit": bandwidth_limit,
+        "when_full": when_full,
+    }
+    WorkerOptions(**asked).check()  # before a cache is made
     with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:
-        started = start_worker(
-            filled,
-            opened,
-            num_workers=workers,
-            transform=function,
-            shard_size=shard_size,
-            order=load(order, "--order") if ":" in order else order,
-            partition=partition,
-            seed=seed,
-            bandwidth_limit=bandwidth_limit,
-            when_full=when_full,
-            detach=detach,
-        )
+        started = start_worker(filled, opened, detach=detach, **asked)
         if detach:
             terminal.say(f"filling {filled.path} in the background; see: cachestream status {cache}")
         else:
@@ -298,8 +298,9 @@ def refetch(
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
+    wanted = refetching.wanted_shards(manifest)
     with Cache(cache, size_limit) as filled, terminal.progress("refetching") as advance:
-        report = refetching.refetch(manifest, filled, opened, transform=function, on_progress=advance)
+        report = refetching.refetch(wanted, filled, opened, transform=function, on_progress=advance)
     for reason in report.failed:
         typer.echo(reason, err=True)
     typer.echo(str(report), err=True)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from cachestream.storage.cache import Cache
 
-__all__ = ["RefetchReport", "refetch"]
+__all__ = ["RefetchReport", "refetch", "wanted_shards"]
 
 _LOCK_TIMEOUT_S: Final = 1.0
 _ATTEMPTS: Final = 8
@@ -85,7 +85,7 @@ class _NotAgainError(Exception):
 
 
 def refetch(
-    manifest: str | os.PathLike[str],
+    manifest: str | os.PathLike[str] | list[Content],
     cache: Cache,
     source: Source,
     *,
@@ -94,7 +94,8 @@ def refetch(
     concurrency: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RefetchReport:
-    """Bring into `cache` the shards that the epochs recorded at `manifest` (a file, or a folder) need and it lacks.
+    """Bring into `cache` the shards that the epochs recorded at `manifest` (a file, or a folder; or the `wanted_shards`
+    of one) need and it lacks.
 
     `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units are read
     at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at the time. In a
@@ -104,7 +105,7 @@ def refetch(
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is too small,
     SourceUnavailableError and SourceError when the remote does not give the units.
     """
-    wanted = _wanted(os.path.expanduser(manifest))
+    wanted = manifest if isinstance(manifest, list) else wanted_shards(manifest)
     report = RefetchReport(wanted=len(wanted))
     lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
     if lock is None:
@@ -131,17 +132,18 @@ def refetch(
     return report
 
 
-def _wanted(path: str) -> list[Content]:
-    """The shards that the manifests at `path` need, each once."""
+def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
+    """The shards that the epochs recorded at `manifest` need, each once; raises ConfigError where there are none."""
+    path = os.path.expanduser(manifest)
     names = [path]
     if os.path.isdir(path):
         names = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".json")]
     found: dict[str, Content] = {}
     for name in names:
-        manifest = load_manifest(name)
-        for stretch in manifest.stretches:
+        epoch = load_manifest(name)
+        for stretch in epoch.stretches:
             places = [place for place in stretch.record.shard_ids.tolist() if place >= 0]
-            found.update((manifest.shards[place].hash, manifest.shards[place]) for place in places)
+            found.update((epoch.shards[place].hash, epoch.shards[place]) for place in places)
     if not found:
         raise ConfigError(f"{path} holds no manifests of epochs; EpochLoader(record=FOLDER) writes them")
     return list(found.values())

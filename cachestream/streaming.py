@@ -10,6 +10,7 @@ from typing import Any, Final
 from cachestream.config import SHORTEST_S, check_seconds, keywords_of, reject_unknown
 from cachestream.remote.growing import is_source
 from cachestream.remote.open import SOURCE_OPTIONS, Unopened, open_source
+from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.worker import Worker, start_worker
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
@@ -87,13 +88,14 @@ def stream(
     given = _only(options, SOURCE_OPTIONS)
     # What is none yet is opened while the worker's Python starts.
     source = open_source(source, **given) if is_source(source) else Unopened(source, given)
+    asked = {"transform": transform, "num_workers": num_workers, **_only(options, worker_names)}
+    WorkerOptions(**_only(asked, WorkerOptions.__dataclass_fields__)).check()  # before a cache is made
     settings = {**_only(options, _CACHE), "size_limit": size_limit}
     if not isinstance(cache, Cache):
         cache = Cache(cache, **settings)
     else:
         _set(cache, settings)
-    filling = _of_this_job(cache, options, timeout_s) | _only(options, worker_names)
-    worker = start_worker(cache, source, transform=transform, num_workers=num_workers, **filling)
+    worker = start_worker(cache, source, **(_of_this_job(cache, options, timeout_s) | asked))
     try:
         return StreamLoader(cache, worker, batch_size, **_only(options, loader_names))
     except BaseException:

@@ -321,6 +321,13 @@ def test_what_epochs_hold_stays_and_the_command_says_so(cache: Path) -> None:
         (["worker", "IMAGES", "CACHE", "--size-limit", "much"], "size_limit='much'"),
         (["worker", "IMAGES", "CACHE", "--size-limit", "10"], "too small"),
         (["worker", "IMAGES", "CACHE", "--order", "backwards"], "order='backwards'"),
+        (["worker", "IMAGES", "CACHE", "--workers", "0"], "num_workers=0"),
+        (["worker", "IMAGES", "CACHE", "--partition", "2/2"], "partition"),
+        (["worker", "IMAGES", "CACHE", "--when-full", "explode"], "when_full='explode'"),
+        (["worker", "IMAGES", "CACHE", "--bandwidth-limit", "0"], "bandwidth_limit"),
+        (["worker", "IMAGES", "CACHE", "--shard-size", "much"], "shard_size='much'"),
+        (["worker", "IMAGES", "CACHE", "--eviction", "oldest"], "eviction='oldest'"),
+        (["refetch", "/no/manifest", "IMAGES", "CACHE"], "/no/manifest cannot be read"),
         (["worker", "IMAGES", "CACHE", "--transform", "json:no_such"], "--transform='json:no_such'"),
         (["worker", "IMAGES", "CACHE", "--source-option", "colour=red"], "no argument 'colour'"),
         (["worker", "IMAGES", "CACHE", "--storage-option", "a=1", "--storage-option", "a.b=2"], "'a'"),
@@ -348,8 +355,7 @@ def test_wrong_use_is_one_clear_message_and_leaves_nothing(
     assert shown.out == ""
     # A remote that is missing is a problem found; the rest is wrong use.
     assert exit_.value.code == (1 if "/no/such/folder" in arguments else 2)
-    # What is wrong in itself is found before a cache is made.
-    assert cache.exists() == ("--order" in arguments)
+    assert not cache.exists()  # what is wrong in itself is found before one is made
 
 
 def test_what_is_given_for_the_storage_driver_is_not_repeated_in_a_message(cache: Path) -> None:

@@ -71,6 +71,19 @@ def test_an_eviction_function_beside_an_open_cache_is_the_one_in_force(tmp_path:
         assert cache.status().eviction == "lru"
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"num_workers": 0}, {"order": "backwards"}, {"partition": "2/2"}, {"bandwidth_limit": 0}]
+)
+def test_what_the_worker_cannot_be_asked_for_is_refused_before_there_is_a_cache(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        cs.stream([{"x": 1}], tmp_path / "cache", "10MB", batch_size=1, **wrong)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        cs.start_worker(tmp_path / "cache", [{"x": 1}], **wrong)
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("timeout_s", [None, "x", 0])
 def test_a_deadline_that_is_none_is_refused_before_there_is_a_cache(tmp_path: Path, timeout_s: Any) -> None:
     with pytest.raises(ConfigError, match=r"^timeout_s=.*: give seconds, 0\.001 or more$"):

@@ -1,4 +1,4 @@
-"""The options of `start_worker`: checked at once, by name, and made into the orders of the worker."""
+"""The options of `start_worker`: checked by name, before there is a cache where that can be, and made into the orders of the worker."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from cachestream.storage.board import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import overhead_bytes
 
-__all__ = ["WorkerOptions"]
+__all__ = ["CONCURRENCY", "HANG_TIMEOUT_S", "WorkerOptions"]
 
+CONCURRENCY: Final = 16
+HANG_TIMEOUT_S: Final = 30.0
 DEFAULT_SHARD: Final = "64MB"
 _GROWING: Final = ("shuffle", "sequential")  # orders that can begin before all units are known
 _WHEN_FULL: Final = ("evict", "wait", "stop")
@@ -33,30 +35,42 @@ _WHEN_FULL: Final = ("evict", "wait", "stop")
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The options of `start_worker`, checked."""
+    """What `start_worker` can be asked for of a filling; see there."""
 
-    num_workers: int | None
-    shard_size: int | str | None
-    order: Any
-    bandwidth_limit: int | str | None
-    when_full: str
-    concurrency: int
-    hang_timeout_s: float
+    num_workers: int | None = None
+    shard_size: int | str | None = None
+    order: Any = "shuffle"
+    bandwidth_limit: int | str | None = None
+    when_full: str = "evict"
+    concurrency: int = CONCURRENCY
+    hang_timeout_s: float = HANG_TIMEOUT_S
     partition: Any = None
+    transform: Any = None
+    seed: int = 0
 
-    def job(self, cache: Cache, source: Source, transform: Any, seed: int) -> Job:
-        workers = min(4, os.cpu_count() or 1) if self.num_workers is None else self.num_workers
-        _check_range("num_workers", workers, PROCESSES_AT_MOST)
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work, whatever the cache and the source are."""
+        if self.num_workers is not None:
+            _check_range("num_workers", self.num_workers, PROCESSES_AT_MOST)
         _check_range("concurrency", self.concurrency, FLIGHTS)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
         check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)
-        if transform is not None and not callable(transform):
-            raise ConfigError(f"transform={transform!r}: must be a function of one sample")
+        if self.transform is not None and not callable(self.transform):
+            raise ConfigError(f"transform={self.transform!r}: must be a function of one sample")
         try:
-            seed = operator.index(seed)
+            operator.index(self.seed)
         except TypeError:
-            raise ConfigError(f"seed={seed!r}: give a whole number") from None
+            raise ConfigError(f"seed={self.seed!r}: give a whole number") from None
+        if self.shard_size is not None:
+            parse_size(self.shard_size, "shard_size")
+        self._bandwidth()
+        parse_partition(self.partition)
+        _kind_of(self.order)
+
+    def job(self, cache: Cache, source: Source) -> Job:
+        """The orders of the worker that fills `cache` from `source`; raises ConfigError for what cannot work."""
+        self.check()
         partition = parse_partition(self.partition)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
         num_units = source.num_units if growing is None else len(growing.first_names)
@@ -74,19 +88,19 @@ class WorkerOptions:
             sys_path=import_path(),
             fingerprint=source.fingerprint,
             kind=kind,
-            seed=seed,
+            seed=operator.index(self.seed),
             num_units=num_units,
             listing=str(
                 getattr(source, "listing_digest", "") if growing is None else growing.first_names.digest
             ),
-            num_workers=workers,
+            num_workers=self.num_workers or min(4, os.cpu_count() or 1),
             concurrency=self.concurrency,
             shard_bytes=self._shard_bytes(cache),
             bandwidth_bytes_per_s=self._bandwidth(),
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, transform, policy, weights), see),
+            payload=pack(Payload(source, self.transform, policy, weights), see),
             sampler=pack_sampler(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
@@ -136,17 +150,26 @@ def _order(
     order: Any, num_units: int | None, partition: Partition | None
 ) -> tuple[str, list[float] | None, Any]:
     """The kind of an order, its weights, its sampler or curriculum."""
+    kind = _kind_of(order)
+    if kind == "weighted":
+        return kind, check_weights(list(order), num_units, partition), None
+    if kind == "curriculum":
+        check_curriculum(order, 0.0, num_units)
+    return kind, None, None if isinstance(order, str) else order
+
+
+def _kind_of(order: Any) -> str:
+    """What `order` is: "shuffle", "sequential", "weighted", "sampler" or "curriculum"; raises ConfigError."""
     if isinstance(order, str):
-        if order not in ("shuffle", "sequential"):
+        if order not in _GROWING:
             raise ConfigError(f"order={order!r}: choose 'shuffle' or 'sequential', or give {_ORDERS}")
-        return order, None, None
+        return order
     if isinstance(order, Sequence) or hasattr(order, "__array__"):
-        return "weighted", check_weights(list(order), num_units, partition), None
+        return "weighted"
     if isinstance(order, type):
         raise ConfigError(f"order={order!r} is a class: make one of it first")
     if hasattr(order, "__iter__"):
-        return "sampler", None, order
+        return "sampler"
     if callable(order):
-        check_curriculum(order, 0.0, num_units)
-        return "curriculum", None, order
+        return "curriculum"
     raise ConfigError(f"order={order!r}: give 'shuffle', 'sequential', {_ORDERS}")

@@ -19,7 +19,7 @@ from cachestream.remote.open import SOURCE_OPTIONS, open_source, protocols_of
 from cachestream.sampling.job import Job
 from cachestream.sampling.launch import START_TIMEOUT_S, Launch, head_start
 from cachestream.sampling.likeness import has_changed
-from cachestream.sampling.options import WorkerOptions
+from cachestream.sampling.options import CONCURRENCY, HANG_TIMEOUT_S, WorkerOptions
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.partition import Partition
 from cachestream.sampling.wardens import LINGER_AT_MOST_S, Wardens
@@ -194,8 +194,8 @@ def start_worker(
     bandwidth_limit: int | str | None = None,
     when_full: str = "evict",
     detach: bool = False,
-    concurrency: int = 16,
-    hang_timeout_s: float = 30.0,
+    concurrency: int = CONCURRENCY,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
     partition: tuple[int, int] | str | None = None,
     linger_s: float = 0.0,
     **unknown: object,
@@ -229,12 +229,14 @@ def start_worker(
     _leave_to_source(unknown)
     reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))
     check_seconds("linger_s", linger_s, 0.0, LINGER_AT_MOST_S)
-    cache = cache if isinstance(cache, Cache) else Cache(cache)
     options = WorkerOptions(
-        num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition
+        *(num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition),
+        *(transform, seed),
     )
+    options.check()
+    cache = cache if isinstance(cache, Cache) else Cache(cache)
     with head_start(cache, protocols_of(source)) as launch:
-        job = options.job(cache, open_source(source), transform, seed)
+        job = options.job(cache, open_source(source))
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_of_mixture(worker, transform)
     return worker

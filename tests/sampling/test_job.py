@@ -106,7 +106,7 @@ def test_a_sampling_process_maps_the_names_of_a_manifest(tmp_path: Path) -> None
     source = FileSource(Manifest(listed), label=None)
     with Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache:
         options = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0)
-        fd = share(options.job(cache, source, None, 0))
+        fd = share(options.job(cache, source))
     code = (
         "import re, sys; from cachestream.sampling.job import load_shared, unpack\n"
         "import cachestream.remote.files\n"

@@ -208,7 +208,7 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(cache: Cache, re
     source = remote.open()
     remote.proxy.lists_allowed = 1
     options = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None)
-    job = options.job(cache, source, None, 0)
+    job = options.job(cache, source)
     lister = Lister(job, None, share(job), Listings(cache.directory))
     lister.begin()
     try:

@@ -152,7 +152,7 @@ def test_a_lister_shows_life_while_a_driver_that_is_not_asynchronous_waits_for_a
     put(server.root / tree, names_of(range(FOLDERS)))
     source = on(server, tree)
     server.allow(0)
-    job = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None).job(cache, source, None, 0)
+    job = WorkerOptions(1, None, "shuffle", None, "evict", 1, 30.0, None).job(cache, source)
     lister = Lister(job, None, share(job), Listings(cache.directory))
     lister.begin()
     try:
