@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import xxhash
@@ -116,17 +116,23 @@ class FileList:
         made._names, made._pages = names, None
         return made
 
-    def folders(self) -> frozenset[str]:
-        """The names of all folders that files lie in, "" for the root. An open list stays so if these can be known.
+    def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
+        """The names of all folders with files whose keys count, "" for the root. An open list stays so if these can be known.
 
         That a folder lies deeper than the first files do may not be seen.
         """
         if self._pages is not None:
             depth = max(name.count("/") for name in self._names)
-            found = self._pages.folders(depth, self._filtered)
+            found = self._pages.folders(
+                depth, lambda names: [name for name in self._filtered(names) if counts(self._key_of(name))]
+            )
             if found is not None:
                 return found
-        return frozenset(map(folder_of, self.names))
+        folders = set[str]()
+        for name in self.names:
+            if (folder := folder_of(name)) not in folders and counts(self._key_of(name)):
+                folders.add(folder)
+        return frozenset(folders)
 
     def _complete(self) -> None:
         if self.is_open:
@@ -217,7 +223,9 @@ class FileList:
 
     def key(self, index: int) -> str:
         """The path of file `index` below the common root of all, without a query."""
-        name = self.name(index)
+        return self._key_of(self.name(index))
+
+    def _key_of(self, name: str) -> str:
         if self.remote.is_web:
             name = name.partition("?")[0]
         if "?" in name or "://" in name:

@@ -29,9 +29,9 @@ class FileSource:
     and objects in `.json` their own fields; text "text" (str); anything else "data" (bytes). The
     key is the path below the common root of all files.
 
-    label: "folder" gives images an int "label", the place of their parent folder's name among all
-    such names in order (`label_names`), as torchvision's ImageFolder does; there is none where
-    all files lie in the root itself. A function of the key labels every file. None: no labels. Of a
+    label: "folder" gives images an int "label", the place of their parent folder's name among those of
+    all folders with images in order (`label_names`), as torchvision's ImageFolder does; there is none where
+    all images lie in the root itself. A function of the key labels every file. None: no labels. Of a
     `Manifest` with labels: those, for every file.
 
     storage_options go to fsspec's driver and may hold secrets: they are shown nowhere.
@@ -86,7 +86,7 @@ class FileSource:
         self._labels = self._files.labels if label == "folder" else None
         self._name_labels(() if self._labels is None else self._labels.names)
         if self._labels is None and label == "folder":
-            self._label_by(self._files.folders())
+            self._label_by(self._files.folders(_takes_label))
 
     def _label_by(self, folders: frozenset[str]) -> None:
         self._name_labels(tuple(sorted(folders)) if folders != {""} else ())
@@ -115,8 +115,10 @@ class FileSource:
         """List the rest, if any. Labels stay as they were foreseen, but where that was wrong."""
         if self._files.is_open:
             assert self._files.names  # asked for: all of them
-            if self._label == "folder" and not (folders := self._files.folders()) <= set(self._label_names):
-                self._label_by(folders)
+            if self._label == "folder":
+                folders = self._files.folders(_takes_label)
+                if not folders <= set(self._label_names):
+                    self._label_by(folders)
 
     # --- a listing that goes on (see `GrowingSource`)
 
@@ -151,7 +153,7 @@ class FileSource:
         key = self.key(unit)
         where = self._files.where(unit)
         extension = extension_of(key)
-        folder = folder_of(self._files.name(unit)) if self._label_index and is_image(extension) else None
+        folder = folder_of(self._files.name(unit)) if self._label_index and _takes_label(key) else None
         if folder is not None and folder not in self._label_index:
             raise SampleError(
                 f"{where}: has no label, because its folder was not seen when labels were given (it lies deeper than "
@@ -172,3 +174,8 @@ class FileSource:
     def __repr__(self) -> str:
         more = " and more" if self._files.is_open else ""
         return f"<FileSource {self._files.shown}, {len(self._files.first):,} files{more}>"
+
+
+def _takes_label(key: str) -> bool:
+    """Whether the file `key` gets the label of its folder."""
+    return is_image(extension_of(key))

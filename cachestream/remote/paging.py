@@ -78,7 +78,7 @@ class Pages:
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
 
     def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
-        """The names of all folders that hold files, as far as can be told without listing the files.
+        """The names of all folders with files that count, as far as can be told without listing the files.
 
         "" stands for the root itself. `keep` gives those names below the root that count. See `foreseen`.
         """

@@ -68,7 +68,7 @@ class Walk:
             yield Page([], is_last=True)
 
     def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
-        """The names of all folders that hold files, as far as can be told without listing the files; see `foreseen`."""
+        """The names of all folders with files that `keep` lets count, as far as a look at some tells; see `foreseen`."""
         with closing(_Asking(self)) as asking:
             return foreseen(_Look(self, asking, keep), "", depth)
 

@@ -54,6 +54,19 @@ def test_the_same_class_in_several_splits_has_one_label(tmp_path: Path) -> None:
     assert [sample["label"] for sample in samples.values()] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("beside", ["LICENSE", "README.md", "annotations/1.json", "zoo/deep/noisy.csv"])
+def test_only_folders_with_images_count_for_labels(tmp_path: Path, beside: str) -> None:
+    for name in ("ant/1.png", "bee/1.png"):
+        put_image(tmp_path / name, 0)
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_text("{}")
+    source = FileSource(tmp_path)
+    assert source.label_names == ("ant", "bee")
+    samples = read_all(source)
+    assert [samples[key]["label"] for key in ("ant/1.png", "bee/1.png")] == [0, 1]
+    assert "label" not in samples[beside]
+
+
 def test_images_without_folders_have_no_label_nor_do_other_files_in_folders(tmp_path: Path) -> None:
     put_image(tmp_path / "flat" / "1.png", 0)
     source = FileSource(tmp_path / "flat")

@@ -22,7 +22,9 @@ NAMES = [
     *(f"a/{number:03d}.jpg" for number in range(40)),
     *(f"a-b/{number:03d}.JPG" for number in range(40)),
     *(f"a/x/{number:03d}.txt" for number in range(3)),
+    "a/x/003.jpg",
     "README.md",
+    "notes/1.txt",
     "a/.hidden.jpg",
     ".cache/1.jpg",
     "b/.tmp/2.jpg",
@@ -97,7 +99,7 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
 def test_labels_are_known_before_the_files_are_and_are_the_same(server: S3Server) -> None:
     source = FileSource("s3://paged", storage_options=server.storage_options, first_names=30, label="folder")
     assert source.is_listing
-    # "x" lies deeper than the first names, and "b" holds hidden files alone.
+    # "x" lies deeper than the first names, "b" holds hidden files alone, and "notes" no image.
     assert source.label_names == ("", "a", "a-b", "c", "x")
     for where in ("s3://paged/**/*.jpg", "s3://paged/a*/*.jpg"):
         whole = FileSource(where, storage_options=server.storage_options, first_names=None)
@@ -130,7 +132,7 @@ def test_what_is_wrong_is_said_at_once(server: S3Server) -> None:
     options = server.storage_options
     with pytest.raises(SourceError, match="no files found"):
         FileSource("s3://empty/", storage_options=options, first_names=5)
-    with pytest.raises(SourceError, match=r"none of 86 files ends in \.png"):
+    with pytest.raises(SourceError, match=r"none of 88 files ends in \.png"):
         FileSource("s3://paged", storage_options=options, first_names=5, extensions="png")
     with pytest.raises(ConfigError, match="first_names=0"):
         FileSource("s3://paged", storage_options=options, first_names=0)

@@ -95,6 +95,13 @@ def test_a_listing_by_folders_is_the_one_at_once(
     same(f"memory://tree{where}", first_names, **options)
 
 
+@pytest.mark.parametrize("first_names", [1, 5, None])
+def test_files_beside_the_images_shift_no_label(memory: Any, first_names: int | None) -> None:
+    images = [f"{folder}/{number}.jpg" for folder in ("ant", "bee") for number in range(9)]
+    memory.pipe({f"/stray/{name}": b"x" for name in ["README.md", "annotations/1.json", *images]})
+    assert FileSource("memory://stray", first_names=first_names).label_names == ("ant", "bee")
+
+
 @pytest.mark.parametrize(("where", "options"), WAYS[1::3])
 def test_an_ftp_server_is_listed_by_folders_as_it_is_at_once(
     server: FTPServer, where: str, options: dict[str, Any]
@@ -105,7 +112,7 @@ def test_an_ftp_server_is_listed_by_folders_as_it_is_at_once(
 def test_of_a_server_only_the_folders_of_the_first_names_are_asked_for_and_later_those_of_the_rest(
     server: FTPServer,
 ) -> None:
-    put(server.root / "many", [f"{folder:02d}/{number}.bin" for folder in range(60) for number in range(4)])
+    put(server.root / "many", [f"{folder:02d}/{number}.jpg" for folder in range(60) for number in range(4)])
     server.asked.clear()
     source = FileSource("ftp://127.0.0.1/many", storage_options=server.options, first_names=8, label=None)
     assert as_growing(source) is source
@@ -115,8 +122,8 @@ def test_of_a_server_only_the_folders_of_the_first_names_are_asked_for_and_later
     assert labelled.label_names == tuple(f"{folder:02d}" for folder in range(60))
     assert len(server.asked) < 4 + 4 + 1 + 20, "and some of the others, for the names of the folders"
     server.asked.clear()
-    rest = [name for page in source.more_names("57/3.bin") for name in page.names]
-    assert rest == [f"{folder}/{number}.bin" for folder in (58, 59) for number in range(4)]
+    rest = [name for page in source.more_names("57/3.jpg") for name in page.names]
+    assert rest == [f"{folder}/{number}.jpg" for folder in (58, 59) for number in range(4)]
     assert server.asked == ["/many", "/many/57", "/many/58", "/many/59"], (
         "that of the last name may have more"
     )
