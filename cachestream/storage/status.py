@@ -11,7 +11,7 @@ from cachestream.config import format_size
 from cachestream.storage.board import Totals
 from cachestream.storage.tables import FailureRow
 
-__all__ = ["CacheStatus", "VerifyReport", "WorkerStatus", "describe_skipped"]
+__all__ = ["CacheStatus", "VerifyReport", "WorkerStatus", "describe_skipped", "remedy_for_skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +132,13 @@ def describe_skipped(failures: Sequence[FailureRow]) -> str:
     most = failures[0]
     example = f" (first: {most.example})" if most.example else ""
     return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"
+
+
+def remedy_for_skipped(failures: Sequence[FailureRow]) -> str:
+    """What to do about it where too much was skipped; `failures` have the most frequent first."""
+    if failures[0].kind != "schema":
+        return "correct what fails and start again"
+    return (
+        "the first sample that was cached decides what fields all have: make all alike in transform=, or leave files of "
+        "other kinds out with extensions=; then 'cachestream clear CACHE' and start again"
+    )

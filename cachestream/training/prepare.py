@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.model import IntArray
-from cachestream.storage.looking import hindrance
-from cachestream.storage.status import describe_skipped
+from cachestream.training.awaiting import ColdStart
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import draw_order, rounds_of
 from cachestream.training.epoch import Request, Segment
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Preparer"]
 
-_WATCH_S: Final = 0.02
-_SILENT_S: Final = 10.0
-
 logger = logging.getLogger("cachestream")
 
 
@@ -46,7 +41,7 @@ class Preparer:
         self._settings = settings
         self._find = find
         self._found: Ranks | None = None
-        self._closed = closed
+        self._cold_start = ColdStart(cache, settings, closed)
         self._holder = Holder(cache, settings.turnover, settings.replay)
         self.last_s = 0.0
 
@@ -78,7 +73,8 @@ class Preparer:
         held: Held | None = None
         try:
             try:
-                self._await_samples(request, cancelled)
+                if self._settings.replay is None and self._cache.cache_id not in (request.records or {}):
+                    self._cold_start.wait(len(ranks.group), cancelled)
                 watch = Watch(time.monotonic() + budget_s, cancelled)
                 held = self._holder.hold(ranks, request, self._remaining(request), watch)
                 segment = self._lay_out(request, held, cancelled)
@@ -112,63 +108,6 @@ class Preparer:
     def forget(self) -> None:
         """Let go of the maps kept for the next preparation."""
         self._holder.maps = None
-
-    # --- samples
-
-    def _await_samples(self, request: Request, cancelled: Callable[[], bool]) -> None:
-        """Wait at cold start; raises NotEnoughSamplesError when there are, and will be, too few."""
-        if self._cache.cache_id in (request.records or {}) or self._settings.replay is not None:
-            return
-        settings, group = self._settings, len(self.ranks.group)
-        whole = settings.batch_size * group
-        wanted = settings.min_samples or whole
-        least = settings.min_samples or (whole if settings.drop_last else group)
-        # A moment before the trainer gives up waiting for its batch: this error says more.
-        give_up = time.monotonic() + 0.9 * settings.timeout_s
-        speak = time.monotonic() + _SILENT_S
-        while (have := self._cache.num_samples) < wanted:
-            state = self._cache.fill_state()
-            ended = state in ("complete", "full", "failed")
-            late = time.monotonic() > give_up
-            if ended or late:
-                # Asked again: the last samples may have come between the count and the state.
-                have = self._cache.num_samples
-                if have >= least:
-                    return
-                raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
-            if not have and time.monotonic() > speak:
-                self._tell_why_none()
-                speak = math.inf
-            if cancelled() or self._closed.wait(_WATCH_S):
-                raise Cancelled
-
-    def _tell_why_none(self) -> None:
-        with self._cache.catalogue.reading() as tables:
-            why = hindrance(self._cache.directory, tables) or describe_skipped(tables.failures())
-        if why:
-            logger.warning("%s holds no samples so far: %s", self._cache.path, why)
-
-    def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
-        with self._cache.catalogue.reading() as tables:
-            skipped, message = describe_skipped(tables.failures()), str(tables.meta("fill_message", ""))
-            hindered = hindrance(self._cache.directory, tables)
-        why = (
-            f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
-        )
-        if state == "none":
-            hint = "start a worker (cs.start_worker, or 'cachestream worker')"
-        elif state == "failed":
-            hint = message or "see 'cachestream status CACHE'"
-        elif hindered and not ended:
-            hint = hindered
-        elif not have and (message or skipped):
-            hint = f"{message or skipped}; correct what fails and start again"
-        elif ended:
-            hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
-        else:
-            hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-        told = f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
-        return f"{told} ({skipped})" if skipped and skipped not in hint else told
 
     # --- order and plan
 

@@ -1,0 +1,94 @@
+"""Waiting for samples at cold start: until there are enough, or it is known, and said why, that there will not be."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.looking import hindrance
+from cachestream.storage.status import describe_skipped, remedy_for_skipped
+from cachestream.training.options import EpochSettings
+from cachestream.training.ranks import Cancelled
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+
+__all__ = ["ColdStart"]
+
+_WATCH_S: Final = 0.02
+_SILENT_S: Final = 10.0
+
+logger = logging.getLogger("cachestream")
+
+
+class ColdStart:
+    """Waits for the samples that an epoch of `settings` takes from `cache`, until `closed`."""
+
+    def __init__(self, cache: Cache, settings: EpochSettings, closed: threading.Event) -> None:
+        self._cache = cache
+        self._settings = settings
+        self._closed = closed
+
+    def wait(self, share: int, cancelled: Callable[[], bool]) -> None:
+        """Wait until a batch for each of the `share` ranks of the cache is there, or what the user wants to begin with.
+
+        Raises NotEnoughSamplesError when there are, and will be, too few, and Cancelled.
+        """
+        settings = self._settings
+        whole = settings.batch_size * share
+        wanted = settings.min_samples or whole
+        least = settings.min_samples or (whole if settings.drop_last else share)
+        # A moment before the trainer gives up waiting for its batch: this error says more.
+        give_up = time.monotonic() + 0.9 * settings.timeout_s
+        speak = time.monotonic() + _SILENT_S
+        while (have := self._cache.num_samples) < wanted:
+            state = self._cache.fill_state()
+            ended = state in ("complete", "full", "failed")
+            late = time.monotonic() > give_up
+            if ended or late:
+                # Asked again: the last samples may have come between the count and the state.
+                have = self._cache.num_samples
+                if have >= least:
+                    return
+                raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
+            if not have and time.monotonic() > speak:
+                self._tell_why_none()
+                speak = math.inf
+            if cancelled() or self._closed.wait(_WATCH_S):
+                raise Cancelled
+
+    def _tell_why_none(self) -> None:
+        with self._cache.catalogue.reading() as tables:
+            why = hindrance(self._cache.directory, tables) or describe_skipped(tables.failures())
+        if why:
+            logger.warning("%s holds no samples so far: %s", self._cache.path, why)
+
+    def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
+        with self._cache.catalogue.reading() as tables:
+            failures, message = tables.failures(), str(tables.meta("fill_message", ""))
+            hindered = hindrance(self._cache.directory, tables)
+        skipped = describe_skipped(failures)
+        why = (
+            f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
+        )
+        if state == "none":
+            hint = "start a worker (cs.start_worker, or 'cachestream worker')"
+        elif state == "failed":
+            hint = message or "see 'cachestream status CACHE'"
+        elif hindered and not ended:
+            hint = hindered
+        elif not have and message:
+            hint = f"{message}; correct what fails and start again"
+        elif sum(one.count for one in failures) > have:
+            hint = f"{skipped}; {remedy_for_skipped(failures)}"
+        elif ended:
+            hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
+        else:
+            hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
+        told = f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
+        return f"{told} ({skipped})" if skipped and skipped not in hint else told
