@@ -25,6 +25,7 @@ from cachestream.sampling.partition import Partition
 from cachestream.sampling.wardens import LINGER_AT_MOST_S, Wardens
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile
+from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import CacheStatus
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class Worker:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the pass over the remote is complete, or the worker has ended; False at the deadline.
 
-        The next pass, over what was evicted, may be under way then. Raises WorkerError, with the traceback
-        from the background, if the worker crashed.
+        The next pass, over what was evicted, may be under way then. Logs a warning if more than 1 % of the samples were
+        skipped. Raises WorkerError, with the traceback from the background, if the worker crashed.
         """
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -85,6 +86,7 @@ class Worker:
             if state == "failed":
                 self._raise_failure()
             if state == "complete" or last not in (0, first):
+                warn_of_skipped(self.cache)
                 return True
             if not alive and not self.is_alive():
                 break

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.looking import hindrance
+from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import describe_skipped, remedy_for_skipped
 from cachestream.training.options import EpochSettings
 from cachestream.training.ranks import Cancelled
@@ -64,9 +65,11 @@ class ColdStart:
 
     def _tell_why_none(self) -> None:
         with self._cache.catalogue.reading() as tables:
-            why = hindrance(self._cache.directory, tables) or describe_skipped(tables.failures())
+            why = hindrance(self._cache.directory, tables)
         if why:
             logger.warning("%s holds no samples so far: %s", self._cache.path, why)
+        else:
+            warn_of_skipped(self._cache)
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
         with self._cache.catalogue.reading() as tables:

@@ -13,6 +13,7 @@ import xxhash
 
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.model import IntArray
+from cachestream.storage.skipping import warn_of_skipped
 from cachestream.training.awaiting import ColdStart
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import draw_order, rounds_of
@@ -75,6 +76,8 @@ class Preparer:
             try:
                 if self._settings.replay is None and self._cache.cache_id not in (request.records or {}):
                     self._cold_start.wait(len(ranks.group), cancelled)
+                if ranks.group[0] == ranks.rank:
+                    warn_of_skipped(self._cache)
                 watch = Watch(time.monotonic() + budget_s, cancelled)
                 held = self._holder.hold(ranks, request, self._remaining(request), watch)
                 segment = self._lay_out(request, held, cancelled)

@@ -373,7 +373,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
     finally:
         logging.getLogger("cachestream").removeHandler(listener)
     assert len(said) == 1
-    assert "no samples so far: 7 skipped, most often: transform: ValueError: even!" in said[0]
+    assert "0 samples were cached, and 7 skipped, most often: transform: ValueError: even!" in said[0]
 
 
 def test_too_few_samples_are_an_error_at_the_deadline_when_more_might_come(new_cache: NewCache) -> None:

@@ -1,0 +1,40 @@
+"""Telling the user of the library, once, that more is skipped than goes unnoticed."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from cachestream.storage.status import describe_skipped, remedy_for_skipped
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+
+__all__ = ["is_much", "warn_of_skipped"]
+
+_SHARE: Final = 0.01  # of all
+
+logger = logging.getLogger("cachestream")
+
+# The caches that this process was warned of.
+_told: set[str] = set()
+
+
+def is_much(skipped: int, used: int) -> bool:
+    """Whether `skipped` samples are too many, beside `used` ones, to be passed over in silence."""
+    return skipped > _SHARE * (skipped + used)
+
+
+def warn_of_skipped(cache: Cache) -> None:
+    """Warn, once a cache and process, where more than 1 % of the samples were skipped."""
+    if cache.cache_id in _told:
+        return
+    with cache.catalogue.reading() as tables:
+        failures = tables.failures()
+        used = tables.totals()[1] + int(tables.meta("evicted_samples", 0))
+    if is_much(sum(one.count for one in failures), used):
+        _told.add(cache.cache_id)
+        remedy = remedy_for_skipped(failures)
+        logger.warning(
+            "%s: %d samples were cached, and %s; %s", cache.path, used, describe_skipped(failures), remedy
+        )
