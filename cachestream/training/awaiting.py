@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.churn import Churn
 from cachestream.storage.looking import hindrance
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import describe_skipped, remedy_for_skipped
@@ -47,16 +49,18 @@ class ColdStart:
         # A moment before the trainer gives up waiting for its batch: this error says more.
         give_up = time.monotonic() + 0.9 * settings.timeout_s
         speak = time.monotonic() + _SILENT_S
+        churn = Churn(self._cache)
         while (have := self._cache.num_samples) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
             late = time.monotonic() > give_up
-            if ended or late:
+            no_room = churn.evicted() >= max(have, 1)  # all of it has come and gone, and it was never enough
+            if ended or late or no_room:
                 # Asked again: the last samples may have come between the count and the state.
                 have = self._cache.num_samples
                 if have >= least:
                     return
-                raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
+                raise NotEnoughSamplesError(self._too_few(have, least, "full" if no_room else state, ended))
             if not have and time.monotonic() > speak:
                 self._tell_why_none()
                 speak = math.inf
@@ -79,11 +83,14 @@ class ColdStart:
         why = (
             f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
         )
-        if state == "none":
+        if state == "full" and not hindered:
+            why = f"no more fit into its size_limit of {format_size(self._cache.size_limit)}"
+            hint = "raise that ('cachestream limit CACHE SIZE'), or use a smaller batch_size or min_samples"
+        elif state == "none":
             hint = "start a worker (cs.start_worker, or 'cachestream worker')"
         elif state == "failed":
             hint = message or "see 'cachestream status CACHE'"
-        elif hindered and not ended:
+        elif hindered and (state == "full" or not ended):
             hint = hindered
         elif not have and message:
             hint = f"{message}; correct what fails and start again"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import cachestream as cs
 from cachestream import Cache, EpochLoader, NotEnoughSamplesError
+from cachestream.storage.churn import Churn, Look, counts_from
 from cachestream.storage.skipping import is_much
+from tests.sampling.support import wait_until
 
 DEADLINE_S = 120.0
 
@@ -65,3 +69,55 @@ def test_that_much_was_skipped_is_said_once_to_who_waits_for_the_pass_and_to_who
 )
 def test_more_than_one_percent_is_much(skipped: int, used: int, much: bool) -> None:
     assert is_much(skipped, used) == much
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 64}, {"batch_size": 4, "min_samples": 64}])
+def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on(
+    cache: Cache, options: dict[str, Any]
+) -> None:
+    cache.size_limit = 3_000_000
+    samples = [{"x": np.zeros(100_000, np.uint8)} for _ in range(100)]
+    too_small = (
+        r"holds \d\d samples, 64 are needed for an epoch, and no more fit into its size_limit of 3 MB: raise"
+    )
+    with cs.start_worker(cache, samples, num_workers=1):
+        with (
+            EpochLoader(cache, **options, timeout_s=2 * DEADLINE_S) as loader,
+            pytest.raises(NotEnoughSamplesError, match=too_small),
+        ):
+            next(iter(loader))
+        with EpochLoader(cache, 64, drop_last=False) as loader:
+            assert len(next(iter(loader))["x"]) < 64
+        cache.size_limit = 20_000_000
+        with EpochLoader(cache, **options) as loader:
+            assert len(loader) >= 1
+
+
+FULL = Look(evicted_samples=100, size_limit=3_000_000, tells=True)
+
+
+@pytest.mark.parametrize(
+    ("now", "counted"),
+    [
+        (Look(120, 3_000_000, tells=True), 20),
+        (Look(120, 3_000_000, tells=False), 0),
+        (Look(120, 4_000_000, tells=True), 0),
+    ],
+)
+def test_what_is_evicted_counts_only_under_one_limit_and_for_want_of_room_alone(
+    now: Look, counted: int
+) -> None:
+    assert now.evicted_samples - counts_from(FULL, now).evicted_samples == counted
+
+
+def test_while_a_lease_takes_of_the_room_evictions_tell_nothing(cache: Cache) -> None:
+    cache.size_limit = 3_000_000
+    samples = [{"x": np.zeros(100_000, np.uint8)} for _ in range(100)]
+    with cs.start_worker(cache, samples, num_workers=1):
+        cache.wait(1, DEADLINE_S)
+        churn = Churn(cache)
+        with cache.snapshot():
+            before = cache.status().evicted_samples
+            wait_until(lambda: cache.status().evicted_samples > before + 50, "the rest comes and goes")
+            assert churn.evicted() == 0
+        wait_until(lambda: churn.evicted() > 50, "as much has come and gone without a lease")
