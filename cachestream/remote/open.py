@@ -138,31 +138,45 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
         raise ConfigError(
             f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
         )
-    source = _make(kind, (what,), options)
-    return _by_listing(source, what, redact(first), options) if isinstance(source, FileSource) else source
+    return _by_listing(what, redact(first), options) if kind is FileSource else _make(kind, (what,), options)
 
 
-def _by_listing(source: FileSource, what: Any, shown: str, options: dict[str, Any]) -> Source:
-    """`source`, or one for what it turns out to list: a name such as "s3://bucket/train/" tells nothing. Only the listing,
-    which is there, is looked at: to look for an index would be a request for each URL.
+def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
+    """The source for what is listed as `what`: a name such as "s3://bucket/train/" tells nothing. Only the listing is
+    looked at: to look for an index would be a request for each URL.
     """
+    for_files = _options_of(FileSource)
+    others = {name: value for name, value in options.items() if name not in for_files}
+    known = {name for kind in _BY_FORMAT.values() for name in _options_of(kind)}
+    reject_unknown("open_source", {name: value for name, value in others.items() if name not in known}, known)
+    source = FileSource(what, **{name: value for name, value in options.items() if name not in others})
     ends = source.key(0), source.key(len(source.first_names) - 1)
     if _INDEXED["litdata"].fullmatch(ends[0]):
         ends = source.key(0), source.key(source.num_units - 1)  # its index lies at the end of all
-    for name, shard in _INDEXED.items():
-        if "index.json" in ends and any(map(shard.fullmatch, ends)):
-            raise ConfigError(f"{shown} holds shards of {name}: give format={name!r}, or format='files'")
+    _check_index(ends, shown)
     # Spark leaves a _SUCCESS beside its tables.
-    kinds = {_by_ending(name) for name in ends if not name.rpartition("/")[2].startswith(("_", "."))}
+    kinds = {_by_ending(name) for name in ends if not _last_part(name).startswith(("_", "."))}
     for kind, name in _PACKED.items():
-        if kind in kinds and set(options) <= set(inspect.signature(kind).parameters):
+        if kind in kinds and (others or set(options) <= set(_options_of(kind))):
             if len(kinds) > 1:
                 raise ConfigError(
                     f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} to read "
                     "those, extensions= for others, or format='files' for the bytes of each"
                 )
             return _make(kind, (what,), options)
+    reject_unknown("open_source", others, for_files)
     return source
+
+
+def _check_index(ends: tuple[str, str], shown: str) -> None:
+    """Refuse a listing that begins and ends as the shards of another library's data set, with its index, do."""
+    for name, shard in _INDEXED.items():
+        if "index.json" in ends and any(map(shard.fullmatch, ends)):
+            raise ConfigError(f"{shown} holds shards of {name}: give format={name!r}, or format='files'")
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition("/")[2]
 
 
 def _as_manifest(what: Any, options: Any) -> Manifest:
@@ -177,15 +191,20 @@ def _as_manifest(what: Any, options: Any) -> Manifest:
 
 
 def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[str, Any]) -> Source:
-    known = [
-        name
-        for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())
-        if position >= len(args) and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    known = _options_of(kind, len(args))
     reject_unknown(
         "open_source", {name: value for name, value in options.items() if name not in known}, known
     )
     return kind(*args, **options)
+
+
+def _options_of(kind: Callable[..., Source], positional: int = 1) -> list[str]:
+    """The names of what `kind` takes after `positional` arguments."""
+    return [
+        name
+        for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())
+        if position >= positional and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
 
 
 def _is_list_of_urls(what: Any) -> bool:

@@ -30,6 +30,7 @@ from cachestream.remote.source import Source
 from cachestream.remote.tables import ParquetSource
 from cachestream.remote.tars import TarSource
 from cachestream.remote.tfrecords import TFRecordSource
+from tests.remote.tarmaking import tar_bytes
 
 RNG = np.random.default_rng(0)
 ROOT = Path(__file__).parents[2]
@@ -203,6 +204,24 @@ def test_archives_beside_other_files_are_not_read_as_a_sample_each(tmp_path: Pat
     assert (
         type(open_source(str(tmp_path), extensions=(".tar",))) is FileSource
     )  # asked for by a word of its own
+
+
+def test_a_folder_takes_the_options_of_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_bytes([("1.txt", b"1"), ("2.txt", b"2")]))
+    assert type(open_source(tmp_path, samples_per_visit=10)) is TarSource
+    with pytest.raises(ConfigError, match=r"no argument 'columns'; it takes crop, decoders"):
+        open_source(tmp_path, columns=["x"])
+    with pytest.raises(
+        ConfigError, match=r"no argument 'sample_per_visit'; here it is called 'samples_per_visit'"
+    ):
+        open_source(tmp_path, sample_per_visit=10)
+    pq.write_table(pa.table({"i": [1, 2], "j": [3, 4]}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match="holds tar files beside others"):
+        open_source(tmp_path, samples_per_visit=10)
+    (tmp_path / "a.tar").rename(tmp_path / "a.jpg")
+    (tmp_path / "b.parquet").rename(tmp_path / "c.jpg")
+    with pytest.raises(ConfigError, match=r"no argument 'samples_per_visit'; it takes crop, extensions"):
+        open_source(tmp_path, samples_per_visit=10)
 
 
 def test_an_unknown_option_is_refused_and_a_peers_is_translated(tmp_path: Path) -> None:
