@@ -151,7 +151,7 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
     reject_unknown("open_source", {name: value for name, value in others.items() if name not in known}, known)
     source = FileSource(what, **{name: value for name, value in options.items() if name not in others})
     ends = source.key(0), source.key(len(source.first_names) - 1)
-    if _INDEXED["litdata"].fullmatch(ends[0]):
+    if _INDEXED["litdata"].fullmatch(_last_part(ends[0])):
         ends = source.key(0), source.key(source.num_units - 1)  # its index lies at the end of all
     _check_index(ends, shown)
     # Spark leaves a _SUCCESS beside its tables.
@@ -171,8 +171,12 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
 def _check_index(ends: tuple[str, str], shown: str) -> None:
     """Refuse a listing that begins and ends as the shards of another library's data set, with its index, do."""
     for name, shard in _INDEXED.items():
-        if "index.json" in ends and any(map(shard.fullmatch, ends)):
-            raise ConfigError(f"{shown} holds shards of {name}: give format={name!r}, or format='files'")
+        if "index.json" in map(_last_part, ends) and any(shard.fullmatch(_last_part(key)) for key in ends):
+            folder = ends[0].rpartition("/")[0]
+            where, that = (f", in {folder}/", "that folder and ") if folder else ("", "")
+            raise ConfigError(
+                f"{shown} holds shards of {name}{where}: give {that}format={name!r}, or format='files'"
+            )
 
 
 def _last_part(key: str) -> str:

@@ -165,6 +165,16 @@ def test_open_source_takes_the_format_and_says_so_where_it_is_needed() -> None:
     assert LitDataSource(LITDATA, columns=["a_str"]).fingerprint == f"litdata:{LITDATA}|columns=a_str"
 
 
+def test_a_folder_of_such_folders_is_refused_and_the_one_that_is_meant_named(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(LITDATA, tmp_path / split)
+    with pytest.raises(
+        ConfigError, match="holds shards of litdata, in train/: give that folder and format='litdata'"
+    ):
+        open_source(tmp_path)
+    assert type(open_source(tmp_path, format="files")) is cs.FileSource
+
+
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_litdata_source_keeps_the_protocol(name: str) -> None:
     folder = need(name)

@@ -157,6 +157,16 @@ def test_open_source_takes_the_format_and_says_so_where_it_is_needed() -> None:
         open_source([{"x": 1}], format="mds")
 
 
+def test_a_folder_of_such_folders_is_refused_and_the_one_that_is_meant_named(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(MDS, tmp_path / split)
+    with pytest.raises(
+        ConfigError, match="holds shards of mds, in train/: give that folder and format='mds'"
+    ):
+        open_source(tmp_path)
+    assert type(open_source(tmp_path, format="files")) is cs.FileSource
+
+
 def test_fingerprints_tell_options_apart_and_name_the_folder() -> None:
     sources = [
         MDSSource(MDS),
