@@ -76,7 +76,8 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
             if pass_is_open(tables, rows[-1]):
                 return True
             was_complete = not _was_evicted(tables, rows[-1])
-            if was_complete and not (plan.is_permutation and tables.forget_failures(*_OF_UNITS)):
+            has_failed = plan.is_permutation and any(one.kind in _OF_UNITS for one in tables.failures())
+            if was_complete and not has_failed:
                 return False  # and nothing was lost since
     # Of a pass that was complete, but for units that failed, only these are read again.
     _insert(cache, plan, draw)
@@ -169,6 +170,7 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         _save_order(cache, plan.ordinal, drawn)
     with cache.catalogue.transaction() as tables:
         tables.forget_old_passes()
+        tables.forget_failures(*_OF_UNITS)  # of units that are read again, and would count once a pass
         tables.set_meta(
             "fill_state", "filling"
         )  # together, or a complete cache would seem to be complete still

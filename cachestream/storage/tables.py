@@ -232,10 +232,10 @@ class Tables(ProgressTables):
             (kind, reason, count, example),
         )
 
-    def forget_failures(self, *kinds: str) -> bool:
-        """Forget the failures of some kinds; whether there were any."""
+    def forget_failures(self, *kinds: str) -> None:
+        """Forget the failures of some kinds."""
         marks = ", ".join("?" * len(kinds))
-        return self.execute(f"DELETE FROM failures WHERE kind IN ({marks})", kinds).rowcount > 0
+        self.execute(f"DELETE FROM failures WHERE kind IN ({marks})", kinds)
 
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")

@@ -57,3 +57,21 @@ def test_units_that_failed_are_read_again_in_the_next_pass(tmp_path: Path, cache
         cache.evict(cache.size_bytes - 30_000)
         wait_until(lambda: cache.num_samples == 80, "all is there, what was evicted and what had failed")
     assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def evict_and_refill(cache: Cache) -> None:
+    """Have another pass begin, over what is evicted, and wait until it is complete."""
+    before = cache.status().pass_number
+    cache.evict(cache.size_bytes - 30_000)
+    wait_until(lambda: cache.status().pass_number > before, "another pass begins")
+    wait_until(lambda: cache.fill_state() == "complete", "and is complete")
+
+
+def test_a_unit_that_fails_in_every_pass_counts_once(cache: Cache) -> None:
+    source = Faulty(20, 4, faults=((3, "raise"),))
+    with cs.start_worker(cache, source, num_workers=1, shard_size="20kB") as worker:
+        assert worker.wait(DEADLINE_S)
+        for _ in range(2):
+            evict_and_refill(cache)
+            assert failures_of(cache) == {"source": 1}
