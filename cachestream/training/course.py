@@ -60,6 +60,11 @@ class Course:
         """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
         since, and what the preparation or the gathering failed with.
         """
+        if cursor.failure:
+            raise EpochError(
+                f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
+                "to begin it once more"
+            )
         if cursor is not self._cursor:
             raise EpochError(
                 f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
@@ -139,6 +144,7 @@ class Course:
             if self._schedule.has_failed and cursor.segment is None:
                 # Nothing of it was delivered: the next iteration tries again.
                 self._planned, self._cursor = Request(0, cursor.epoch), None
+                cursor.failure = f"{type(error).__name__}: {error}"
             if isinstance(error, StopIteration):  # it would end the epoch as if all were well
                 raise EpochError(
                     "the batch_transform or the sampler raised StopIteration; see its traceback"

@@ -16,6 +16,7 @@ class Cursor:
     """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
 
     `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
+    `failure` is the error that the epoch ended with before its first batch.
     """
 
     epoch: int
@@ -24,3 +25,4 @@ class Cursor:
     segment: Segment | None = None
     finished: bool = False
     parcel: Parcel | None = None
+    failure: str = ""

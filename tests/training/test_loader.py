@@ -424,6 +424,30 @@ def test_errors_of_a_batch_transform_reach_the_training_thread_as_they_are(new_c
         assert loader.epoch == 2
 
 
+def test_an_iteration_that_failed_before_its_first_batch_says_so_and_the_next_one_has_all(
+    new_cache: NewCache,
+) -> None:
+    failed = threading.Event()
+
+    def transform(batch: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise OwnError("from the transform")
+        return batch
+
+    with EpochLoader(new_cache(2, 8), 4, batch_transform=transform) as loader:
+        batches = iter(loader)
+        with pytest.raises(OwnError):
+            next(batches)
+        ended = r"this iteration of epoch 0 has ended with an error \(OwnError: from the transform\); iterate"
+        for _ in range(2):
+            with pytest.raises(EpochError, match=ended):
+                next(batches)
+        assert sorted(numbers(loader)) == list(range(16))
+        with pytest.raises(EpochError, match=ended):
+            next(batches)
+
+
 def test_a_stop_iteration_of_the_users_own_code_does_not_end_the_epoch_as_if_all_were_well(
     new_cache: NewCache,
 ) -> None:
