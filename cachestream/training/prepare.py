@@ -74,7 +74,7 @@ class Preparer:
         held: Held | None = None
         try:
             try:
-                if self._settings.replay is None and self._cache.cache_id not in (request.records or {}):
+                if self._begins_anew(request):
                     self._cold_start.wait(len(ranks.group), cancelled)
                 if ranks.group[0] == ranks.rank:
                     warn_of_skipped(self._cache)
@@ -111,6 +111,14 @@ class Preparer:
     def forget(self) -> None:
         """Let go of the maps kept for the next preparation."""
         self._holder.maps = None
+
+    def _begins_anew(self, request: Request) -> bool:
+        """Whether nothing is cached of what the segment was drawn from before, if it was."""
+        record = (request.records or {}).get(self._cache.cache_id)
+        if record is None or self._settings.replay is not None:
+            return self._settings.replay is None
+        with self._cache.catalogue.reading() as tables:
+            return all(tables.shard(shard_id) is None for shard_id in record.shard_ids.tolist())
 
     # --- order and plan
 

@@ -93,6 +93,20 @@ def test_a_cache_too_small_for_what_is_waited_for_says_so_instead_of_fetching_on
             assert len(loader) >= 1
 
 
+def test_a_checkpoint_of_a_cache_that_was_cleared_since_waits_for_the_worker(cache: Cache) -> None:
+    samples = [{"x": number} for number in range(40)]
+    with cs.start_worker(cache, samples, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    with EpochLoader(cache, 4) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    cache.clear()
+    with cs.start_worker(cache, samples, num_workers=1), EpochLoader(cache, 4, min_samples=40) as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(UserWarning, match="36 samples of epoch 0 are not cached any more"):
+            assert len(list(loader)) == 10
+
+
 FULL = Look(evicted_samples=100, size_limit=3_000_000, tells=True)
 
 
