@@ -28,6 +28,7 @@ Row = tuple[str, Any]  # a URL, and its label or None
 _USUAL: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
 _PARQUET: Final = (".parquet", ".pq")
 _TABLES: Final = {".csv": ",", ".tsv": "\t"}
+_OBJECTS: Final = (".json", ".jsonl", ".ndjson")
 _ROWS_AT_ONCE: Final = 65_536
 _BYTES_AT_ONCE: Final = 1 << 20
 _LONGEST_LINE: Final = 1 << 20
@@ -61,6 +62,11 @@ class Manifest:
     def __post_init__(self) -> None:
         if not os.fspath(self.url):
             raise ConfigError("Manifest takes the path or URL of a list of files")
+        if self._ending.removesuffix(".gz").endswith(_OBJECTS):
+            raise ConfigError(
+                f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, and not "
+                "JSON: write its URLs and labels as one of these"
+            )
         if self._is_text and (self.column is not None or self.label is not None):
             raise ConfigError(
                 f"{self.shown}: a text has no columns; column= and label= are for .csv and .parquet"

@@ -200,6 +200,8 @@ def test_a_manifest_beside_its_data_on_s3(
         ("x.txt", "# nothing\n", {}, "names no files"),
         ("x.txt", "a.bin\n", {"column": "url"}, "a text has no columns"),
         ("x.txt", "/a.bin\ns3://b/c.bin\n", {}, "same scheme"),
+        ("x.jsonl", '{"file_name": "a.bin"}\n', {}, r"\.parquet table, and not JSON"),
+        ("x.JSON.gz", '["a.bin"]', {}, r"\.parquet table, and not JSON"),
     ],
 )
 def test_what_is_no_manifest_is_refused(
