@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.remote.decode import decode_fields, extension_of, is_image
+from cachestream.remote.decode import Buffer, decode_fields, extension_of, is_image
 from cachestream.remote.fetch import fetch
 from cachestream.remote.filelist import FileList, FirstNames, Url, check_unit, folder_of
 from cachestream.remote.foreign import foreign_errors
@@ -20,6 +20,9 @@ from cachestream.remote.retry import map_errors
 from cachestream.remote.stored import AnyNames
 
 __all__ = ["FileSource"]
+
+_INDEX_HEAD_BYTES: Final = 512
+_INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
 
 class FileSource:
@@ -161,6 +164,10 @@ class FileSource:
             )
         with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
             data = fetch(self._remote, self._files.path(unit))
+        if self._remote.is_web and not extension and _is_index_page(data):
+            raise SampleError(
+                f"{where}: is the server's page about a folder: end its URL with '/' to read its files"
+            )
         sample = decode_fields(data, extension, where, self._images)
         if callable(self._label):
             with foreign_errors(f"label({key!r})"):
@@ -179,3 +186,9 @@ class FileSource:
 def _takes_label(key: str) -> bool:
     """Whether the file `key` gets the label of its folder."""
     return is_image(extension_of(key))
+
+
+def _is_index_page(data: Buffer) -> bool:
+    """Whether `data` is what the usual servers (Apache, nginx, Python's) make of a folder that has no page of its own."""
+    head = bytes(memoryview(data)[:_INDEX_HEAD_BYTES]).lower()
+    return any(title in head for title in _INDEX_TITLES)

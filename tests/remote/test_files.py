@@ -201,6 +201,16 @@ def web(tmp_path: Path) -> Iterator[str]:
     thread.join(60)
 
 
+def test_the_page_of_a_web_folder_is_no_sample_and_its_address_with_a_slash_is_told(
+    tmp_path: Path, web: str
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "1").write_bytes(b"<title>Index</title>")
+    with pytest.raises(SampleError, match="/d: is the server's page about a folder: end its URL with '/'"):
+        read_all(FileSource(f"{web}/d"))
+    assert read_all(FileSource(f"{web}/d/1")) == {"1": {"data": b"<title>Index</title>"}}
+
+
 def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str) -> None:
     (tmp_path / "d").mkdir()
     for number in range(3):
