@@ -172,12 +172,12 @@ class Cache:
         """Wait until `min_samples` are cached; returns how many there are.
 
         Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling
-        has ended with fewer.
+        has ended with fewer, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self.directory, self.catalogue, count, timeout_s)
+        return wait_for_samples(self.directory, self.catalogue, self.admission, count, timeout_s)
 
     # --- epochs
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Final
 
-if TYPE_CHECKING:
-    from cachestream.storage.cache import Cache
+from cachestream.storage.admission import Admission
+from cachestream.storage.catalogue import Catalogue
 
 __all__ = ["Churn", "Look", "counts_from"]
+
+_LOOKS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +30,35 @@ def counts_from(since: Look, now: Look) -> Look:
 
 
 class Churn:
-    """Counts the samples that are evicted from `cache` for want of room while somebody waits for more."""
+    """Tells whoever waits for more samples that no more fit.
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    That is so once the most that was held meanwhile has been evicted for want of room. It takes several looks at
+    evictions: between two of them a shard may have come, and made it enough for a moment, and another one gone.
+    """
+
+    def __init__(self, catalogue: Catalogue, admission: Admission) -> None:
+        self._catalogue = catalogue
+        self._admission = admission
         self._since = self._last = self._look()
+        self._looks = self._most = 0
 
-    def evicted(self) -> int:
-        """How many since the limit was last another, or something else last took of the room."""
-        with self._cache.catalogue.reading() as tables:
+    def is_over(self, have: int) -> bool:
+        """Whether no more fit than the `have` samples of now, or the most of earlier calls."""
+        self._most = max(self._most, have)
+        with self._catalogue.reading() as tables:
             evicted, limit = int(tables.meta("evicted_samples", 0)), int(tables.meta("size_limit"))
         if (evicted, limit) != (self._last.evicted_samples, self._last.size_limit):
             self._last = self._look()
-            self._since = counts_from(self._since, self._last)
-        return self._last.evicted_samples - self._since.evicted_samples
+            since = counts_from(self._since, self._last)
+            self._looks = self._looks + 1 if since is self._since else 0
+            self._since = since
+        return (
+            self._looks >= _LOOKS and self._last.evicted_samples - self._since.evicted_samples >= self._most
+        )
 
     def _look(self) -> Look:
-        admission = self._cache.admission
-        with self._cache.catalogue.reading() as tables:
+        with self._catalogue.reading() as tables:
             evicted, limit = int(tables.meta("evicted_samples", 0)), int(tables.meta("size_limit"))
-            room, leases = admission.room(tables), admission.leases.count()
+            room, leases = self._admission.room(tables), self._admission.leases.count()
         is_near = limit <= room.limit_bytes and room.used_bytes > limit // 2
         return Look(evicted, limit, tells=is_near and not leases)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.admission import Admission
 from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.churn import Churn
 from cachestream.storage.directory import Directory
 from cachestream.storage.looking import hindrance, state_of_filling
 from cachestream.storage.status import describe_skipped
@@ -18,14 +21,19 @@ _ENDED: Final = ("complete", "full", "failed")
 
 
 def wait_for_samples(
-    directory: Directory, catalogue: Catalogue, min_samples: int, timeout_s: float | None
+    directory: Directory,
+    catalogue: Catalogue,
+    admission: Admission,
+    min_samples: int,
+    timeout_s: float | None,
 ) -> int:
     """Wait until `min_samples` are cached; how many there are.
 
     Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling has
-    ended with fewer.
+    ended with fewer, or no more fit.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    churn = Churn(catalogue, admission)
     while True:
         with catalogue.reading() as tables:
             have = tables.totals()[1]
@@ -37,6 +45,11 @@ def wait_for_samples(
                 message = message or hindrance(directory, tables) or describe_skipped(tables.failures())
         if state in _ENDED:
             why = f"the filling is {state}"
+        elif churn.is_over(have):
+            with catalogue.reading() as tables:
+                limit = format_size(int(tables.meta("size_limit")))
+            why = f"no more fit into its size_limit of {limit}"
+            message = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
         elif late:
             why = f"after {timeout_s:g} s the filling is '{state}'"
         else:

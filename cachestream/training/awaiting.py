@@ -49,12 +49,12 @@ class ColdStart:
         # A moment before the trainer gives up waiting for its batch: this error says more.
         give_up = time.monotonic() + 0.9 * settings.timeout_s
         speak = time.monotonic() + _SILENT_S
-        churn = Churn(self._cache)
+        churn = Churn(self._cache.catalogue, self._cache.admission)
         while (have := self._cache.num_samples) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
             late = time.monotonic() > give_up
-            no_room = churn.evicted() >= max(have, 1)  # all of it has come and gone, and it was never enough
+            no_room = churn.is_over(have)
             if ended or late or no_room:
                 # Asked again: the last samples may have come between the count and the state.
                 have = self._cache.num_samples
