@@ -211,9 +211,7 @@ def test_a_folder_takes_the_options_of_what_it_holds(tmp_path: Path) -> None:
     assert type(open_source(tmp_path, samples_per_visit=10)) is TarSource
     with pytest.raises(ConfigError, match=r"no argument 'columns'; it takes crop, decoders"):
         open_source(tmp_path, columns=["x"])
-    with pytest.raises(
-        ConfigError, match=r"no argument 'sample_per_visit'; here it is called 'samples_per_visit'"
-    ):
+    with pytest.raises(ConfigError, match=r"no argument 'sample_per_visit'; do you mean 'samples_per_visit'"):
         open_source(tmp_path, sample_per_visit=10)
     pq.write_table(pa.table({"i": [1, 2], "j": [3, 4]}), tmp_path / "b.parquet")
     with pytest.raises(ConfigError, match="holds tar files beside others"):
