@@ -28,7 +28,7 @@ from cachestream.sampling.order import PassPlan
 from cachestream.sampling.packing import Packing, QuarantinedError
 from cachestream.sampling.reader import UnitReader
 from cachestream.storage.admission import Owner
-from cachestream.storage.board import FETCHING, NO_REMOTE, Slot
+from cachestream.storage.board import FETCHING, NO_REMOTE, Slot, board_text
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import Suspect
 
@@ -127,9 +127,7 @@ class Filler:
     def _fetching(self) -> int:
         """The state of waiting for the next unit. What does not answer is named, also where others pass it by."""
         silences, all_wait = self._fetcher.silences()
-        self._slot["silence"] = (
-            silences[0].reason.encode() if silences else b""
-        )  # as much as there is room for
+        self._slot["silence"] = board_text(silences[0].reason if silences else "")
         return NO_REMOTE if all_wait else FETCHING
 
     def _pass_by(self) -> None:

@@ -17,7 +17,7 @@ from cachestream.sampling.job import Job
 from cachestream.sampling.packer import Packer
 from cachestream.sampling.tally import Tally
 from cachestream.storage.admission import disk_footprint
-from cachestream.storage.board import NO_SPACE, WRITING, Slot
+from cachestream.storage.board import NO_SPACE, WRITING, Slot, board_text
 from cachestream.storage.cache import Cache
 from cachestream.storage.opening import MIN_LIMIT_BYTES
 from cachestream.storage.publish import Publisher
@@ -109,6 +109,8 @@ class Outbox:
             shard.tally.skipped("sample", error, "the only sample of a shard", shard.packer.num_samples)
             self._commit(shard, shard.row)
         self.schema = self._cache.schema
+        if not self._gave_up:
+            self._slot["committed"] += shard.tally.done
         shard.clear()
         self._slot["publish_s"] += time.monotonic() - begun_s
 
@@ -160,7 +162,7 @@ class Outbox:
         """Let all know what the disk says: on the board, which takes it also where there is no space, and once in the log."""
         if refusal and not self._slot["refusal"]:
             sys.stderr.write(f"{refusal}; it is tried again until then\n")
-        self._slot["refusal"] = refusal.encode()  # as much of it as there is room for
+        self._slot["refusal"] = board_text(refusal)
 
     def _fill(self, tally: Tally, row: PassRow) -> dict[str, Any]:
         spans = [[*span.start, *span.stop] for span in tally.spans]

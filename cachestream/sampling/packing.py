@@ -73,7 +73,11 @@ class Packing:
             self._passed(flight, offset, offset + 1)
         return True
 
-    def _add(self, flight: Flight, key: str, sample: Any) -> None:
+    def _add(self, flight: Flight, key: object, sample: Any) -> None:
+        if not isinstance(key, str):  # a source may be anybody's
+            error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
+            self._skip("sample", error, f"unit {flight.unit}: {key!r}")
+            return
         try:
             if self._transform is not None:
                 sample = self._transformed(flight, sample)
@@ -156,6 +160,7 @@ class Packing:
             kind = "source" if not isinstance(flight.error, SampleError) else "sample"
             kind = "quarantined" if isinstance(flight.error, QuarantinedError) else kind
             self._skip(kind, flight.error, f"unit {flight.unit}")
+            self._open.tally.done += kind != "quarantined"
         # What failed is not held by any shard: the next pass tries it again.
         rest = [] if flight.covered or flight.error is not None else gaps(flight.cached, flight.done)
         self._open.tally.finished(flight.claim_id, flight.position, rest)

@@ -21,6 +21,9 @@ class Tally:
         self._claims: dict[int, tuple[int, int]] = {}
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
         self.settled: list[int] = []
+        self.done = (
+            0  # samples that were dealt with, and units that failed, but for those that ended the process
+        )
         self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
 
     @property
@@ -35,6 +38,7 @@ class Tally:
     def passed(self, claim_id: int, position: int, start: int, stop: int) -> None:
         """The samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
         self._claims[claim_id] = (position, stop)
+        self.done += stop - start
         self._extend((position, start), (position, stop))
 
     def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
@@ -79,5 +83,6 @@ class Tally:
     def clear(self) -> None:
         self._claims.clear()
         self._failures.clear()
+        self.done = 0
         self.settled.clear()
         self._spans.clear()

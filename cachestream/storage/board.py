@@ -16,7 +16,7 @@ import numpy as np
 
 from cachestream.private import open_private
 
-__all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals"]
+__all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals", "board_text"]
 
 FLIGHTS: Final = 64
 PROCESSES_AT_MOST: Final = 128
@@ -43,6 +43,7 @@ _SLOT: Final = np.dtype(
         ("written_bytes", "<i8"),
         ("failures", "<i8"),
         ("dropped", "<i8"),
+        ("committed", "<i8"),  # samples that are done, cached or not, as the catalogue has it
         ("retries", "<i8"),
         ("fetch_wait_s", "<f8"),
         ("transform_s", "<f8"),
@@ -68,6 +69,11 @@ _MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES)).encode())
 _SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
 
 Slot = Any  # a numpy record of _SLOT, living in the map
+
+
+def board_text(words: str) -> bytes:
+    """`words` as a slot takes them, as many as there is room for; what is no text, as in a path that is not UTF-8, as "?"."""
+    return words.encode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,11 @@ def _storable(text: str) -> str | bytes:
     return text
 
 
+def _legible(words: str) -> str:
+    """What is kept of words that are for people alone: text, also where a path in them is not UTF-8."""
+    return words[:_MAX_WORDS].encode("utf-8", "replace").decode()
+
+
 def _as_set(value: Any) -> Any:
     """A value as it was before `_storable`."""
     return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
@@ -219,7 +224,7 @@ class Tables(ProgressTables):
 
     def add_failure(self, kind: str, reason: str, count: int, example: str) -> None:
         """Count `count` skipped samples; past a cap of distinct reasons, under "other reasons"."""
-        reason, example = reason[:_MAX_WORDS], example[:_MAX_WORDS]
+        reason, example = _legible(reason), _legible(example)
         known = self.execute(
             "SELECT 1 FROM failures WHERE kind = ? AND reason = ?", (kind, reason)
         ).fetchone()

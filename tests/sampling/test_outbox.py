@@ -102,6 +102,23 @@ def test_a_shard_and_its_progress_appear_together(cache: Cache) -> None:
     process.close()
 
 
+def test_only_what_is_committed_counts_as_progress_of_a_process(cache: Cache) -> None:
+    """Or one that dies of what it would commit would be started again for ever."""
+    one, other = Process(cache, "a"), Process(cache, "b")
+    one.add(one.assignment.claim.position, floats(1000))
+    other.add(other.assignment.claim.position, floats(1000, "f8"))
+    other.open.tally.skipped("transform", ValueError("bad"), "1/0")
+    other.send()
+    other.outbox.settle()
+    assert other.slot["committed"] == 1
+    one.send()
+    with pytest.raises(StartAgainError):
+        one.outbox.settle()
+    assert one.slot["committed"] == 1, "both are in slot 0"
+    one.close()
+    other.close()
+
+
 def test_what_follows_a_shard_that_was_given_up_is_given_up_too(cache: Cache) -> None:
     """Else its progress would count the samples of the first as done."""
     process = Process(cache, "a", when_full="wait")

@@ -113,3 +113,12 @@ def test_clearing_forgets_everything() -> None:
     assert not tally.has_news
     assert tally.progress(5) == Progress(5)
     assert progress.settled == (9,), "what was handed out stays"
+
+
+def test_samples_that_are_packed_dropped_or_skipped_are_done_until_the_commit() -> None:
+    tally = Tally()
+    tally.passed(1, 4, 0, 3)
+    tally.finished(1, 4, [(3, END)])
+    assert tally.done == 3
+    tally.clear()
+    assert tally.done == 0
