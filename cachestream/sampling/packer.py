@@ -50,10 +50,9 @@ class _Bytes:
 
     def _settle(self) -> None:
         if self._pending:
-            joined = b"".join(self._pending)
+            self._copy(b"".join(self._pending))  # for which there may be no memory
             self._pending.clear()
             self._pending_bytes = 0
-            self._copy(joined)
 
     def _copy(self, data: Buffer) -> None:
         stop = self._stop + len(data)
@@ -66,6 +65,12 @@ class _Bytes:
         else:
             self._data[self._stop : stop] = np.frombuffer(data, np.uint8)
         self._stop = stop
+
+    def cut(self, size: int) -> None:
+        """Keep the first `size` bytes, which are whole values."""
+        while self._pending and self.size > size:
+            self._pending_bytes -= len(self._pending.pop())
+        self._stop = min(self._stop, size)
 
     def clear(self) -> None:
         self._stop = self._pending_bytes = 0
@@ -109,6 +114,18 @@ class _ColumnBuilder:
             self._runs.append(run)
             self._counts.append(count)
 
+    def cut(self, count: int) -> None:
+        """Keep the first `count` values."""
+        sizes, left = 0, count
+        for i, ((nbytes, _), alike) in enumerate(zip(self._runs, self._counts, strict=False)):
+            self._counts[i] = min(alike, left)
+            sizes += nbytes * self._counts[i]
+            left -= self._counts[i]
+        while self._counts and not self._counts[-1]:
+            self._counts.pop()
+        del self._runs[len(self._counts) :]
+        self._data.cut(sizes)
+
     def clear(self) -> None:
         self._data.clear()
         self._runs.clear()
@@ -150,23 +167,43 @@ class Packer:
         self.size_bytes = 0
 
     def add(self, key: str, record: Record, known: Schema | None) -> None:
-        """Add a sample; raises SchemaMismatchError if it fits neither the shard nor `known`, the cache's."""
+        """Add a sample; raises SchemaMismatchError if it fits neither the shard nor `known`, the cache's.
+
+        Whatever is raised, for want of memory too, the shard stays as it was.
+        """
+        name, before = key.encode("utf-8", "surrogatepass"), self._schema
         self._fit(record.schema, known)
-        for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
-            builder.append(value, shape)
-        name = key.encode("utf-8", "surrogatepass")
-        self._keys.append(name, ())
+        try:
+            for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
+                builder.append(value, shape)
+            self._keys.append(name, ())
+        except BaseException:
+            self._take_back(before)
+            raise
         self.num_samples += 1
         self.size_bytes += record.nbytes + len(name) + _OFFSET_BYTES
 
     def add_table(self, table: Table, known: Schema | None) -> None:
         """Add samples that lie in columns; raises as `add`."""
+        before = self._schema
         self._fit(table.schema, known)
-        for builder, column, field in zip(self._in_order, table.columns, table.schema.fields, strict=True):
-            builder.extend(column, field.shape or ())
-        self._keys.extend(table.keys, ())
+        try:
+            for builder, column, field in zip(
+                self._in_order, table.columns, table.schema.fields, strict=True
+            ):
+                builder.extend(column, field.shape or ())
+            self._keys.extend(table.keys, ())
+        except BaseException:
+            self._take_back(before)
+            raise
         self.num_samples += len(table)
         self.size_bytes += table.nbytes + len(table) * _OFFSET_BYTES
+
+    def _take_back(self, before: Schema | None) -> None:
+        """Remove what was added half; `before` is the schema of the samples that stay."""
+        for builder in (*self._builders.values(), self._keys):
+            builder.cut(self.num_samples)
+        self._schema, self._fitting = before, None
 
     def _fit(self, schema: Schema, known: Schema | None) -> None:
         """Make the shard one of samples like this, or raise SchemaMismatchError."""
@@ -176,12 +213,12 @@ class Packer:
             known.merge(schema)
         # Within a shard the schema is that of its own samples, so that a shard stays fixed-shape
         # where its samples allow, whatever others in the cache look like.
-        self._schema = schema if self._schema is None else self._schema.merge(schema)
-        self._fitting = schema, known
+        merged = schema if self._schema is None else self._schema.merge(schema)
         for name in schema.names:
             if name not in self._builders:
                 self._builders[name] = _ColumnBuilder()
         self._in_order = [self._builders[name] for name in schema.names]
+        self._schema, self._fitting = merged, (schema, known)
 
     @property
     def schema(self) -> Schema:

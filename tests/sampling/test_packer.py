@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachestream.errors import SchemaMismatchError
+from cachestream.remote.source import Rows
 from cachestream.sampling.packer import Packer
 from cachestream.sampling.records import to_record
+from cachestream.sampling.table import to_table
 from cachestream.storage.shard import MappedShard, encode_header
 
 
@@ -134,6 +137,45 @@ def test_a_sample_that_fits_the_shard_but_not_the_cache_is_refused() -> None:
     with pytest.raises(SchemaMismatchError):
         packer.add("a", to_record({"x": 1}), to_record({"x": 1.0}).schema)
     assert packer.num_samples == 0
+
+
+HUGE = np.broadcast_to(np.uint8(0), (1 << 60,))  # for which no machine has the memory
+
+
+@pytest.mark.parametrize("nbytes", [8, 100_000])
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_sample_for_which_there_is_no_memory_leaves_the_shard_as_it_was(
+    tmp_path: Path, count: int, nbytes: int
+) -> None:
+    packer = Packer()
+    for i in range(count):
+        add(packer, f"{i}", {"x": np.full(nbytes, i, np.uint8), "y": f"text {i}"})
+    size_bytes = packer.size_bytes
+    record = to_record({"x": np.ones(nbytes + 1, np.uint8), "y": ""})
+    with pytest.raises(MemoryError):
+        packer.add("huge", replace(record, values=(record.values[0], HUGE)), None)
+    assert (packer.num_samples, packer.size_bytes) == (count, size_bytes)
+    add(packer, "last", {"x": np.full(nbytes, 9, np.uint8), "y": "the last text"})
+    shard = write(packer, tmp_path / "shard")
+    assert shard.keys() == [*map(str, range(count)), "last"]
+    assert shard.array("x").tolist() == [[i] * nbytes for i in (*range(count), 9)]
+    assert shard.array("y").tobytes().decode() == "text 0text 1text 2"[: 6 * count] + "the last text"
+
+
+def test_a_table_for_which_there_is_no_memory_leaves_the_shard_as_it_was(tmp_path: Path) -> None:
+    packer = Packer()
+    table = to_table(
+        Rows(["a", "b"], {"x": np.arange(2), "y": ["one", "other"], "z": np.zeros((2, 3), np.uint8)})
+    )
+    packer.add_table(table, None)
+    texts, numbers = table.columns[1], table.columns[0]
+    with pytest.raises(MemoryError):
+        packer.add_table(replace(table, columns=(numbers, texts, HUGE.reshape(2, -1))), None)
+    packer.add_table(table.cut(1, 2), None)
+    shard = write(packer, tmp_path / "shard")
+    assert shard.keys() == ["a", "b", "b"]
+    assert shard.array("x").tolist() == [0, 1, 1]
+    assert shard.array("y").tobytes() == b"oneotherother"
 
 
 def test_an_empty_shard_has_no_content() -> None:
