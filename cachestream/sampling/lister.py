@@ -16,13 +16,13 @@ from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import START_DEADLINE_S
 from cachestream.sampling.job import Job, write_frame
 from cachestream.sampling.listings import Listings
-from cachestream.sampling.process import EXIT_FATAL, EXIT_FULL
+from cachestream.sampling.process import EXIT_FATAL, EXIT_LATER
 
 __all__ = ["Lister", "ListingError"]
 
 _MOST_DEATHS: Final = 5
 _LONGEST_PAUSE_S: Final = 5.0
-_FULL_PAUSE_S: Final = 2.0
+_LATER_PAUSE_S: Final = 2.0
 _LAST_WORDS_BYTES: Final = 8192
 _LEAST_PATIENCE_S: Final = 5.0  # it shows life every half a second
 logger = logging.getLogger("cachestream.worker")
@@ -162,8 +162,8 @@ class Lister:
                 if not self.has_changed:
                     self._listings.drop_next()
             return
-        if code == EXIT_FULL:
-            self._start_at_s = now_s + _FULL_PAUSE_S
+        if code == EXIT_LATER:
+            self._start_at_s = now_s + _LATER_PAUSE_S
             return
         words = b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
         self._deaths = self._deaths + 1 if self._listed == self._listed_before else 1

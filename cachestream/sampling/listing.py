@@ -14,13 +14,13 @@ import time
 import traceback
 from typing import Final
 
-from cachestream.errors import CacheFullError, SourceError, SourceUnavailableError
+from cachestream.errors import CacheFullError, CacheLockedError, SourceError, SourceUnavailableError
 from cachestream.remote import pulse
 from cachestream.remote.growing import as_growing
 from cachestream.remote.retry import backoff_delays
 from cachestream.sampling.job import Job, load_shared, unpack
 from cachestream.sampling.kinship import name_process
-from cachestream.sampling.process import EXIT_FATAL, EXIT_FULL, end_now, live_with_parent
+from cachestream.sampling.process import EXIT_FATAL, EXIT_LATER, end_now, live_with_parent
 from cachestream.sampling.storing import open_store, store_rest
 from cachestream.storage.cache import Cache
 
@@ -41,9 +41,12 @@ def main() -> None:
     except SourceError:
         traceback.print_exc()
         code = EXIT_FATAL
-    except CacheFullError as error:  # the disk itself, by others: they may free it again
+    except (
+        CacheFullError,
+        CacheLockedError,
+    ) as error:  # the disk or the catalogue, by others: they may let go of it
         sys.stderr.write(f"{error}\n")
-        code = EXIT_FULL
+        code = EXIT_LATER
     except BaseException:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
         traceback.print_exc()
         code = 1

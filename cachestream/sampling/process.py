@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from cachestream.errors import CacheFullError, WorkerError
+from cachestream.errors import CacheFullError, CacheLockedError, WorkerError
 from cachestream.remote.growing import as_growing
 from cachestream.sampling.filler import Filler
 from cachestream.sampling.job import Job, load_shared, read_frame, unpack
@@ -29,11 +29,11 @@ from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 
-__all__ = ["EXIT_FATAL", "EXIT_FULL", "EXIT_RESTART", "end_now", "live_with_parent", "main"]
+__all__ = ["EXIT_FATAL", "EXIT_LATER", "EXIT_RESTART", "end_now", "live_with_parent", "main"]
 
 EXIT_FATAL: Final = 3
 EXIT_RESTART: Final = 4
-EXIT_FULL: Final = 5
+EXIT_LATER: Final = 5
 GRACE_S: Final = 3.0
 _NICE: Final = 5
 
@@ -85,9 +85,12 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()
     except StartAgainError:
         code = EXIT_RESTART
-    except CacheFullError as error:  # the disk itself, by others: they may free it again
+    except (
+        CacheFullError,
+        CacheLockedError,
+    ) as error:  # the disk or the catalogue, by others: they may let go of it
         sys.stderr.write(f"{error}\n")
-        code = EXIT_FULL
+        code = EXIT_LATER
     except WorkerError:
         traceback.print_exc()
         code = EXIT_FATAL

@@ -31,7 +31,7 @@ from cachestream.sampling.lister import Lister, ListingError
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.order import all_units, check_drawn
 from cachestream.sampling.passes import go_on
-from cachestream.sampling.process import EXIT_FATAL, EXIT_FULL, EXIT_RESTART
+from cachestream.sampling.process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
 from cachestream.storage.cache import Cache
@@ -45,7 +45,7 @@ _TICK_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
-_FULL_PAUSE_S: Final = 2.0
+_LATER_PAUSE_S: Final = 2.0
 _SAY_AGAIN_S: Final = 60.0
 
 logger = logging.getLogger("cachestream.worker")
@@ -197,8 +197,8 @@ class Supervisor:
         if death.orderly and death.returncode == EXIT_RESTART:
             child.start_at_s = now_s
             return
-        if death.orderly and death.returncode == EXIT_FULL:
-            child.start_at_s = now_s + _FULL_PAUSE_S
+        if death.orderly and death.returncode == EXIT_LATER:
+            child.start_at_s = now_s + _LATER_PAUSE_S
             return
         logger.warning("sampling process %d %s", child.index, death)
         if death.orderly and death.returncode == EXIT_FATAL:
