@@ -168,14 +168,16 @@ class Child:
     def _in_transform(self) -> int | None:
         return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
 
-    def kill_if_hanging(self, now_s: float, timeout_s: float, start_deadline_s: float) -> None:
-        """End a process that shows no life."""
+    def kill_if_hanging(
+        self, now_s: float, resumed_s: float, timeout_s: float, start_deadline_s: float
+    ) -> None:
+        """End a process that shows no life, nor has since all went on after a stop, at `resumed_s`."""
         if self._process is None or self._hung is not None:
             return
         if int(self._slot["state"]) == STARTING:
-            if now_s - self.started_s > start_deadline_s:
+            if now_s - max(self.started_s, resumed_s) > start_deadline_s:
                 self._hung = []
-        else:
+        elif now_s - resumed_s > timeout_s:
             main = (float(self._slot["beat_s"]), self._in_transform())
             self._hung = hanging_positions(now_s, timeout_s, main, self._flights())
         if self._hung is not None:

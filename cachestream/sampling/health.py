@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Death", "Suspicion", "hanging_positions", "is_crash_loop", "longest_pause_s", "suspicions"]
+__all__ = [
+    "Death",
+    "Suspicion",
+    "hanging_positions",
+    "is_crash_loop",
+    "longest_pause_s",
+    "suspicions",
+    "was_away",
+]
 
 BREAKER_CRASHES: Final = 5
 BREAKER_ISOLATIONS: Final = 16  # two a unit: eight bad ones in a row
@@ -92,6 +100,14 @@ def hanging_positions(
     if main_hangs and main[1] is not None:
         hanging.append(main[1])
     return hanging if hanging or main_hangs else None
+
+
+def was_away(gap_s: float, timeout_s: float) -> bool:
+    """Whether so long between two looks at the processes can mean that all were stopped, the one that looks too.
+
+    A look may take long by itself: what is much less than the patience changes nothing.
+    """
+    return gap_s > timeout_s / 2
 
 
 def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import subprocess
 import threading
@@ -83,20 +84,23 @@ class Lister:
         self.has_changed = False
         return True
 
-    def tick(self, now_s: float) -> None:
-        """See how it is doing; raises ListingError where the current listing cannot go on."""
+    def tick(self, now_s: float, resumed_s: float = -math.inf) -> None:
+        """See how it is doing; raises ListingError where the current listing cannot go on.
+
+        `resumed_s`: when all processes went on after a stop; none could show life before.
+        """
         if self._process is not None and poll_process(self._process) is not None:
             self._ended(now_s)
-        elif self._process is not None and self._hangs(now_s):
+        elif self._process is not None and self._hangs(now_s, resumed_s):
             logger.warning("the lister shows no sign of life: it is ended, and another one goes on")
             self._process.kill()
         if self._start_at_s is not None and now_s >= self._start_at_s:
             self._start(is_next=self._is_next)
 
-    def _hangs(self, now_s: float) -> bool:
+    def _hangs(self, now_s: float, resumed_s: float) -> bool:
         if self.life_s is None:
-            return now_s - self._started_s > START_DEADLINE_S
-        return now_s - self.life_s > max(_LEAST_PATIENCE_S, self._job.hang_timeout_s)
+            return now_s - max(self._started_s, resumed_s) > START_DEADLINE_S
+        return now_s - max(self.life_s, resumed_s) > max(_LEAST_PATIENCE_S, self._job.hang_timeout_s)
 
     def stop(self) -> None:
         """End it: what it has stored of the current listing is good, and the next one begins anew."""

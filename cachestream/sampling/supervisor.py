@@ -24,7 +24,14 @@ from cachestream.model import IntArray
 from cachestream.sampling.child import Child
 from cachestream.sampling.curriculum import draw_curriculum
 from cachestream.sampling.forkserver import ForkServer
-from cachestream.sampling.health import START_DEADLINE_S, Death, Suspicion, is_crash_loop, longest_pause_s
+from cachestream.sampling.health import (
+    START_DEADLINE_S,
+    Death,
+    Suspicion,
+    is_crash_loop,
+    longest_pause_s,
+    was_away,
+)
 from cachestream.sampling.job import Job, share, unpack_sampler
 from cachestream.sampling.kinship import end_orphans, look_after_orphans
 from cachestream.sampling.lister import Lister, ListingError
@@ -89,6 +96,7 @@ class Supervisor:
         self._state = ""
         self._stop = threading.Event()
         self._housekeeping_at_s = 0.0
+        self._ticked_s, self._resumed_s = math.inf, -math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -170,8 +178,11 @@ class Supervisor:
                 logger.warning("%s; waiting for that", error)
 
     def _tick(self, now_s: float) -> None:
+        if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
+            self._resumed_s = now_s  # a suspended job: nobody could show life
+        self._ticked_s = now_s
         for child in self._children:
-            child.kill_if_hanging(now_s, self._job.hang_timeout_s, START_DEADLINE_S)
+            child.kill_if_hanging(now_s, self._resumed_s, self._job.hang_timeout_s, START_DEADLINE_S)
             self._reap(child, now_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
@@ -232,7 +243,7 @@ class Supervisor:
 
     def _watch_lister(self, now_s: float) -> None:
         try:
-            self._lister.tick(now_s)
+            self._lister.tick(now_s, self._resumed_s)
         except ListingError as error:
             raise _GiveUpError(_last_error(error.words), error.words) from error
 

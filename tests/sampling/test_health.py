@@ -17,6 +17,7 @@ from cachestream.sampling.health import (
     is_crash_loop,
     longest_pause_s,
     suspicions,
+    was_away,
 )
 
 SEGFAULT = Death(0.0, -signal.SIGSEGV, suspects=3)
@@ -121,3 +122,8 @@ def test_pauses_double_up_to_a_minute_unless_a_bad_unit_is_being_found() -> None
 )
 def test_a_death_is_told_in_words(death: Death, words: str) -> None:
     assert str(death) == words
+
+
+def test_only_a_gap_that_would_cost_much_of_the_patience_means_a_stop() -> None:
+    assert not was_away(10.0, timeout_s=30.0)
+    assert was_away(16.0, timeout_s=30.0)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,9 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
     assert only_once(cache) == keys
 
 
-def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(cache: Cache, remote: Remote) -> None:
+def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
+    cache: Cache, remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
     put(remote.folder, names_in(NAMES))
     source = remote.open()
     remote.proxy.lists_allowed = 1
@@ -217,6 +220,11 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(cache: Cache, re
         assert life_s is not None
         wait_until(lambda: (lister.life_s or 0) > life_s + 2, "it lives, though nothing comes")
         assert listed(cache) == FIRST + PAGE // 10
+        later_s = time.monotonic() + 1000.0
+        lister.tick(later_s, resumed_s=later_s - 1.0)
+        assert not caplog.messages, "it could show no life while all were stopped"
+        lister.tick(later_s)
+        assert "no sign of life" in caplog.text
     finally:
         lister.stop()
         cache.recover()

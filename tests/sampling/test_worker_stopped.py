@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,15 @@ from cachestream import Cache
 from cachestream.storage import catalogue
 from cachestream.storage.board import Board
 from tests.sampling.sources import Numbers
-from tests.sampling.support import DEADLINE_S, failures_of, only_once, wait_until
+from tests.sampling.support import (
+    DEADLINE_S,
+    Processes,
+    failures_of,
+    is_running,
+    only_once,
+    supervisor_pid,
+    wait_until,
+)
 
 
 class Impatient(Numbers):
@@ -36,5 +47,24 @@ def test_a_reader_that_is_stopped_while_it_reads_holds_the_filling_up_and_does_n
             )
         assert worker.wait(DEADLINE_S)
         assert Board(cache.directory.worker_file("board")).restarts == 0, "it did not crash"
+    assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on_where_it_was(cache: Cache, processes: Processes) -> None:
+    source, timeout_s = Numbers(40, pause_s=0.1), 2.0
+    with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=timeout_s) as worker:
+        cache.wait(1, DEADLINE_S)
+        first = supervisor_pid(cache)
+        others = [pid for pid in processes.pids() if pid != first]
+        for pid in (first, *others):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2 * timeout_s)
+        os.kill(first, signal.SIGCONT)
+        time.sleep(timeout_s / 4)  # the others come later: it sees them stopped
+        for pid in filter(is_running, others):
+            os.kill(pid, signal.SIGCONT)
+        assert worker.wait(DEADLINE_S)
+        assert Board(cache.directory.worker_file("board")).restarts == 0, "nobody was ended"
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
