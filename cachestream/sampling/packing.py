@@ -92,7 +92,7 @@ class Packing:
             self._skip("schema", error, key)
         except SampleError as error:
             self._skip("sample", error, key)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's transform may raise anything
+        except BaseException as error:  # noqa: BLE001  the user's transform may raise anything; signals raise nothing here
             self._skip("transform", error, key)
 
     def _transformed(self, flight: Flight, sample: Any) -> Any:

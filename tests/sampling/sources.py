@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import resource
@@ -144,10 +145,13 @@ class Mute(Numbers):
             yield key, sample
 
 
+RAISED = {"raise": ValueError("this sample is bad"), "cancelled": asyncio.CancelledError()}
+
+
 def misbehave(kind: str, sample: Any) -> Any:
     """What a transform or a source may do to its process, by name; "" does nothing."""
-    if kind == "raise":
-        raise ValueError("this sample is bad")
+    if kind in RAISED:
+        raise RAISED[kind]
     if kind == "nonsense":
         return {"x": object()}
     if kind == "none":

@@ -25,7 +25,7 @@ from tests.sampling.support import (
 )
 
 KILLERS = {30: "os._exit0", 31: "os._exit1", 50: "os._exit3", 51: "os._exit4", 70: "segfault", 90: "loop"}
-SKIPPED = {10: "raise", 20: "sys.exit", 40: "nonsense", 60: "none", 80: "memory"}
+SKIPPED = {10: "raise", 20: "sys.exit", 40: "nonsense", 60: "none", 80: "memory", 85: "cancelled"}
 FAULTS = tuple(sorted({**KILLERS, **SKIPPED}.items()))
 
 
@@ -47,7 +47,7 @@ def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) ->
         assert worker.wait(DEADLINE_S)
         status = worker.status()
     assert only_once(cache) == keys_but(set(dict(FAULTS)))
-    assert failures_of(cache) == {"transform": 3, "sample": 1, "quarantined": len(KILLERS)}
+    assert failures_of(cache) == {"transform": 4, "sample": 1, "quarantined": len(KILLERS)}
     reasons = {row.reason for row in status.failures if row.kind == "quarantined"}
     assert reasons == {
         "reading it ended the process with exit code 0, again and again",
@@ -57,7 +57,7 @@ def test_whatever_a_transform_does_the_other_samples_are_cached(cache: Cache) ->
         "reading it ended the process by SIGSEGV, again and again",
         "reading it hung, again and again",
     }
-    assert status.fill_message.startswith("10 skipped, most often: ")
+    assert status.fill_message.startswith("11 skipped, most often: ")
 
 
 def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None:
@@ -65,7 +65,7 @@ def test_whatever_a_source_does_the_other_units_are_cached(cache: Cache) -> None
     with cs.start_worker(cache, source, num_workers=2, hang_timeout_s=2.0) as worker:
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys_but(set(dict(FAULTS)))
-    assert failures_of(cache) == {"source": 3, "sample": 1, "quarantined": len(KILLERS)}
+    assert failures_of(cache) == {"source": 4, "sample": 1, "quarantined": len(KILLERS)}
 
 
 def test_one_bad_sample_in_a_large_unit_costs_nothing_that_came_before(cache: Cache) -> None:
