@@ -127,12 +127,14 @@ def sorted_names(names: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _value(name: str, value: Any) -> _Value:
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray):
         return _array(name, value)
     if isinstance(value, str):
         return "str", "uint8", (), value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return "bytes", "uint8", (), value
+    if isinstance(value, np.generic):  # but for str_ and bytes_, which are str and bytes
+        return _array(name, value)
     if isinstance(value, bytearray | memoryview):
         return "bytes", "uint8", (), bytes(value)
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):

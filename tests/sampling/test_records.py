@@ -85,6 +85,13 @@ def test_bytes_in_any_of_their_types_are_stored_as_they_are(data: bytes) -> None
         assert only(value) == ("bytes", "uint8", None, data)
 
 
+def test_text_and_bytes_of_numpy_are_stored_like_any_other() -> None:
+    assert only(np.array(["été", "a"])[0]) == ("str", "uint8", None, "été".encode())
+    assert only(np.array([b"a\0b"])[0]) == ("bytes", "uint8", None, b"a\0b")
+    record = to_record({"x": np.bytes_(b"ab" * 5000)})
+    assert to_record({"x": b"ab" * 5000}).schema == record.schema
+
+
 def test_tensors_with_gradients_and_views_are_stored_by_value() -> None:
     tensor = torch.arange(6.0, requires_grad=True).reshape(2, 3).t()
     assert only(tensor) == ("tensor", "float32", (3, 2), tensor.detach().contiguous().numpy().tobytes())
