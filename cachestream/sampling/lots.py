@@ -84,7 +84,10 @@ def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
 
 def approximate_bytes(value: Any) -> int:
     """About how much memory a sample takes."""
-    nbytes = getattr(value, "nbytes", None)
+    try:
+        nbytes = getattr(value, "nbytes", None)
+    except RuntimeError:  # a sparse tensor has none
+        nbytes = None
     if isinstance(nbytes, int):
         return nbytes
     if isinstance(value, Mapping):

@@ -6,12 +6,14 @@ import itertools
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.sampling import lots
-from cachestream.sampling.lots import Item, Lot, gather, runs
+from cachestream.sampling.lots import Item, Lot, approximate_bytes, gather, runs
 
 
 def item(offset: int, nbytes: int = 1) -> Item:
@@ -63,3 +65,9 @@ def test_runs_are_the_offsets_and_as_few_as_can_be(chosen: set[int]) -> None:
     found = runs(sorted(chosen))
     assert [offset for start, stop in found for offset in range(start, stop)] == sorted(chosen)
     assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(found))
+
+
+def test_whatever_a_sample_is_it_takes_some_memory() -> None:
+    """A sparse tensor has no nbytes, and the transform may make a dense one of it."""
+    sample = {"x": torch.eye(3).to_sparse(), "y": (np.zeros(1000, np.uint8), "text"), "z": object()}
+    assert 1000 < approximate_bytes(sample) < 2000
