@@ -13,7 +13,7 @@ import xxhash
 from fsspec.utils import get_protocol
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceUnavailableError
-from cachestream.remote.filelist import Url, check_unit
+from cachestream.remote.filelist import Url, check_unit, whole_units
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.locate import HDF5_ENDINGS, Located, locate, split_dataset
 from cachestream.remote.retry import map_errors, redact
@@ -76,6 +76,7 @@ class ArraySource:
             raise ConfigError(
                 "ArraySource needs window=: a length along the first axis, or one for each axis, as in (256, 256, None)"
             )
+        num_units = whole_units(num_units)
         self._is_grid = _check_windows(windows, weights, num_units)
         if stride is None:
             stride = _as_stride(window) if self._is_grid else 1
@@ -201,8 +202,6 @@ def _check_windows(windows: str, weights: Any, num_units: int | None) -> bool:
         raise ConfigError(f"windows={windows!r}: give 'random' or 'grid'")
     if windows == "grid" and (weights is not None or num_units is not None):
         raise ConfigError("windows='grid' reads each window once a pass: leave out weights= and num_units=")
-    if num_units is not None and (isinstance(num_units, bool) or num_units < 1):
-        raise ConfigError(f"num_units={num_units!r}: must be at least 1, or None for an endless source")
     return windows == "grid"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +22,27 @@ from cachestream.remote.retry import redact
 from cachestream.remote.stored import AnyNames
 from cachestream.remote.walking import GoneError, Walk, open_walk
 
-__all__ = ["FileList", "FirstNames", "Url", "check_unit", "folder_of"]
+__all__ = ["FileList", "FirstNames", "Url", "check_unit", "folder_of", "whole_units"]
 
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
 
 _completing = threading.Lock()
+
+
+def whole_units(num_units: Any, owner: str = "") -> int | None:
+    """How many units there are, as an int, None for an endless source; raises ConfigError for what is no such number."""
+    if num_units is None:
+        return None
+    count = (
+        0 if isinstance(num_units, bool) or not hasattr(num_units, "__index__") else operator.index(num_units)
+    )
+    if count < 1:
+        raise ConfigError(
+            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units there is nothing "
+            "to read), or None for an endless source"
+        )
+    return count
 
 
 def check_unit(source: object, unit: int, num_units: int | None) -> None:

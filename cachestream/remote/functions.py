@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from cachestream.errors import ConfigError
-from cachestream.remote.filelist import check_unit
+from cachestream.remote.filelist import check_unit, whole_units
 from cachestream.remote.foreign import Calls, foreign_errors
 
 __all__ = ["CallableSource", "fingerprint_of"]
@@ -36,11 +36,9 @@ class CallableSource:
     ) -> None:
         if not callable(fn):
             raise ConfigError(f"CallableSource takes a function fn(rng), not {type(fn).__name__}")
-        if num_units is not None and (isinstance(num_units, bool) or num_units < 1):
-            raise ConfigError(f"num_units={num_units!r}: must be at least 1, or None for an endless source")
         _check_takes_rng(fn)
         self._fn = fn
-        self._num_units = None if num_units is None else int(num_units)
+        self._num_units = whole_units(num_units)
         self._calls = Calls(thread_safe)
         self.fingerprint = f"function:{_name(fn)}:{fingerprint_of(fn)}"
         self.listing_digest = ""

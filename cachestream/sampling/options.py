@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from cachestream.config import SHORTEST_S, check_seconds, format_size, parse_size
 from cachestream.errors import ConfigError
+from cachestream.remote.filelist import whole_units
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.growing import as_growing
@@ -73,7 +74,11 @@ class WorkerOptions:
         self.check()
         partition = parse_partition(self.partition)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
-        num_units = source.num_units if growing is None else len(growing.first_names)
+        owner = type(source).__name__
+        num_units = whole_units(source.num_units, owner) if growing is None else len(growing.first_names)
+        fingerprint: object = source.fingerprint
+        if not isinstance(fingerprint, str) or not fingerprint:
+            raise ConfigError(f"{owner}: fingerprint={fingerprint!r}: must be a str that names the data")
         _check_share(partition, num_units)
         kind, weights, sampler = _order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
@@ -86,7 +91,7 @@ class WorkerOptions:
         return Job(
             root=cache.path,
             sys_path=import_path(),
-            fingerprint=source.fingerprint,
+            fingerprint=fingerprint,
             kind=kind,
             seed=operator.index(self.seed),
             num_units=num_units,

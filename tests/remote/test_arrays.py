@@ -215,6 +215,8 @@ def test_windows_can_begin_where_chunks_do_and_be_moved_a_little(written: Path) 
 def test_num_units_makes_passes_of_random_windows(written: Path) -> None:
     source = ArraySource(written / "c.npy", window=10, num_units=5)
     assert source.num_units == 5
+    same = ArraySource(written / "c.npy", window=10, num_units=np.int64(5))  # type: ignore[arg-type]
+    assert (same.fingerprint, type(same.num_units)) == (source.fingerprint, int)
     with pytest.raises(SourceError, match="no unit 5"):
         read(source, 5)
 
@@ -437,7 +439,7 @@ def test_options_that_cannot_work_are_config_errors(written: Path) -> None:
         (image, {"window": 5, "windows": "all"}, "'random' or 'grid'"),
         (image, {"window": 5, "windows": "grid", "num_units": 5}, "leave out"),
         (image, {"window": 5, "windows": "grid", "weights": "equal"}, "leave out"),
-        (image, {"window": 5, "num_units": 0}, "at least 1"),
+        (image, {"window": 5, "num_units": 0}, "1 or more"),
         (image, {"window": 5, "stride": 0}, "stride=0"),
         (image, {"window": 5, "weights": [1, 2]}, "give 1 numbers"),
         (image, {"window": 5, "weights": "random"}, "'equal'"),
