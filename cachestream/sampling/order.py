@@ -7,7 +7,9 @@ the inverse is known too, so that what is still cached from an earlier pass is n
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import operator
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -121,7 +123,7 @@ class Order:
             self._permutation = Segments(plan.shares, plan.seed, plan.ordinal)
         elif plan.kind == "shuffle" and plan.share:
             self._permutation = Permutation(plan.share, mix_key(PASS_KEY, plan.seed, plan.ordinal))
-        self._cumulative = None if weights is None else np.cumsum(share_of(weights, plan.partition))
+        self._cumulative = None if weights is None else _cumulative(share_of(weights, plan.partition))
         self._drawn = None if drawn is None else np.asarray(drawn, np.int64)
         self._sorted: tuple[IntArray, IntArray] | None = None
 
@@ -167,6 +169,13 @@ class Order:
         return units
 
 
+def _cumulative(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The sums of `weights` from the first on; in another scale where there are no numbers for them."""
+    with np.errstate(over="ignore"):
+        sums = np.cumsum(weights)
+    return sums if np.isfinite(sums[-1]) else np.cumsum(weights / weights.max())
+
+
 def share_of(values: npt.ArrayLike, partition: Partition | None) -> npt.NDArray[np.float64]:
     """Those of `values` (float `[num_units]`) that belong to the units of a share."""
     array = np.asarray(values, np.float64)
@@ -184,7 +193,12 @@ def check_weights(
     weights: Sequence[float], num_units: int | None, partition: Partition | None = None
 ) -> list[float]:
     """`weights` as floats; raises ConfigError unless there is one a unit, none negative, not all 0."""
-    values = [float(weight) for weight in weights]
+    try:
+        values = [float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"order: weights must be numbers, one for each of the {num_units} units ({error})"
+        ) from None
     if num_units is None or len(values) != num_units:
         raise ConfigError(f"order has {len(values)} weights for {num_units} units; give one for each unit")
     if not all(0 <= value < float("inf") for value in values) or not any(values):
@@ -194,9 +208,20 @@ def check_weights(
     return values
 
 
-def check_drawn(drawn: Any, num_units: int | None, partition: Partition | None = None) -> IntArray:
-    """What a sampler gave, but for other nodes' units; raises ConfigError for none, or units not there."""
-    units: IntArray = np.asarray(drawn, np.int64).reshape(-1)
+def _numbers(drawn: Iterable[Any]) -> Iterator[int]:
+    for unit in drawn:
+        try:
+            number = operator.index(unit)
+        except TypeError:
+            raise ConfigError(
+                f"order: the sampler gave {reprlib.repr(unit)}; it must give unit numbers, one by one and not in batches"
+            ) from None
+        yield number
+
+
+def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
+    """What a sampler gives, but for other nodes' units; raises ConfigError for none, or units not there."""
+    units: IntArray = np.fromiter(_numbers(drawn), np.int64)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
             f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"

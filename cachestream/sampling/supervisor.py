@@ -16,8 +16,6 @@ import traceback
 from types import FrameType
 from typing import Any, Final
 
-import numpy as np
-
 from cachestream.config import NO_THREADS
 from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError
 from cachestream.model import IntArray
@@ -294,7 +292,7 @@ class Supervisor:
             return draw_curriculum(sampler, share, job.num_units, seed=job.seed, ordinal=ordinal)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(ordinal)
-        return check_drawn(np.fromiter(iter(sampler), np.int64), job.num_units, job.partition)
+        return check_drawn(sampler, job.num_units, job.partition)
 
     def _is_full(self) -> bool:
         if self._job.when_full == "evict" and self._cache.eviction != "none":

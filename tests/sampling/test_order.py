@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -102,6 +104,12 @@ def test_the_last_weight_is_reached_and_never_passed() -> None:
     assert set(units.tolist()) == {0, 1}
 
 
+def test_weights_whose_sum_is_too_large_for_a_number_are_drawn_by_all_the_same() -> None:
+    made = PassPlan("weighted", 0, 0, 3, "", 4000)
+    units = Order(made, [1e308, 0.5e308, 1e308]).units(np.arange(4000))
+    assert np.array_equal(units, Order(made, [2, 1, 2]).units(np.arange(4000)))
+
+
 def test_a_sampler_gives_its_units_in_its_order_with_repeats() -> None:
     order = Order(PassPlan("sampler", 0, 0, 5, "", 4), drawn=[3, 3, 0, 4])
     assert all_units(order, 4) == [3, 3, 0, 4]
@@ -116,16 +124,21 @@ def test_a_sampler_gives_its_units_in_its_order_with_repeats() -> None:
         ([0.0, 0.0], 2),
         ([1.0, float("nan")], 2),
         ([1.0, float("inf")], 2),
+        (["a", "b"], 2),
+        ([None, 1.0], 2),
+        ([10**400, 1.0], 2),
+        (list(np.ones((2, 5))), 2),
     ],
 )
-def test_weights_that_make_no_order_are_refused(weights: list[float], num_units: int | None) -> None:
+def test_weights_that_make_no_order_are_refused(weights: list[Any], num_units: int | None) -> None:
     with pytest.raises(ConfigError, match="order"):
         check_weights(weights, num_units)
 
 
 @pytest.mark.parametrize(
-    ("drawn", "num_units"), [([], 3), ([3], 3), ([-1], 3), ([0], None), ([0, 1, 99], 99)]
+    ("drawn", "num_units"),
+    [([], 3), ([3], 3), ([-1], 3), ([0], None), ([0, 1, 99], 99), ([[0, 1]], 3), (["a"], 3), ([0.5], 3)],
 )
-def test_units_that_are_not_there_are_refused(drawn: list[int], num_units: int | None) -> None:
+def test_units_that_are_not_there_are_refused(drawn: list[Any], num_units: int | None) -> None:
     with pytest.raises(ConfigError, match="sampler"):
         check_drawn(drawn, num_units)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
 
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError
 from tests.sampling.sources import Numbers
 from tests.sampling.support import DEADLINE_S
+
+BATCHES = BatchSampler(SequentialSampler(range(20)), 4, drop_last=False)
 
 
 def unusual(num_units: object, fingerprint: object = "data") -> Numbers:
@@ -49,3 +54,23 @@ def test_a_number_of_units_may_be_numpys(cache: Cache) -> None:
     assert cs.CallableSource(lambda _: 1, np.int64(3)).num_units == 3  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"num_units=2\.5"):
         cs.CallableSource(lambda _: 1, 2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (["a"] * 20, "weights must be numbers, one for each of the 20 units"),
+        (np.ones((20, 5)), "weights must be numbers"),
+        (
+            BATCHES,
+            r"the sampler gave \[0, 1, 2, 3\]; it must give unit numbers, one by one and not in batches",
+        ),
+    ],
+    ids=["text", "table", "batches"],
+)
+def test_an_order_that_says_nothing_of_units_is_refused_by_name(
+    cache: Cache, order: Any, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cs.start_worker(cache, Numbers(20), order=order)
+    assert "Traceback" not in capfd.readouterr().err
