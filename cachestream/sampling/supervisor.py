@@ -42,6 +42,7 @@ from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.history import History
 from cachestream.storage.locks import HeldFile
+from cachestream.storage.looking import shortage_of_disk
 from cachestream.storage.status import describe_skipped
 
 __all__ = ["Supervisor"]
@@ -52,6 +53,7 @@ _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
 _LATER_PAUSE_S: Final = 2.0
 _SAY_AGAIN_S: Final = 60.0
+_TRIED_AGAIN_S: Final = 2.0  # by then all who wait for space have seen whether there is some
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -86,7 +88,7 @@ class Supervisor:
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
         self._unrecorded: list[tuple[int, Suspicion, str]] = []
-        self._full_said_s = -math.inf
+        self._full_said_s = self._short_s = -math.inf
         self._has_promoted = False
         self._sampler: Any = None
         self._leaving: HeldFile | None = None
@@ -194,7 +196,7 @@ class Supervisor:
             if child.start_at_s is not None and now_s >= child.start_at_s:
                 child.start(now_s)
         if not self._resting:
-            self._say("full" if self._is_full() else "filling")
+            self._say("full" if self._is_full(now_s) else "filling")
 
     def _reap(self, child: Child, now_s: float) -> None:
         ended = child.reap(now_s)
@@ -294,12 +296,17 @@ class Supervisor:
             sampler.set_epoch(ordinal)
         return check_drawn(sampler, job.num_units, job.partition)
 
-    def _is_full(self) -> bool:
+    def _is_full(self, now_s: float) -> bool:
         if self._job.when_full == "evict" and self._cache.eviction != "none":
             return False
         running = [child.index for child in self._children if child.running]
         states = self._board.states()
-        return bool(running) and all(states[index] == STATE_NAMES[NO_SPACE] for index in running)
+        if not running or any(states[index] != STATE_NAMES[NO_SPACE] for index in running):
+            return False
+        with self._cache.catalogue.reading() as tables:
+            if shortage_of_disk(self._cache.directory, tables):  # by others: it may be over at any time
+                self._short_s = now_s
+        return now_s - self._short_s > _TRIED_AGAIN_S
 
     def _keep_house(self) -> None:
         self._cache.enforce_limit()

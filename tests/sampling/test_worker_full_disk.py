@@ -131,3 +131,24 @@ def test_a_disk_that_takes_no_files_although_it_has_space_is_named_until_it_does
         subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)
         wait_until(lambda: cache.num_samples > have, "more samples")
         wait_until(lambda: not cache.status().disk_message, "the words are gone")
+
+
+def test_a_worker_that_is_to_stop_at_its_limit_does_not_stop_for_a_disk_that_others_have_filled(
+    cache: Cache, small_disk: Path
+) -> None:
+    source = Numbers(None, nbytes=20_000, pause_s=0.002)
+    with cs.start_worker(cache, source, num_workers=2, when_full="stop") as worker:
+        cache.wait(5, DEADLINE_S)
+
+        def has_waited() -> bool:
+            fill(small_disk)
+            status = worker.status().worker
+            return status is None or status.totals.space_wait_s > 2.0
+
+        wait_until(has_waited, "both wait for space")
+        assert worker.is_alive()
+        assert cache.fill_state() == "filling"
+        os.unlink(small_disk / "theirs")
+        wait_until(lambda: not worker.is_alive(), "it has stopped")
+    assert cache.fill_state() == "full"
+    assert cache.size_bytes > 3_000_000
