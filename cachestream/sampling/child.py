@@ -135,11 +135,11 @@ class Child:
         self._slot["state"], self._slot["beat_s"] = STARTING, now_s
         self._work_before = self._work()
         self._hung, self._was_stopped = None, False
-        self.started_s, self.start_at_s = now_s, None
         owner = f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}"
         self._process = start_sampling(
             "cachestream.sampling.process", self._server, self._sys_path, self._job_fd
         )
+        self.started_s, self.start_at_s = now_s, None  # where that fails it is still due
         self._words.clear()
         assert self._process.stdout is not None
         assert self._process.stdin is not None

@@ -133,7 +133,12 @@ class ForkServer:
         same number; None if the fork server is gone.
         """
         stdin, to_stdin = os.pipe()
-        from_output, output = os.pipe()
+        try:
+            from_output, output = os.pipe()
+        except OSError:
+            os.close(stdin)
+            os.close(to_stdin)
+            raise
         sent = self._send({"module": module, "job_fd": job_fd}, [stdin, output, job_fd])
         os.close(stdin)
         os.close(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Final
 __all__ = [
     "Death",
     "Suspicion",
+    "Trouble",
     "hanging_positions",
     "is_crash_loop",
     "longest_pause_s",
@@ -22,6 +24,8 @@ BREAKER_ISOLATIONS: Final = 16  # two a unit: eight bad ones in a row
 BREAKER_KILLS: Final = 25
 BREAKER_WINDOW_S: Final = 600.0
 START_DEADLINE_S: Final = 120.0
+TROUBLE_S: Final = 60.0
+_QUIET_S: Final = 5.0  # the housekeeping, in which most can fail, comes more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
 # Weights of a death (12 quarantine a position): with others in flight, or alone. A SIGKILL may well
@@ -64,6 +68,23 @@ class Death:
         if self.returncode < 0:
             return f"ended the process by {signal.Signals(-self.returncode).name}"
         return f"ended the process with exit code {self.returncode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Errors of the system that came one soon after the other: a moment without descriptors, a disk that fails for good."""
+
+    since_s: float = -math.inf
+    last_s: float = -math.inf
+
+    def again(self, now_s: float) -> Trouble:
+        """With another error, which begins anew where it was quiet for a while."""
+        return Trouble(self.since_s if now_s - self.last_s <= _QUIET_S else now_s, now_s)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether to give up."""
+        return self.last_s - self.since_s > TROUBLE_S
 
 
 @dataclass(frozen=True, slots=True)

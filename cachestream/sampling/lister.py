@@ -111,13 +111,14 @@ class Lister:
         self._start_at_s = None
 
     def _start(self, is_next: bool) -> None:
-        self._is_next, self._start_at_s = is_next, None
         self._started_s, self.life_s = time.monotonic(), None
+        self._is_next, self._start_at_s = is_next, self._started_s  # and still due, where it fails
         self._listings.clean()  # one that died before its first mark has left files that nobody knows
         self._listed_before = self._listed
         self._process = start_sampling(
             "cachestream.sampling.listing", self._server, self._job.sys_path, self._job_fd
         )
+        self._start_at_s = None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._words.clear()

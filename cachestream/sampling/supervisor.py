@@ -13,11 +13,12 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
 from cachestream.config import NO_THREADS
-from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError
+from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
 from cachestream.model import IntArray
 from cachestream.sampling.child import Child
 from cachestream.sampling.curriculum import draw_curriculum
@@ -26,6 +27,7 @@ from cachestream.sampling.health import (
     START_DEADLINE_S,
     Death,
     Suspicion,
+    Trouble,
     is_crash_loop,
     longest_pause_s,
     was_away,
@@ -87,6 +89,7 @@ class Supervisor:
         self._wardens = Wardens(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
+        self._trouble = Trouble()
         self._unrecorded: list[tuple[int, Suspicion, str]] = []
         self._full_said_s = self._short_s = -math.inf
         self._has_promoted = False
@@ -108,8 +111,8 @@ class Supervisor:
     def run(self) -> int:
         """Watch until asked to stop, until nobody needs the worker any more, or until it fails."""
         try:
-            while not (self._should_end() and self._leave()):
-                self._try_tick()
+            while not (self._try(self._should_end) and self._leave()):
+                self._try(self._tick_now)
                 self._stop.wait(_TICK_S)
             self._end()
         except Exception as error:  # the supervisor's main: what ends it is told to all who wait
@@ -165,17 +168,33 @@ class Supervisor:
             return True
         return not self._wardens.is_needed()
 
-    def _try_tick(self) -> None:
-        if not self._lock.is_ours:
-            raise _GiveUpError(f"{self._lock.path} is gone: the cache was removed", "")
+    def _try(self, step: Callable[[], bool]) -> bool:
+        """What `step` says; False where it fails of what may be over soon."""
+        now_s = time.monotonic()
         try:
-            self._tick(time.monotonic())
+            return step()
         except CacheLockedError:
             logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
         except CacheFullError as error:  # by others: what was left undone is done once there is space again
-            if (now_s := time.monotonic()) - self._full_said_s > _SAY_AGAIN_S:
+            if now_s - self._full_said_s > _SAY_AGAIN_S:
                 self._full_said_s = now_s
                 logger.warning("%s; waiting for that", error)
+        except (
+            CacheError,
+            OSError,
+        ):  # no descriptors or processes left, a read that failed: once, or for good
+            before, self._trouble = self._trouble, self._trouble.again(now_s)
+            if self._trouble.is_lasting or self._stop.is_set():
+                raise
+            if self._trouble.since_s != before.since_s:
+                logger.exception("going on, unless it lasts")
+        return False
+
+    def _tick_now(self) -> bool:
+        if not self._lock.is_ours:
+            raise _GiveUpError(f"{self._lock.path} is gone: the cache was removed", "")
+        self._tick(time.monotonic())
+        return True
 
     def _tick(self, now_s: float) -> None:
         if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
@@ -267,7 +286,7 @@ class Supervisor:
         if self._job.growing and not has_changed:
             self._lister.look_for_changes()
         for child in self._children:
-            child.start(now_s)
+            child.start_at_s = now_s
 
     def _set_looking(self, looking: bool) -> None:
         """Tell those who wait for the end of the pass that it is not known yet which pass that is."""

@@ -12,7 +12,9 @@ from cachestream.sampling.health import (
     BREAKER_ISOLATIONS,
     BREAKER_KILLS,
     BREAKER_WINDOW_S,
+    TROUBLE_S,
     Death,
+    Trouble,
     hanging_positions,
     is_crash_loop,
     longest_pause_s,
@@ -127,3 +129,12 @@ def test_a_death_is_told_in_words(death: Death, words: str) -> None:
 def test_only_a_gap_that_would_cost_much_of_the_patience_means_a_stop() -> None:
     assert not was_away(10.0, timeout_s=30.0)
     assert was_away(16.0, timeout_s=30.0)
+
+
+def test_errors_of_the_system_are_borne_for_a_minute_and_forgotten_once_it_is_quiet() -> None:
+    trouble = Trouble()
+    for second in range(int(TROUBLE_S) + 1):
+        trouble = trouble.again(100.0 + second)
+        assert not trouble.is_lasting
+    assert trouble.again(trouble.last_s + 1.0).is_lasting
+    assert not trouble.again(trouble.last_s + 10.0).is_lasting
