@@ -38,7 +38,9 @@ class SourceError(CacheStreamError):
 
 
 class SampleError(SourceError):
-    """One sample cannot be used: it is skipped and counted."""
+    """One sample cannot be used: it is skipped and counted. At the end of a unit that gave others, `lost` of them."""
+
+    lost: int = 1
 
 
 class SourceUnavailableError(SourceError):

@@ -81,7 +81,9 @@ class Problems:
             first = self._first
             raise SampleError(first if first.startswith(self._where) else f"{self._where}: {first}")
         if self._count:
-            raise SampleError(f"{self._where}: {self._count:,} problems, the first: {self._first}")
+            error = SampleError(f"{self._where}: {self._count:,} problems, the first: {self._first}")
+            error.lost = self._count
+            raise error
 
 
 @dataclass(frozen=True, slots=True)

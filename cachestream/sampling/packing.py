@@ -167,8 +167,9 @@ class Packing:
         self._slot["units"] += not flight.covered
 
     def _skip(self, kind: str, error: BaseException, example: str) -> None:
-        self._open.tally.skipped(kind, error, example)
-        self._slot["failures"] += kind != "quarantined"
+        lost = error.lost if isinstance(error, SampleError) else 1
+        self._open.tally.skipped(kind, error, example, lost)
+        self._slot["failures"] += lost if kind != "quarantined" else 0
         useless = (
             self._slot["failures"] >= _FATAL_FAILURES and not self._slot["samples"] + self._slot["dropped"]
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,21 @@ def test_a_remote_that_is_away_at_a_path_that_is_not_utf8_is_waited_for(tmp_path
         Path(source.switch).touch()
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == source.keys()
+
+
+def test_each_sample_of_an_archive_that_cannot_be_used_is_counted(tmp_path: Path, cache: Cache) -> None:
+    for name in ("a", "b"):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            for number in range(10):
+                data = b"seven" if number < 7 else b"7"
+                member = tarfile.TarInfo(f"{number}.cls")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    with cs.start_worker(cache, cs.TarSource(tmp_path), num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        status = worker.status()
+    assert cache.num_samples == 6
+    assert failures_of(cache) == {"sample": 14}
+    assert status.skipped == 14
+    assert status.worker is not None
+    assert status.worker.totals.failures == 14
