@@ -207,6 +207,6 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
                 os.fsync(file.fileno())
             os.replace(path + ".new", path)
         finally:
-            cache.admission.cancel(reserved)
+            cache.admission.cancel(reserved, owner.name)
     finally:
         owner.release()

@@ -59,7 +59,7 @@ class Store:
                 self.writer.add(names, is_complete=is_complete)
             self.last = names[-1] if names else self.last
         finally:
-            admission.cancel(reserved)
+            admission.cancel(reserved, self.owner)
 
 
 def list_all(source: GrowingSource, cache: Cache) -> Source:

@@ -116,6 +116,9 @@ class Admission:
         self.policy = policy
         self._leases = Leases(directory.leases)
         self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
+        # What could not be given back, for want of space or an error of the disk, and in whose name: nobody else
+        # clears that up while its owner lives.
+        self._left: dict[int, str] = {}
 
     @property
     def leases(self) -> Leases:
@@ -145,20 +148,24 @@ class Admission:
             tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
             self._doom(tables, victims, owner)
         try:
-            self._unlink([row.id for row in victims])
+            self._unlink([row.id for row in victims], owner)
         except BaseException:
-            self.cancel(shard_id)
+            self.cancel(shard_id, owner)
             raise
         return shard_id
 
-    def cancel(self, shard_id: int) -> None:
-        """Give a reservation back; whatever was written under it goes first. A published shard stays."""
-        with self._catalogue.reading() as tables:
-            if tables.shard(shard_id) is not None:
-                return  # the interrupt came after the commit
-        self._remove_files([shard_id])
-        with self._catalogue.transaction() as tables:
-            tables.delete_reservations([shard_id])
+    def cancel(self, shard_id: int, owner: str) -> None:
+        """Give a reservation back; whatever was written under it goes first. A published shard stays.
+
+        What fails here is done before this process is promised anything else.
+        """
+        with self._kept_in_mind([shard_id], owner):
+            with self._catalogue.reading() as tables:
+                if tables.shard(shard_id) is not None:
+                    return  # the interrupt came after the commit
+            self._remove_files([shard_id])
+            with self._catalogue.transaction() as tables:
+                tables.delete_reservations([shard_id])
 
     def evict(self, to_bytes: int | None, owner: str, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; the bytes freed."""
@@ -172,7 +179,7 @@ class Admission:
                     victims.append(row)
                     surplus -= row.size_bytes
             self._doom(tables, victims, owner)
-        self._unlink([row.id for row in victims])
+        self._unlink([row.id for row in victims], owner)
         return sum(row.size_bytes for row in victims)
 
     def wait_for_writers(self, timeout_s: float) -> None:
@@ -200,14 +207,16 @@ class Admission:
             tables.delete_reservations([shard_id])
 
     def clear_dead(self, owner: str | None = None) -> None:
-        """Give back what processes that died had reserved or leased, in the name of `owner`."""
+        """Give back what processes that died had reserved or leased, and what this one could not give back at
+        the time, in the name of `owner`.
+        """
         with translated_disk_errors(self._directory.leases, "listing it"):
             names = os.listdir(self._directory.leases)
         for name in names:
             if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
-            if not self._dead(tables):
+            if not self._abandoned(tables):
                 return
         with contextlib.ExitStack() as stack:
             if owner is None:
@@ -217,9 +226,9 @@ class Admission:
             with self._catalogue.transaction() as tables:
                 # Asked again: its owner may have published it and left since. Taken over, not deleted: the
                 # bytes count until the files are gone, also if this process dies before that.
-                abandoned = self._dead(tables)
+                abandoned = self._abandoned(tables)
                 tables.take_reservations(abandoned, owner)
-            self._unlink(abandoned)
+            self._unlink(abandoned, owner)
 
     def room(self, tables: Tables) -> Room:
         """The limit and the bytes in use, everything in the directory included."""
@@ -269,21 +278,33 @@ class Admission:
         tables.add("evicted_samples", sum(row.num_samples for row in victims))
         tables.add("evicted_bytes", sum(row.size_bytes for row in victims))
 
-    def _dead(self, tables: Tables) -> list[int]:
-        """The reservations of processes that are gone."""
+    def _abandoned(self, tables: Tables) -> list[int]:
+        """The reservations of processes that are gone, and those that this one has left."""
         reservations = tables.reservations()
         alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
-        return [r.id for r in reservations if r.owner not in alive]
+        return [r.id for r in reservations if r.owner not in alive or self._left.get(r.id) == r.owner]
 
-    def _unlink(self, doomed: list[int]) -> None:
-        """Remove the files of doomed reservations, and only then the reservations."""
+    def _unlink(self, doomed: list[int], owner: str) -> None:
+        """Remove the files of doomed reservations of `owner`, and only then the reservations."""
         if not doomed:
             return
-        self._remove_files(doomed)
-        with translated_disk_errors(self._directory.shards):
-            sync_folder(self._directory.shards)
-        with self._catalogue.transaction() as tables:
-            tables.delete_reservations(doomed)
+        with self._kept_in_mind(doomed, owner):
+            self._remove_files(doomed)
+            with translated_disk_errors(self._directory.shards):
+                sync_folder(self._directory.shards)
+            with self._catalogue.transaction() as tables:
+                tables.delete_reservations(doomed)
+
+    @contextlib.contextmanager
+    def _kept_in_mind(self, shard_ids: list[int], owner: str) -> Iterator[None]:
+        """Reservations of `owner` that are given back here, and left to `clear_dead` where that fails."""
+        try:
+            yield
+        except BaseException:
+            self._left.update((shard_id, owner) for shard_id in shard_ids)
+            raise
+        for shard_id in shard_ids:
+            self._left.pop(shard_id, None)
 
     def _remove_files(self, shard_ids: list[int]) -> None:
         for shard_id in shard_ids:

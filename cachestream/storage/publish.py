@@ -78,7 +78,7 @@ class Publisher:
                 tables.add("written_bytes", size_bytes)
                 _commit(tables, progress)
         except BaseException:
-            self._admission.cancel(shard_id)
+            self._admission.cancel(shard_id, self._owner)
             raise
         return shard_id
 

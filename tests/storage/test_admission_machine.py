@@ -133,7 +133,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(reserved=consumes(reservations), which=st.integers(0, 1))
     def cancel(self, reserved: Reserved, which: int) -> None:
-        self.any_cache(which).admission.cancel(reserved.shard_id)
+        self.any_cache(which).admission.cancel(reserved.shard_id, self.owner.name)
 
     @rule(target=children, size=SIZES, halfway=st.booleans())
     @precondition(lambda self: len(self.living) < 2)

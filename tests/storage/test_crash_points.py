@@ -321,7 +321,8 @@ def unlink_before_row() -> None:
 
 
 def credit_before_unlink() -> None:
-    def unlink(self: Admission, doomed: list[int]) -> None:
+    def unlink(self: Admission, doomed: list[int], owner: str) -> None:
+        del owner
         with self._catalogue.transaction() as tables:
             tables.delete_reservations(doomed)
         self._remove_files(doomed)
@@ -413,7 +414,7 @@ def test_a_rebuild_in_two_transactions_is_found(template: Path, fast_path: Path)
 def test_a_recovery_that_forgets_the_dead_is_found(
     full: Path, fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Admission, "_dead", lambda *_: [])
+    monkeypatch.setattr(Admission, "_abandoned", lambda *_: [])
     with pytest.raises(AssertionError):
         crash_everywhere(full, fast_path, publish_next, check_published)
 

@@ -234,7 +234,7 @@ def test_lowering_the_limit_waits_for_what_is_being_written(
         lowering.start()
         wait_until(lambda: cache.num_shards == 0, "the shard there was is evicted")
         assert lowering.is_alive()
-        cache.admission.cancel(shard_id)
+        cache.admission.cancel(shard_id, owner.name)
         lowering.join(DEADLINE_S)
         assert not lowering.is_alive()
         owner.release()

@@ -176,6 +176,41 @@ def go_on(cache: Cache) -> None:
     assert cache.status().leases == 0
 
 
+def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
+    template: Path, fast_path: Path
+) -> None:
+    """For want of space, at any step of publishing, and however often: the cache does not shrink by that."""
+    steps = Steps(None, refused(errno.ENOSPC), for_ever=True)
+
+    def publish_as(cache: Cache, line: Line) -> None:
+        owner = Owner(cache.directory, "writer")
+        cache.close()  # its next connection is a counted one
+        undo = steps.install()
+        for _ in range(3):
+            try:
+                publish(cache, content(100, size_bytes=SHARD_BYTES), owner=owner.name)
+            except CacheFullError:
+                continue
+            break
+        steps.last = None
+        undo()
+        line.say(f"{cache.num_shards} shards")
+        assert publish(cache, content(200, size_bytes=SHARD_BYTES), owner=owner.name) is not None
+        with cache.catalogue.reading() as tables:
+            line.say(f"{len(tables.reservations())} reservations")
+
+    for number in range(len(steps_of(template, fast_path, publishes))):
+        path = copy_of(template, fast_path)
+        steps.last = number
+        child = fork(lambda line, path=path: publish_as(Cache(path), line))  # type: ignore[misc]
+        shards, reservations = child.hear(), child.hear()
+        assert child.wait() == 0
+        assert shards in (f"{FIRST - 1} shards", f"{FIRST} shards"), "one was evicted for the new one at most"
+        assert reservations == "0 reservations"
+        with Cache(path) as cache:
+            assert_sound(cache)
+
+
 # --- the real thing
 
 
