@@ -192,13 +192,13 @@ class Admission:
             with self._catalogue.reading() as tables:
                 pending &= {row.id for row in tables.reservations()}
 
-    def drop(self, shard_id: int, owner: str) -> ShardRow | None:
+    def drop(self, tables: Tables, shard_id: int, owner: str) -> ShardRow | None:
         """Take a shard out of the catalogue, its bytes kept reserved until `dropped`; None if unknown."""
-        with self._catalogue.transaction() as tables:
-            row = tables.shard(shard_id)
-            if row is not None:
-                tables.delete_shards([shard_id])
-                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
+        row = tables.shard(shard_id)
+        if row is not None:
+            tables.delete_shards([shard_id])
+            tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
+            tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
         return row
 
     def dropped(self, shard_id: int) -> None:

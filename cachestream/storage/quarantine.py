@@ -14,8 +14,8 @@ KEPT_AT_MOST: Final = 4
 KEPT_SHARE: Final = 20  # of the limit, at most one part in so many: the rest is for shards that can be used
 
 
-def move_aside(directory: Directory, path: str, limit_bytes: int) -> bool:
-    """Move the shard file `path` into the quarantine, or remove it where that has no room; whether it was there.
+def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
+    """Move the shard file `path`, if it is there, into the quarantine, or remove it where that has no room.
 
     The newest few stay, as far as they take no more than a share of `limit_bytes`.
     """
@@ -23,7 +23,7 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> bool:
         try:
             os.replace(path, os.path.join(directory.quarantine, os.path.basename(path)))
         except FileNotFoundError:
-            return False
+            return
         kept_bytes = 0
         names = sorted(os.listdir(directory.quarantine), reverse=True)
         for place, name in enumerate(names):
@@ -33,4 +33,3 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> bool:
                 remove_if_there(kept)
         sync_folder(directory.quarantine)
         sync_folder(os.path.dirname(path))
-    return True

@@ -58,19 +58,19 @@ class Space:
 
     def put_aside(self, shard_id: int, reason: str) -> None:
         """Quarantine a damaged shard; nothing happens where it is gone already."""
+        path = shard_path(self._directory.root, shard_id)
+        where, _, what = reason.partition("; run ")[0].partition(": ")  # what it advises is done here
         with self._owner("quarantine") as name:
-            row = self._admission.drop(shard_id, name)
-            if row is None:
-                return  # evicted, or another rank was faster
-            with self._catalogue.reading() as tables:
+            with self._catalogue.transaction() as tables:
+                row = self._admission.drop(tables, shard_id, name)
+                if row is None:
+                    return  # evicted, or another rank was faster
+                # Together with its row: one that goes uncounted, because we are killed, nobody fetches again.
+                tables.add("quarantined" if os.path.lexists(path) else "lost_shards", 1)
+                tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
                 limit_bytes = int(tables.meta("size_limit"))
-            moved = move_aside(self._directory, shard_path(self._directory.root, shard_id), limit_bytes)
+            move_aside(self._directory, path, limit_bytes)
             self._admission.dropped(shard_id)
-        with self._catalogue.transaction() as tables:
-            tables.add("quarantined" if moved else "lost_shards", 1)
-            tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
-            where, _, what = reason.partition("; run ")[0].partition(": ")  # what it advises is done here
-            tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
 
     def clear(self) -> None:
         """Evict everything, and forget the filling and what was put aside.

@@ -15,7 +15,7 @@ from cachestream.storage.admission import Admission
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.publish import Progress, Publisher
-from cachestream.storage.shard import ShardContent
+from cachestream.storage.shard import ShardContent, shard_path
 from cachestream.storage.tables import Reservation, Tables
 from tests.storage.steps import Crash, crash_everywhere, crash_twice, steps_of
 from tests.storage.support import (
@@ -137,11 +137,43 @@ def test_putting_a_shard_aside(template: Path, fast_path: Path) -> None:
 
     def check(cache: Cache, crash: Crash) -> None:
         assert keys_of([0, 1, 3, 4, 5, 6, 7]) <= set(keys_in(cache)), "the others stay"
+        check_counts(cache)
         if crash.said:
             assert cache.num_shards == FIRST - 1
             assert cache.status().quarantined == 1
 
     crash_everywhere(template, fast_path, quarantine, check)
+
+
+def test_forgetting_a_shard_without_a_file(template: Path, fast_path: Path) -> None:
+    os.unlink(shard_path(str(template), 3))
+
+    def repair(cache: Cache, line: Line) -> None:
+        cache.verify(repair=True)
+        line.say("forgotten")
+
+    def check(cache: Cache, crash: Crash) -> None:
+        assert keys_of([0, 1, 3, 4, 5, 6, 7]) <= set(keys_in(cache)), "the others stay"
+        check_counts(cache)
+        if crash.said:
+            assert cache.num_shards == FIRST - 1
+
+    def recover(cache: Cache) -> None:
+        cache.recover()
+        with cache.catalogue.reading() as tables:
+            is_known = tables.shard(3) is not None
+        if is_known:
+            check_counts(cache)
+            cache.verify(repair=True)
+
+    crash_everywhere(template, fast_path, repair, check, recover=recover)
+
+
+def check_counts(cache: Cache) -> None:
+    """What is not there any more is known to be gone: by that the worker knows that there is something to fetch again."""
+    gone = FIRST - cache.num_shards
+    assert cache.status().evicted_shards == gone
+    assert sum(row.count for row in cache.status().failures) == 3 * gone
 
 
 def test_lowering_the_limit(template: Path, fast_path: Path) -> None:
