@@ -150,9 +150,7 @@ class Filler:
         if not flight.is_alone and not self._refused:
             self._packing.settle()
             if not self._stop.is_set():  # or something may have been given up that comes before it
-                with self._cache.catalogue.transaction() as tables:
-                    place = flight.position, flight.done
-                    flight.claim_id = tables.split_claim(flight.claim_id, *place, self._owner.name)
+                flight.claim_id = self._packing.split_claim(flight)
                 flight.is_alone = True
         return flight.is_alone
 

@@ -59,7 +59,7 @@ class Outbox:
 
     def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self._publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner)
+        self.publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner)
         self._thread = ThreadPoolExecutor(1, "publish")
         self._sent: Future[None] | None = None
         self._spare = OpenShard()
@@ -70,7 +70,7 @@ class Outbox:
     def send(self, shard: OpenShard) -> OpenShard:
         """Publish `shard`; returns an empty one to go on with. Waits until the one before is done.
 
-        Raises what that one failed with: CacheError, StartAgainError.
+        Raises what that one failed with: CacheError (CatalogueReplacedError), StartAgainError.
         """
         self.settle()
         spare, self._spare = self._spare, shard
@@ -122,7 +122,7 @@ class Outbox:
 
         def publish() -> bool:
             spans = shard.tally.spans
-            return self._publisher.publish(content, spans, progress, may_evict=may_evict) is not None
+            return self.publisher.publish(content, spans, progress, may_evict=may_evict) is not None
 
         if self._insist(publish, lambda: self._check_fits(content)):
             self.published += 1
@@ -132,7 +132,7 @@ class Outbox:
         progress = shard.tally.progress(row.id)
 
         def commit() -> bool:
-            self._publisher.commit(progress)
+            self.publisher.commit(progress)
             return True
 
         self._insist(commit, lambda: None)

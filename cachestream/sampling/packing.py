@@ -207,6 +207,10 @@ class Packing:
         if self._open.has_news:
             self._open = self._outbox.send(self._open)
 
+    def split_claim(self, flight: Flight) -> int:
+        """Give the unit that is next a claim of its own; its id."""
+        return self._outbox.publisher.split_claim(flight.claim_id, flight.position, flight.done)
+
     def settle(self) -> None:
         """Publish all there is, and wait until that is done."""
         self.flush()

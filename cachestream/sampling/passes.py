@@ -92,10 +92,13 @@ def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> b
     # Only a supervisor begins passes, so what is read here holds until the insert.
     with cache.catalogue.reading() as tables:
         rows = tables.passes()
-        if not rows or pass_is_open(tables, rows[-1]):
-            return bool(rows)
-        if not has_changed and not _was_evicted(tables, rows[-1]):
+        if rows and pass_is_open(tables, rows[-1]):
+            return True
+        if rows and not has_changed and not _was_evicted(tables, rows[-1]):
             return False
+    if not rows:  # the catalogue was lost, and nothing cached that would tell of the pass
+        with cache.catalogue.transaction() as tables:
+            _check_source(cache, tables, job)
     _insert(cache, first_plan(job, Listings(cache.directory)), draw)
     return True
 

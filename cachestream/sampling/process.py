@@ -28,6 +28,7 @@ from cachestream.sampling.storing import keep_names
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
+from cachestream.storage.publish import CatalogueReplacedError
 
 __all__ = ["EXIT_FATAL", "EXIT_LATER", "EXIT_RESTART", "end_now", "live_with_parent", "main"]
 
@@ -83,7 +84,7 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
         gc.collect()
         gc.freeze()  # what is there now stays: it is not to be looked through again and again
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()
-    except StartAgainError:
+    except (StartAgainError, CatalogueReplacedError):
         code = EXIT_RESTART
     except (
         CacheFullError,

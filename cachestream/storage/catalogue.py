@@ -205,7 +205,7 @@ class Catalogue:
     def _mend(self) -> None:
         if self._heal is None or self._healing:
             return
-        if self._suspect or file_identity(self.path) is None:
+        if self._suspect or _is_blank(self.path):
             self._healing = True
             try:
                 self._heal(self)
@@ -270,6 +270,14 @@ class Catalogue:
         if self._connection is not None:
             _abandoned.append(self._connection)
             self._connection = None
+
+
+def _is_blank(path: str) -> bool:
+    """Whether there is no catalogue yet, or one that another process is about to fill."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size == 0
+    except OSError:
+        return True
 
 
 _forking = threading.RLock()

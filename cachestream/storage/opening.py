@@ -88,6 +88,7 @@ def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
         def fill(tables: Tables) -> None:
             for key, value in settings.items():
                 tables.set_meta(key, value)
+            tables.set_meta("catalogue_id", uuid.uuid4().hex)  # another one for each that is made
             rebuild(directory, tables)
 
         catalogue.create(fill)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,9 +21,13 @@ from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow, Tables
 from cachestream.storage.writeback import begin_writeback
 
-__all__ = ["Progress", "Publisher"]
+__all__ = ["CatalogueReplacedError", "Progress", "Publisher"]
 
 _PIECE_BYTES: Final = 8 << 20
+
+
+class CatalogueReplacedError(CacheError):
+    """The catalogue was lost and made anew: what was begun under the one before is of no use, begin again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,19 @@ class Progress:
 
 
 class Publisher:
-    """Writes shards for one sampling process, known to the others as `owner`."""
+    """Writes shards for one sampling process, known to the others as `owner`.
+
+    Into the catalogue that there is at the start, and no other: in one that was made anew the numbers of passes and claims
+    mean others, and what this process has read may be read by one of them. Then everything raises CatalogueReplacedError.
+    """
 
     def __init__(self, directory: Directory, catalogue: Catalogue, admission: Admission, owner: str) -> None:
         self._directory = directory
         self._catalogue = catalogue
         self._admission = admission
         self._owner = owner
+        with catalogue.reading() as tables:
+            self._catalogue_id = tables.meta("catalogue_id")
 
     def publish(
         self, content: ShardContent, spans: Sequence[Span], progress: Progress, *, may_evict: bool = True
@@ -65,27 +76,43 @@ class Publisher:
             return None
         try:
             occupied = self._write(shard_id, header, content, footprint)
-            with self._catalogue.transaction() as tables:
-                # Gone when the catalogue was rebuilt meanwhile: the id may be another shard's by now.
-                if not tables.delete_reservations([shard_id]):
-                    raise CacheError(
-                        f"{self._directory.root}: the catalogue was replaced while shard {shard_id} was written; "
-                        "its samples will be fetched again"
-                    )
+            with self._transaction() as tables:
+                tables.delete_reservations([shard_id])
                 row = ShardRow(shard_id, occupied, content.num_samples, 0, int(tables.meta("clock", 0)))
                 tables.insert_shard(row, merge_schema(tables, content.schema), progress.pass_id, spans)
                 tables.add("written_samples", content.num_samples)
                 tables.add("written_bytes", size_bytes)
                 _commit(tables, progress)
-        except BaseException:
+        except BaseException as error:
             self._admission.cancel(shard_id, self._owner)
+            if isinstance(error, CacheError):
+                with self._catalogue.reading() as tables:
+                    self._check_same(tables)  # a rebuild removes what is being written
             raise
         return shard_id
 
     def commit(self, progress: Progress) -> None:
         """Commit progress that brought no samples."""
-        with self._catalogue.transaction() as tables:
+        with self._transaction() as tables:
             _commit(tables, progress)
+
+    def split_claim(self, claim_id: int, position: int, offset: int) -> int:
+        """Give `position`, at which the work on a claim is, a claim of its own; its id."""
+        with self._transaction() as tables:
+            return tables.split_claim(claim_id, position, offset, self._owner)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Tables]:
+        with self._catalogue.transaction() as tables:
+            self._check_same(tables)
+            yield tables
+
+    def _check_same(self, tables: Tables) -> None:
+        if tables.meta("catalogue_id") != self._catalogue_id:
+            raise CatalogueReplacedError(
+                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached is to be fetched "
+                "again"
+            )
 
     def _write(self, shard_id: int, header: bytes, content: ShardContent, most_bytes: int) -> int:
         """Write the file, within `most_bytes` of disk; returns what it occupies."""

@@ -102,6 +102,31 @@ def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache
     assert len(journal.read_text().split()) < 300
 
 
+def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_twice(cache: Cache) -> None:
+    source = Numbers(800, pause_s=0.004)
+    with cs.start_worker(cache, source, num_workers=2, concurrency=1) as worker:
+        cache.wait(100, DEADLINE_S)
+        Path(cache.directory.catalogue).unlink()
+        assert worker.wait(DEADLINE_S)
+        status = cache.status().worker
+        assert status is not None
+        assert status.restarts == 0, "to begin anew is no crash"
+        assert only_once(cache) == source.keys()
+        with cache.catalogue.reading() as tables:
+            assert {row.length for row in tables.passes()} == {800}
+
+
+def test_a_catalogue_that_is_lost_before_anything_is_cached_costs_no_sample(cache: Cache) -> None:
+    source = Numbers(40, pause_s=0.3)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        wait_until(lambda: cache.status().pass_number, "a pass has begun")
+        Path(cache.directory.catalogue).unlink()
+        assert cache.num_samples == 0
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    assert cache.status().source == source.fingerprint
+
+
 def test_a_lost_catalogue_costs_no_sample_and_brings_none_twice(cache: Cache) -> None:
     source = Numbers(200, 3, pause_s=0.01)
     worker = cs.start_worker(cache, source, num_workers=2)

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from cachestream.errors import CacheError, CacheLockedError, CacheVersionError
+from cachestream.errors import CacheLockedError, CacheVersionError
 from cachestream.storage import catalogue as module
+from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.faults import CatalogueDamagedError
 from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION
+from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher
+from cachestream.storage.tables import Claim
 from tests.storage.support import (
     Line,
     assert_sound,
@@ -328,11 +331,63 @@ def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_ent
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", lose)
-        with pytest.raises(
-            CacheError, match="replaced while shard 5 was written; its samples will be fetched"
-        ):
+        with pytest.raises(CatalogueReplacedError, match="what is not cached is to be fetched again"):
             publish(filled, content(12))
     assert shard_ids(filled) == [1, 2, 3, 4, 5]
+    assert_sound(filled)
+
+
+def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def lose(source: str, target: str) -> None:
+        os.unlink(filled.catalogue.path)
+        assert filled.num_shards == 4, "the rebuild has removed what was being written"
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lose)
+        with pytest.raises(CatalogueReplacedError):
+            publish(filled, content(12))
+    assert shard_ids(filled) == [1, 2, 3, 4]
+    assert_sound(filled)
+
+
+def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled: Cache) -> None:
+    """The numbers are the same, and mean others."""
+
+    def claim(holder: str) -> Claim:
+        with filled.catalogue.transaction() as tables:
+            return tables.insert_claim(tables.insert_pass("{}", 100, 0), 0, 50, holder)
+
+    owner = Owner(filled.directory, "before")
+    publisher = Publisher(filled.directory, filled.catalogue, filled.admission, owner.name)
+    mine = claim(owner.name)
+    os.unlink(filled.catalogue.path)
+    theirs = claim("after")
+    assert theirs == mine
+    done = Progress(mine.pass_id, ((mine.id, 20, 0),))
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: publisher.commit(done),
+        lambda: publisher.publish(content(12), (), done),
+        lambda: publisher.split_claim(mine.id, 10, 1),
+    )
+    for attempt in attempts:
+        with pytest.raises(CatalogueReplacedError):
+            attempt()
+    owner.release()
+    with filled.catalogue.reading() as tables:
+        assert tables.claims(mine.pass_id) == [(theirs, "after")]
+    assert_sound(filled)
+
+
+def test_an_empty_file_in_its_place_is_a_catalogue_that_is_being_made(filled: Cache) -> None:
+    """Whoever comes upon it waits for its maker, and fills it where that one has died."""
+    os.unlink(filled.catalogue.path)
+    Path(filled.catalogue.path).touch()
+    assert filled.num_samples == 12
     assert_sound(filled)
 
 
