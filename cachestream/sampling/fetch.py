@@ -105,9 +105,10 @@ class Fetcher:
             self._units.notify(len(unread))
 
     def put_aside(self, flight: Flight) -> None:
-        """Let those behind `flight`, the unit that is next, be delivered before it, if nothing of it has come by now."""
+        """Let those behind `flight` be delivered before it, if it is next still and nothing of it has come by now."""
         with self._lock:
-            if flight.is_awaited:
+            # One that was put aside earlier may have come since, and be next.
+            if flight.is_awaited and self._order[0] is flight:
                 self._order.popleft()
                 self._aside.append(flight)
                 flight.aside = True

@@ -202,6 +202,23 @@ def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
         assert drain(fetcher) == [(0, [0], None)]
 
 
+def test_a_unit_is_not_put_aside_once_another_that_was_has_come_and_is_next() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        first, second = remote.of(0, 1)
+        fetcher.submit([first, second])
+        fetcher.put_aside(first)
+        assert fetcher.awaited is second
+        remote.give(0, lot(0))
+        remote.wait_until_taken(0, 1)
+        fetcher.put_aside(second)
+        aside = fetcher.aside
+        remote.give(0, None)
+        remote.give(1, lot(0), None)
+        assert aside == []
+        assert drain(fetcher) == [(0, [0], None), (1, [0], None)]
+
+
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()])
 def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseException) -> None:
     remote = Remote()
