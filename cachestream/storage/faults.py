@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
+from cachestream.private import open_private
 
 __all__ = [
     "CatalogueDamagedError",
@@ -25,6 +26,7 @@ _FULL: Final = {
     errno.EFBIG: "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size",
 }
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
+_PROBE_BYTES: Final = 4096
 _TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -101,4 +103,26 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
             raise CacheFullError(f"{path}: the disk is full; free some space") from error
         if "readonly" in text or "unable to open" in text:
             raise unwritable(path, text) from error
+        refusal = _refusal(path) if "disk I/O error" in text else None
+        if refusal is not None:
+            raise disk_error(path, refusal, "in a transaction") from error
         raise CacheError(f"{path}: {text}; check the disk") from error
+
+
+def _refusal(path: str) -> OSError | None:
+    """What the system says to a file as large as the one at `path`, if that is that it has no space for it.
+
+    SQLite tells a full disk from a broken one, but neither a quota nor a limit on the size of files.
+    """
+    probe = path + "-probe"
+    try:
+        fd = open_private(probe, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.unlink(probe)  # nothing is left of it, wherever this process dies
+            os.pwrite(fd, bytes(_PROBE_BYTES), os.stat(path).st_size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error if error.errno in _FULL else None
+    return None
