@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.private import open_private
+from cachestream.storage.directory import remove_if_there
 from cachestream.storage.faults import translated_disk_errors
 
 __all__ = ["ROW", "History", "read_history"]
@@ -62,9 +63,13 @@ class History:
 
     def _keep(self, rows: npt.NDArray[Any]) -> None:
         temporary = self._path + ".new"
-        with open(temporary, "wb", opener=open_private) as file:
-            file.write(rows.tobytes())
-        os.replace(temporary, self._path)
+        with translated_disk_errors(temporary):
+            try:
+                with open(temporary, "wb", opener=open_private) as file:
+                    file.write(rows.tobytes())
+                os.replace(temporary, self._path)
+            finally:
+                remove_if_there(temporary)
         self._rows = len(rows)
         if len(rows):
             self._first_s, self._last_s = float(rows["time_s"][0]), float(rows["time_s"][-1])

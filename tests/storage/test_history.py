@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cachestream.errors import CacheFullError
 from cachestream.storage.history import ROW, ROWS_AT_MOST, History, read_history
 
 
@@ -74,6 +76,25 @@ def test_a_row_torn_by_a_full_disk_does_not_shift_the_rows_after_it(path: str, c
     clock.now_s += 1
     History(path, clock).append(8, 0, 0, 0, 0, 0, 0)
     assert read_history(path)["samples"].tolist() == [7, 8]
+
+
+def test_a_full_disk_is_told_as_such_where_rows_are_to_go_and_they_go_once_it_has_space(
+    small_disk: Path, clock: Clock
+) -> None:
+    path, theirs = str(small_disk / "history"), small_disk / "theirs"
+    rows = np.zeros(ROWS_AT_MOST, ROW)
+    rows["time_s"] = np.linspace(clock.now_s - 2000.0, clock.now_s - 10.0, len(rows))
+    rows.tofile(path)
+    history = History(path, clock)
+    with open(theirs, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
+    for attempt in (lambda: history.append(1, 0, 0, 0, 0, 0, 0), lambda: History(path, clock)):
+        with pytest.raises(CacheFullError, match="No space left on device; free some disk"):
+            attempt()
+        assert sorted(os.listdir(small_disk)) == ["history", "theirs"]
+    theirs.unlink()
+    history.append(1, 0, 0, 0, 0, 0, 0)
+    assert read_history(path)["samples"].tolist() == [0] * (ROWS_AT_MOST // 2) + [1]
 
 
 def test_no_file_is_no_history(tmp_path: Path) -> None:
