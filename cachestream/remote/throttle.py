@@ -48,7 +48,8 @@ class Throttle:
     """Limits what all Throttles on one file spend together to `bytes_per_s`.
 
     Safe between threads, processes and forks; picklable. After an idle time the first 0.1 s worth
-    of bytes pass at once. `path` is created (mode 0600) if need be; its folder must exist.
+    of bytes pass at once. `path` is created (mode 0600) if need be; its folder must exist. Raises
+    OSError where there is no space for it.
     """
 
     def __init__(self, path: str, bytes_per_s: float) -> None:
@@ -64,7 +65,7 @@ class Throttle:
         self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT)
         self._closer = weakref.finalize(self, os.close, self._fd)
         if os.fstat(self._fd).st_size < _STATE.size:
-            os.ftruncate(self._fd, _STATE.size)
+            os.posix_fallocate(self._fd, 0, _STATE.size)  # a store into a hole of a full disk is a SIGBUS
         self._map = mmap.mmap(self._fd, _STATE.size)
         boot_id = _boot_id()
         with self._locked():

@@ -19,6 +19,8 @@ from cachestream.sampling.passes import begin
 from cachestream.sampling.supervisor import Supervisor
 from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.storage.cache import Cache
+from cachestream.storage.directory import remove_if_there
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.locks import HeldFile, lock_file
 
 __all__ = ["main"]
@@ -55,6 +57,7 @@ def _begin(server: ForkServer) -> Supervisor | None:
         lock = _become_the_supervisor(cache)
         _open_log(cache)
         removed = cache.recover()
+        _forget_debts(cache)
         supervisor = Supervisor(job, cache, lock, server)
         has_more = begin(cache, job, supervisor.draw)
         supervisor.start(is_complete=not has_more)
@@ -75,6 +78,13 @@ def _become_the_supervisor(cache: Cache) -> HeldFile:
     if lock is None:
         raise CacheLockedError(f"another supervisor runs for {cache.path}; attach to it by starting again")
     return lock
+
+
+def _forget_debts(cache: Cache) -> None:
+    """What was fetched under an earlier limit on the bandwidth is not paid for at this one's rate: it may have been mistyped."""
+    budget = cache.directory.worker_file("budget")
+    with translated_disk_errors(budget, "removing it"):
+        remove_if_there(budget)
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):

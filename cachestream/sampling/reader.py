@@ -28,6 +28,7 @@ from cachestream.sampling.silence import Silence
 from cachestream.sampling.table import to_table
 from cachestream.storage.board import Slot
 from cachestream.storage.directory import Directory
+from cachestream.storage.faults import translated_disk_errors
 
 __all__ = ["UnitReader", "unit_generator"]
 
@@ -68,7 +69,9 @@ class UnitReader:
         self._local = threading.local()
         self._counting = threading.Lock()
         limit = job.bandwidth_bytes_per_s
-        self._throttle = None if limit is None else Throttle(directory.worker_file("budget"), limit)
+        budget = directory.worker_file("budget")
+        with translated_disk_errors(budget):
+            self._throttle = None if limit is None else Throttle(budget, limit)
         self.throttled = False  # since whoever asks has set it to False
         # What one request asks for is on its way at once, whether it is read or not: sockets have buffers.
         most = pulse.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing.synchronize import Barrier
@@ -104,6 +107,15 @@ def test_a_state_of_another_boot_does_not_block(tmp_path: Path) -> None:
     throttle = Throttle(str(path), 1e6)
     assert throttle.reserve(1) == 0
     throttle.close()
+
+
+def test_a_full_disk_is_an_error_and_no_signal(small_disk: Path) -> None:
+    with open(small_disk / "theirs", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
+    code = f"from cachestream.remote.throttle import Throttle; Throttle({str(small_disk / 'budget')!r}, 1e6)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
 
 
 def hold_lock(path: Path, ready: Any) -> None:

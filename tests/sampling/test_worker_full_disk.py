@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream import Cache, NotEnoughSamplesError
+from cachestream import Cache, CacheFullError, NotEnoughSamplesError
 from cachestream.report import one_line
+from cachestream.sampling.job import Job, Packed
+from cachestream.sampling.reader import UnitReader
+from cachestream.storage.board import Board
 from cachestream.storage.history import ROW
 from tests.sampling.sources import Numbers
 from tests.sampling.support import DEADLINE_S, Processes, left_files, only_once, sampling_pids, wait_until
@@ -83,6 +87,21 @@ def test_processes_that_are_killed_while_the_disk_is_full_are_replaced(
             os.kill(pid, signal.SIGKILL)
         wait_for_refusal(cache, small_disk, worker)
         check_that_it_goes_on(cache, small_disk, worker)
+
+
+def test_a_process_without_space_for_the_bandwidth_s_budget_says_that_the_disk_is_full(
+    cache: Cache, small_disk: Path
+) -> None:
+    """By which the supervisor knows that it did not crash."""
+    job = Job(
+        root=cache.path, sys_path=(), fingerprint="test", kind="sequential", seed=0, num_units=1, listing="",
+        num_workers=1, concurrency=1, shard_bytes=10**6, bandwidth_bytes_per_s=1e6, when_full="evict",
+        hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=b"",
+    )  # fmt: skip
+    slot = Board(cache.directory.worker_file("board")).slot(0)
+    fill(small_disk)
+    with pytest.raises(CacheFullError, match="budget: No space left on device; free some disk"):
+        UnitReader(job, Numbers(1), cache.directory, slot, threading.Event(), in_rows=False)
 
 
 def test_a_history_that_cannot_grow_ends_no_worker(cache: Cache, small_disk: Path) -> None:

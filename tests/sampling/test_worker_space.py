@@ -12,6 +12,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.remote.throttle import Throttle
 from tests.sampling.sources import Numbers
 from tests.sampling.support import DEADLINE_S, failures_of, keys_of, only_once, wait_until
 
@@ -195,6 +196,14 @@ def test_leased_shards_are_waited_for_and_filling_goes_on_when_they_are_free(cac
     finally:
         for lease in leases:
             lease.release()
+
+
+def test_what_was_fetched_under_an_earlier_bandwidth_limit_holds_nothing_up(cache: Cache) -> None:
+    mistyped = Throttle(cache.directory.worker_file("budget"), 1.0)
+    assert mistyped.reserve(10_000_000) > 1_000_000, "seconds"
+    mistyped.close()
+    with cs.start_worker(cache, Numbers(20), num_workers=1, bandwidth_limit="100MB/s") as worker:
+        assert worker.wait(DEADLINE_S)
 
 
 def test_the_bandwidth_limit_holds_for_all_processes_together(cache: Cache) -> None:
