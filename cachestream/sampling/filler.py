@@ -68,7 +68,10 @@ class Filler:
         self._refused: list[Flight] = []
 
     def run(self) -> None:
-        """Work until everything is claimed and done, or until told to stop."""
+        """Work until everything is claimed and done, or until told to stop.
+
+        After an error a shard may still be being published: what is reserved for it stays ours until the process ends.
+        """
         try:
             while not self._stop.is_set():
                 self._beat(self._fetching())
@@ -80,7 +83,7 @@ class Filler:
             self._packing.settle()
         finally:
             self._fetcher.stop()
-            self._owner.release()
+        self._owner.release()
 
     def _step(self) -> None:
         begun_s = time.monotonic()

@@ -77,7 +77,11 @@ class Publisher:
         try:
             occupied = self._write(shard_id, header, content, footprint)
             with self._transaction() as tables:
-                tables.delete_reservations([shard_id])
+                if not tables.fulfil_reservation(shard_id, self._owner):
+                    raise CacheError(
+                        f"{self._directory.root}: another process has cleared what was reserved for shard {shard_id}, "
+                        "because its own seemed to be gone; its samples will be fetched again"
+                    )
                 row = ShardRow(shard_id, occupied, content.num_samples, 0, int(tables.meta("clock", 0)))
                 tables.insert_shard(row, merge_schema(tables, content.schema), progress.pass_id, spans)
                 tables.add("written_samples", content.num_samples)

@@ -216,6 +216,13 @@ class Tables(ProgressTables):
             "UPDATE reservations SET owner = ?, doomed = 1 WHERE id = ?", [(owner, key) for key in ids]
         )
 
+    def fulfil_reservation(self, shard_id: int, owner: str) -> bool:
+        """The shard is written: its reservation goes; whether `owner` still had it."""
+        cursor = self.execute(
+            "DELETE FROM reservations WHERE id = ? AND owner = ? AND doomed = 0", (shard_id, owner)
+        )
+        return cursor.rowcount > 0
+
     def delete_reservations(self, ids: Iterable[int]) -> int:
         """Returns how many there were."""
         return self.executemany("DELETE FROM reservations WHERE id = ?", [(key,) for key in ids]).rowcount

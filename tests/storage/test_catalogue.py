@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cachestream.errors import CacheLockedError, CacheVersionError
+from cachestream.errors import CacheError, CacheLockedError, CacheVersionError
 from cachestream.storage import catalogue as module
 from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
@@ -351,6 +351,30 @@ def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
         patch.setattr(os, "rename", lose)
         with pytest.raises(CatalogueReplacedError):
             publish(filled, content(12))
+    assert shard_ids(filled) == [1, 2, 3, 4]
+    assert_sound(filled)
+
+
+@pytest.mark.parametrize("how", ["doomed", "gone"])
+def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_entered(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its file is about to be removed, or is removed."""
+    real, owner = os.rename, Owner(filled.directory, "slow")
+
+    def clear(source: str, target: str) -> None:
+        real(source, target)
+        owner.release()
+        if how == "gone":
+            filled.recover()
+        else:
+            with filled.catalogue.transaction() as tables:
+                tables.take_reservations([5], "another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", clear)
+        with pytest.raises(CacheError, match="another process has cleared what was reserved for shard 5"):
+            publish(filled, content(12), owner=owner.name)
     assert shard_ids(filled) == [1, 2, 3, 4]
     assert_sound(filled)
 
