@@ -69,10 +69,11 @@ class Checker:
             with self._catalogue.reading() as tables:
                 found = found.still(tables.shard_ids())
             self._repair(found)
+        orphans = _files_to_remove(self._directory, self._catalogue) if repair else []
         with self._catalogue.reading() as tables:
-            orphans = list(_unknown_files(self._directory, tables))
             shards, samples, _ = tables.totals()
             if not repair:
+                orphans = list(_unknown_files(self._directory, tables))
                 found = found.still(tables.shard_ids())
         stuck = any(not _remove_file(path) for path in orphans) if repair else bool(orphans)
         corrupt, missing = tuple(found.corrupt.values()), tuple(found.missing)
@@ -117,11 +118,7 @@ class Checker:
 
 def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     """Remove files of ours that belong to no shard and no writer (left by a power loss); how many."""
-    with catalogue.transaction() as tables:
-        leftovers = [path for path in _unknown_files(directory, tables) if _is_ours(path)]
-        # Under an older copy of the catalogue an id could be given out again, and its file be removed here.
-        ids = [int(os.path.basename(path).partition(".")[0]) for path in leftovers]
-        tables.set_meta("last_shard_id", max([int(tables.meta("last_shard_id", 0)), *ids]))
+    leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
     leftovers += [
         os.path.join(directory.root, name)
         for name in os.listdir(directory.root)
@@ -134,9 +131,23 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     return removed
 
 
-def _is_ours(path: str) -> bool:
+def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:
+    """Files among the shards that nobody knows, nor will from now on.
+
+    Under an older copy of the catalogue their ids could be given out again, and another's file be removed.
+    """
+    with catalogue.transaction() as tables:
+        paths = list(_unknown_files(directory, tables))
+        ids = [shard_id for path in paths if (shard_id := _id_in(path)) is not None]
+        tables.set_meta("last_shard_id", max([int(tables.meta("last_shard_id", 0)), *ids]))
+    return paths
+
+
+def _id_in(path: str) -> int | None:
+    """The shard's id in the name of one of our files; None for another's."""
     name = os.path.basename(path)
-    return (SHARD_NAME.fullmatch(name) or TEMPORARY_NAME.fullmatch(name)) is not None
+    match = SHARD_NAME.fullmatch(name) or TEMPORARY_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def _unknown_files(directory: Directory, tables: Tables) -> Iterator[str]:
