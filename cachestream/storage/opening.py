@@ -140,9 +140,22 @@ def _saved_settings(directory: Directory) -> dict[str, Any]:
 
 
 def save_settings(directory: Directory, catalogue: Catalogue) -> None:
-    """Copy the settings to a small file, from which a lost catalogue gets them back."""
+    """Copy the settings to a small file, from which a lost catalogue gets them back.
+
+    Whoever copies looks again afterwards: of two that set something at once, the later to copy may have read the earlier.
+    """
+    saved = ""
+    while (text := _to_be_saved(catalogue)) != saved:
+        _save(directory, text)
+        saved = text
+
+
+def _to_be_saved(catalogue: Catalogue) -> str:
     stored = _stored(catalogue)
-    text = json.dumps({"format": "cachestream", **{key: stored[key] for key in _SAVED}})
+    return json.dumps({"format": "cachestream", **{key: stored[key] for key in _SAVED}})
+
+
+def _save(directory: Directory, text: str) -> None:
     with translated_disk_errors(directory.settings, "saving the settings"):
         for _ in range(_SAVES):
             temporary = f"{directory.settings}.{uuid.uuid4().hex}"

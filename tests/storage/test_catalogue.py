@@ -447,6 +447,26 @@ def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast
             assert cache.eviction == "lru"
 
 
+def test_of_two_who_set_the_limit_at_once_the_later_is_in_the_copy_of_the_settings(
+    filled: Cache, fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+
+    def be_overtaken(source: str, target: str) -> None:
+        patch.undo()
+        with Cache(fast_path / "cache") as other:
+            other.size_limit = "6MB"
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", be_overtaken)
+        filled.size_limit = "5MB"
+    filled.close()
+    os.unlink(filled.catalogue.path)
+    with Cache(fast_path / "cache") as rebuilt:
+        assert rebuilt.size_limit == 6_000_000
+
+
 def test_a_damaged_catalogue_is_not_kept_where_the_limit_has_no_room_for_it(
     make_cache: Callable[..., Cache],
 ) -> None:
