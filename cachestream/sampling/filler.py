@@ -145,7 +145,7 @@ class Filler:
             return
         if len(self._fetcher.aside) < self._job.concurrency and self._is_alone(flight):
             self._fetcher.put_aside(flight)
-            if flight is self._alone:
+            if flight.aside and flight is self._alone:
                 self._alone = None
 
     def _is_alone(self, flight: Flight) -> bool:

@@ -66,8 +66,15 @@ class Death:
         if self.hanging:
             return "had been stopped" if self.stopped else "hung"
         if self.returncode < 0:
-            return f"ended the process by {signal.Signals(-self.returncode).name}"
+            return f"ended the process by {_signal_name(-self.returncode)}"
         return f"ended the process with exit code {self.returncode}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of those for real time have none
+        return f"signal {number}"
 
 
 @dataclass(frozen=True, slots=True)

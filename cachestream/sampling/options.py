@@ -157,7 +157,7 @@ def _order(
     """The kind of an order, its weights, its sampler or curriculum."""
     kind = _kind_of(order)
     if kind == "weighted":
-        return kind, check_weights(list(order), num_units, partition), None
+        return kind, check_weights(order, num_units, partition), None
     if kind == "curriculum":
         check_curriculum(order, 0.0, num_units)
     return kind, None, None if isinstance(order, str) else order

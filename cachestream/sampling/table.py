@@ -60,6 +60,8 @@ def to_table(rows: Rows) -> Table:
     """`rows` as they are stored. Raises SampleError that names the field for what cannot be."""
     names = sorted_names(tuple(rows.fields))
     found = [_column(name, rows.fields[name], len(rows.keys)) for name in names]
+    if not all(isinstance(key, str) for key in rows.keys):
+        raise SampleError("a key of its rows is no str")
     keys = [key.encode("utf-8", "surrogatepass") for key in rows.keys]
     return Table(Schema(tuple(field for field, _ in found)), keys, tuple(column for _, column in found))
 

@@ -117,6 +117,7 @@ def test_pauses_double_up_to_a_minute_unless_a_bad_unit_is_being_found() -> None
     ("death", "words"),
     [
         (SEGFAULT, "ended the process by SIGSEGV"),
+        (Death(0.0, -40), "ended the process by signal 40"),
         (ERROR, "ended the process with exit code 1"),
         (HANG, "hung"),
         (STOPPED, "had been stopped"),

@@ -128,9 +128,10 @@ def test_a_sampler_gives_its_units_in_its_order_with_repeats() -> None:
         ([None, 1.0], 2),
         ([10**400, 1.0], 2),
         (list(np.ones((2, 5))), 2),
+        (np.array(1.0), 2),
     ],
 )
-def test_weights_that_make_no_order_are_refused(weights: list[Any], num_units: int | None) -> None:
+def test_weights_that_make_no_order_are_refused(weights: Any, num_units: int | None) -> None:
     with pytest.raises(ConfigError, match="order"):
         check_weights(weights, num_units)
 

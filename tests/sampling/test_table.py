@@ -95,3 +95,9 @@ def test_a_table_of_other_fields_does_not_fit() -> None:
 def test_what_cannot_be_stored_is_refused_by_name(fields: Any, reason: str) -> None:
     with pytest.raises(SampleError, match=reason):
         to_table(Rows(["key"], fields))
+
+
+def test_keys_that_are_no_str_are_refused() -> None:
+    keys: Any = ["0", 1]
+    with pytest.raises(SampleError, match="a key of its rows is no str"):
+        to_table(Rows(keys, {"x": np.zeros(2)}))
