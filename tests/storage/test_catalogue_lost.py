@@ -1,0 +1,374 @@
+"""Catalogues that are lost, damaged, or of another version: rebuilt from the shards, and nothing comes twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachestream.errors import CacheError, CacheVersionError
+from cachestream.storage.admission import Owner
+from cachestream.storage.cache import Cache
+from cachestream.storage.faults import CatalogueDamagedError
+from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION
+from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher
+from cachestream.storage.tables import Claim
+from tests.storage.support import (
+    Line,
+    assert_sound,
+    content,
+    fork,
+    keys_in,
+    new_cache,
+    publish,
+    shard_ids,
+)
+
+
+@pytest.fixture
+def filled(cache: Cache) -> Cache:
+    for first in range(0, 12, 3):
+        publish(cache, content(first))
+    return cache
+
+
+ALL = sorted(f"k{i}" for i in range(12))
+
+
+def truncate_to(size: int) -> Callable[[str], None]:
+    return lambda path: os.truncate(path, size)
+
+
+def garbage(path: str) -> None:
+    Path(path).write_bytes(os.urandom(50_000))
+
+
+def damaged_pages(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(4096)
+        file.write(b"\xaa" * (os.path.getsize(path) - 4096))
+
+
+def of_another_program(application: int, version: int) -> Callable[[str], None]:
+    def write(path: str) -> None:
+        os.unlink(path)
+        other = sqlite3.connect(path)
+        other.execute("CREATE TABLE theirs (x)")
+        other.execute(f"PRAGMA application_id = {application}")
+        other.execute(f"PRAGMA user_version = {version}")
+        other.commit()
+        other.close()
+
+    return write
+
+
+DAMAGES = {
+    "deleted": os.unlink,
+    "emptied": truncate_to(0),
+    "cut to a byte": truncate_to(1),
+    "cut to half a header": truncate_to(50),
+    "cut to a page": truncate_to(4096),
+    "cut to five pages": truncate_to(5 * 4096),
+    "garbage": garbage,
+    "damaged pages": damaged_pages,
+    "another program's": of_another_program(0, 0),
+    "another program's with a version": of_another_program(0, 1),
+    "another program's with an id": of_another_program(77, 0),
+    "an empty one of ours": of_another_program(APPLICATION_ID, SCHEMA_VERSION),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_lost_catalogue_is_rebuilt_from_the_shards_on_opening(
+    filled: Cache, fast_path: Path, damage: Callable[[str], None]
+) -> None:
+    filled.size_limit = "3MB"
+    filled.close()
+    damage(filled.catalogue.path)
+    aside = b"" if not os.path.exists(filled.catalogue.path) else Path(filled.catalogue.path).read_bytes()
+    with Cache(fast_path / "cache") as cache:
+        assert (cache.cache_id, cache.size_limit, cache.num_samples) == (filled.cache_id, 3_000_000, 12)
+        assert keys_in(cache) == ALL
+        assert_sound(cache)
+        kept = Path(cache.path) / "catalogue.damaged"
+        if len(aside) >= 100:  # anything shorter is as good as empty to SQLite
+            assert kept.read_bytes() == aside
+        assert publish(cache, content(12)) == 1005, "ids that a writer may still hold are not given out"
+        assert_sound(cache)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_catalogue_that_is_lost_while_it_is_open_is_rebuilt_by_the_next_use(
+    filled: Cache, damage: Callable[[str], None]
+) -> None:
+    with filled.catalogue.reading() as tables:  # pages of it are in SQLite's memory
+        tables.totals()
+    damage(filled.catalogue.path)
+    for _ in range(3):
+        try:
+            publish(filled, content(12))
+            break
+        except CatalogueDamagedError:
+            continue
+    # Pages that SQLite has in memory hide the damage; verify looks at the file.
+    assert filled.verify(repair=True).ok
+    assert keys_in(filled) == sorted([*ALL, "k12", "k13", "k14"])
+    assert_sound(filled)
+
+
+def test_processes_that_have_it_open_follow_to_the_rebuilt_catalogue(filled: Cache, fast_path: Path) -> None:
+    def use(line: Line) -> None:
+        line.say(str(filled.num_samples))
+        line.wait_for_word()
+        publish(filled, content(100))
+        line.say(str(filled.num_samples))
+
+    child = fork(use)
+    assert child.hear() == "12"
+    os.unlink(filled.catalogue.path)
+    with Cache(fast_path / "cache") as other:
+        assert other.num_samples == 12
+        child.tell()
+        assert child.hear() == "15"
+        assert other.num_samples == 15
+        assert filled.num_samples == 15
+        assert child.wait() == 0
+        assert_sound(other)
+
+
+def test_several_that_find_it_lost_at_once_rebuild_it_once(filled: Cache) -> None:
+    garbage(filled.catalogue.path)
+
+    def use(line: Line) -> None:
+        line.say("ready")
+        line.wait_for_word()
+        cache = Cache(filled.path)
+        line.say(f"{cache.num_samples} {shard_ids(cache)}")
+
+    filled.close()
+    children = [fork(use) for _ in range(4)]
+    for child in children:
+        assert child.hear() == "ready"
+    for child in children:
+        child.tell()
+    assert {child.hear() for child in children} == {"12 [1, 2, 3, 4]"}
+    assert [child.wait() for child in children] == [0] * 4
+    assert_sound(filled)
+
+
+def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_entered_twice(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def lose(source: str, target: str) -> None:
+        real(source, target)
+        os.unlink(filled.catalogue.path)
+        assert filled.num_shards == 5, "the rebuild has adopted it"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lose)
+        with pytest.raises(CatalogueReplacedError, match="what is not cached is to be fetched again"):
+            publish(filled, content(12))
+    assert shard_ids(filled) == [1, 2, 3, 4, 5]
+    assert_sound(filled)
+
+
+def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.rename
+
+    def lose(source: str, target: str) -> None:
+        os.unlink(filled.catalogue.path)
+        assert filled.num_shards == 4, "the rebuild has removed what was being written"
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lose)
+        with pytest.raises(CatalogueReplacedError):
+            publish(filled, content(12))
+    assert shard_ids(filled) == [1, 2, 3, 4]
+    assert_sound(filled)
+
+
+@pytest.mark.parametrize("how", ["doomed", "gone"])
+def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_entered(
+    filled: Cache, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its file is about to be removed, or is removed."""
+    real, owner = os.rename, Owner(filled.directory, "slow")
+
+    def clear(source: str, target: str) -> None:
+        real(source, target)
+        owner.release()
+        if how == "gone":
+            filled.recover()
+        else:
+            with filled.catalogue.transaction() as tables:
+                tables.take_reservations([5], "another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", clear)
+        with pytest.raises(CacheError, match="another process has cleared what was reserved for shard 5"):
+            publish(filled, content(12), owner=owner.name)
+    assert shard_ids(filled) == [1, 2, 3, 4]
+    assert_sound(filled)
+
+
+def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled: Cache) -> None:
+    """The numbers are the same, and mean others."""
+
+    def claim(holder: str) -> Claim:
+        with filled.catalogue.transaction() as tables:
+            return tables.insert_claim(tables.insert_pass("{}", 100, 0), 0, 50, holder)
+
+    owner = Owner(filled.directory, "before")
+    publisher = Publisher(filled.directory, filled.catalogue, filled.admission, owner.name)
+    mine = claim(owner.name)
+    os.unlink(filled.catalogue.path)
+    theirs = claim("after")
+    assert theirs == mine
+    done = Progress(mine.pass_id, ((mine.id, 20, 0),))
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: publisher.commit(done),
+        lambda: publisher.publish(content(12), (), done),
+        lambda: publisher.split_claim(mine.id, 10, 1),
+    )
+    for attempt in attempts:
+        with pytest.raises(CatalogueReplacedError):
+            attempt()
+    owner.release()
+    with filled.catalogue.reading() as tables:
+        assert tables.claims(mine.pass_id) == [(theirs, "after")]
+    assert_sound(filled)
+
+
+def test_an_empty_file_in_its_place_is_a_catalogue_that_is_being_made(filled: Cache) -> None:
+    """Whoever comes upon it waits for its maker, and fills it where that one has died."""
+    os.unlink(filled.catalogue.path)
+    Path(filled.catalogue.path).touch()
+    assert filled.num_samples == 12
+    assert_sound(filled)
+
+
+def test_a_catalogue_of_a_newer_version_is_refused_and_left_alone(filled: Cache) -> None:
+    filled.close()
+    other = sqlite3.connect(filled.catalogue.path)
+    other.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    other.commit()
+    other.close()
+    before = Path(filled.catalogue.path).read_bytes()
+    for attempt in (lambda: Cache(filled.path), lambda: filled.verify(repair=True)):
+        with pytest.raises(CacheVersionError, match="upgrade cachestream or use another directory"):
+            attempt()
+    assert Path(filled.catalogue.path).read_bytes() == before
+    assert len(os.listdir(filled.directory.shards)) == 4
+
+
+def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast_path: Path) -> None:
+    filled.close()
+    for text in (
+        "",
+        "[]",
+        "5",
+        '{"cache_id": 1, "size_limit": "x", "min_free": -1, "eviction": "x"}',
+        "{" * 9999,
+    ):
+        Path(filled.directory.settings).write_text(text)
+        os.unlink(filled.catalogue.path)
+        with new_cache(fast_path / "cache", "3MB") as cache:
+            assert cache.num_samples == 12
+            assert cache.size_limit == 3_000_000
+            assert cache.eviction == "lru"
+
+
+def test_of_two_who_set_the_limit_at_once_the_later_is_in_the_copy_of_the_settings(
+    filled: Cache, fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+
+    def be_overtaken(source: str, target: str) -> None:
+        patch.undo()
+        with Cache(fast_path / "cache") as other:
+            other.size_limit = "6MB"
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", be_overtaken)
+        filled.size_limit = "5MB"
+    filled.close()
+    os.unlink(filled.catalogue.path)
+    with Cache(fast_path / "cache") as rebuilt:
+        assert rebuilt.size_limit == 6_000_000
+
+
+def test_a_damaged_catalogue_is_not_kept_where_the_limit_has_no_room_for_it(
+    make_cache: Callable[..., Cache],
+) -> None:
+    cache = make_cache("1MB")
+    while cache.admission.footprint(20_000) < cache.size_limit - cache.size_bytes - 360_000:
+        publish(cache, content(0, size_bytes=20_000))
+    cache.close()
+    Path(cache.catalogue.path).write_bytes(os.urandom(1_000_000))
+    assert cache.verify(repair=True).ok
+    assert not os.path.exists(os.path.join(cache.path, "catalogue.damaged"))
+    assert_sound(cache)
+
+
+def test_a_shard_of_an_unknown_origin_is_adopted_and_one_that_is_broken_put_aside(filled: Cache) -> None:
+    filled.close()
+    shards = Path(filled.directory.shards)
+    (shards / "000000000002.safetensors").write_bytes(b"broken")
+    (shards / "000000000900.tmp").write_bytes(b"half")
+    odd = content(50, fill={"source": 5, "plan": [1], "length": "x", "spans": None})
+    whole = content(
+        53, fill={"source": "s", "plan": "{}", "length": 9, "spans": [[0, 0, 3, 0], [5, 0, 6, 2]]}
+    )
+    publish(filled, odd)
+    publish(filled, whole)
+    os.unlink(filled.catalogue.path)
+    assert shard_ids(filled) == [1, 3, 4, 5, 6]
+    with filled.catalogue.reading() as tables:
+        (row,) = tables.passes()
+        assert (row.plan, row.length, row.next_position) == ("{}", 9, 0)
+        assert [(s.start, s.stop) for s in tables.spans()[row.id]] == [((0, 0), (3, 0)), ((5, 0), (6, 2))]
+        assert tables.meta("source") == "s"
+        assert tables.meta("quarantined") == 1
+    assert sorted(os.listdir(shards)) == [f"{i:012d}.safetensors" for i in (1, 3, 4, 5, 6)]
+    assert_sound(filled)
+
+
+def test_a_file_that_repair_removes_under_an_older_copy_of_the_catalogue_is_nobody_else_s_by_then(
+    filled: Cache, fast_path: Path
+) -> None:
+    """A worker that publishes meanwhile is given another id."""
+    filled.close()
+    shutil.copy(filled.catalogue.path, fast_path / "older")
+    assert publish(filled, content(12)) == 5
+    filled.close()
+    shutil.copy(fast_path / "older", filled.catalogue.path)
+    report = filled.verify(repair=True)
+    assert [Path(path).name for path in report.orphans] == ["000000000005.safetensors"]
+    assert publish(filled, content(15)) == 6
+    assert_sound(filled)
+
+
+def test_a_damaged_catalogue_is_found_by_verify_and_rebuilt_by_repair(filled: Cache) -> None:
+    damaged_pages(filled.catalogue.path)
+    other = Cache.__new__(Cache)  # as it was opened before the damage
+    other.__dict__.update(filled.__dict__)
+    report = other.verify()
+    assert not report.ok
+    assert report.catalogue_problem
+    assert "verify CACHE --repair" in str(report)
+    report = other.verify(repair=True)
+    assert report.ok
+    assert report.repaired
+    assert report.num_samples == 12
+    assert keys_in(filled) == ALL
+    assert_sound(filled)
