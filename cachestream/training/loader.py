@@ -55,7 +55,7 @@ class EpochLoader:
         cache: the `Cache` to draw from.
         batch_size: samples in a batch, on each rank.
         shuffle: a new pseudo-random order every epoch, from `seed`; otherwise in order of arrival.
-        epoch_size: samples in an epoch, over all ranks. None: all that are cached, once. Fewer: the least used first.
+        epoch_size: samples in an epoch, over all ranks. None: all that are cached, once. Fewer: those of the least used shards first.
             More: further passes over refreshed snapshots, so that epochs of a fixed length run over a growing cache.
         min_samples: how many must be cached before an epoch begins (None: one batch for each rank).
         turnover: the share of a full cache that an epoch leaves for the filling to replace.
