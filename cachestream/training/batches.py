@@ -129,5 +129,5 @@ def _merge(values: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.stack(values) if all(value.shape == first.shape for value in values) else values
     if isinstance(first, bool | int | float | complex | np.generic):
-        return torch.as_tensor(np.array(values))
+        return torch.as_tensor(np.array(values), device="cpu")
     return values

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from cachestream.training.memory import rows_of
+from cachestream.training.modes import outside_inference
 
 __all__ = ["BufferPool", "Loan", "as_tensor"]
 
@@ -53,9 +54,10 @@ class _Buffer:
     __slots__ = ("_rows", "address", "memory", "type")
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
-        memory = torch.empty(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned)
-        start = (16 - memory.data_ptr()) % 64
-        self.memory = memory[start : start + num_bytes]
+        with outside_inference():
+            memory = torch.empty(num_bytes + 64, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            start = (16 - memory.data_ptr()) % 64
+            self.memory = memory[start : start + num_bytes]
         self.address = self.memory.data_ptr()
         self.type = _lent_type(num_bytes)
         self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -64,7 +66,8 @@ class _Buffer:
         """`rows_of` the start. The last view asked for is kept: batches are alike."""
         rows = self._rows.get((count, row_bytes, unit))
         if rows is None:
-            rows = rows_of(self.memory[: count * row_bytes], row_bytes, unit)
+            with outside_inference():
+                rows = rows_of(self.memory[: count * row_bytes], row_bytes, unit)
             self._rows = {(count, row_bytes, unit): rows}
         return rows
 

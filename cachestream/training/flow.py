@@ -16,6 +16,7 @@ from cachestream.training.batches import packed
 from cachestream.training.columns import FixedColumns, are_fixed
 from cachestream.training.epoch import Segment
 from cachestream.training.gather import Columns
+from cachestream.training.modes import outside_inference
 from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.places import Places
 from cachestream.training.processor import fits_caches
@@ -168,16 +169,18 @@ class Flow(Parcel):
     def stage(self, asked: Asked) -> None:
         """Make the tensors of what was asked for: where they stay in host memory, there is time before it is gathered."""
         part, arrays = self._columns.part, asked.arrays
-        for number, start, stop in self._spans(asked):
-            asked.batches.append(self._delivery(number, stop - start, part(arrays, start, stop), None))
+        with outside_inference():
+            for number, start, stop in self._spans(asked):
+                asked.batches.append(self._delivery(number, stop - start, part(arrays, start, stop), None))
 
     def send(self, asked: Asked) -> None:
         """Send what was asked for, and has been gathered, to the device: small batches in one piece."""
         size = self._bounds[asked.last] - self._bounds[asked.first]
-        whole, ready = self._feed.transfer.send(self._columns.part(asked.arrays, 0, size), None)
-        for number, start, stop in self._spans(asked):
-            columns = whole if len(asked) == 1 else _rows_of(whole, start, stop)
-            asked.batches.append(self._delivery(number, stop - start, columns, ready))
+        with outside_inference():
+            whole, ready = self._feed.transfer.send(self._columns.part(asked.arrays, 0, size), None)
+            for number, start, stop in self._spans(asked):
+                columns = whole if len(asked) == 1 else _rows_of(whole, start, stop)
+                asked.batches.append(self._delivery(number, stop - start, columns, ready))
 
     def _spans(self, asked: Asked) -> Iterator[tuple[int, int, int]]:
         """The number in the epoch of each batch that was asked for, and which of its samples it has."""

@@ -174,7 +174,9 @@ class Gatherer:
             return [self._varying(field, block, start, stop) for start, stop in spans]
         if not row_bytes or first == last:
             dtype = getattr(torch, field.dtype)
-            return [torch.empty((stop - start, *field.shape), dtype=dtype) for start, stop in spans]
+            return [
+                torch.empty((stop - start, *field.shape), dtype=dtype, device="cpu") for start, stop in spans
+            ]
         run = block.runs[field.name]
         if run.values is not None:
             values = run.values[first:last]

@@ -111,7 +111,7 @@ class Window:
 
 def gather_rows(window: Window, addresses: IntArray, width: int) -> IntArray:
     """`width` int64 numbers from each of `addresses`, int64 `[n, width]`."""
-    out = torch.empty((len(addresses), 8 * width), dtype=torch.uint8)
+    out = torch.empty((len(addresses), 8 * width), dtype=torch.uint8, device="cpu")
     torch.index_select(window.rows(8 * width), 0, window.index(addresses), out=out)
     return out.numpy().view(np.int64)
 

@@ -90,9 +90,9 @@ def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
         raise ConfigError(f"ragged= names {field.name!r}, a number: it has no length that could vary")
     count = len(values)
     if layout == "padded":
-        sizes = torch.tensor(shape[0] if len(shape) == 1 else shape, dtype=torch.int64)
+        sizes = torch.tensor(shape[0] if len(shape) == 1 else shape, dtype=torch.int64, device="cpu")
         return Padded(values, sizes.expand(count, *sizes.shape).clone())
-    offsets = torch.arange(count + 1) * shape[0]
+    offsets = torch.arange(count + 1, device="cpu") * shape[0]
     return _nested(values.reshape(count * shape[0], *shape[1:]), offsets)
 
 
@@ -180,7 +180,7 @@ def _copy_padded(spans: Spans, values: np.ndarray[Any, Any], window: Window) -> 
         return
     unit = math.prod(values.shape[2:]) * values.itemsize
     counts = spans.lengths // unit
-    rows = torch.empty((int(counts.sum()), unit), dtype=torch.uint8)
+    rows = torch.empty((int(counts.sum()), unit), dtype=torch.uint8, device="cpu")
     _select(window, spans, unit, rows)
     inside = np.arange(width // unit) < counts[:, None]
     flat.reshape(len(values), width // unit, unit)[inside] = rows.numpy()

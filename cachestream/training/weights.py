@@ -53,7 +53,7 @@ class KeyWeights:
     def update(self, keys: Sequence[str], values: Any) -> None:
         """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for others."""
         try:
-            given = torch.as_tensor(values)
+            given = torch.as_tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"weights={reprlib.repr(values)}: give numbers, an array or a tensor [n] ({error})"
