@@ -190,12 +190,16 @@ class Cache:
         """
         return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover))
 
-    def take_snapshot(self, epoch_size: int | None = None, turnover: float = 0.0) -> tuple[Snapshot, Lease]:
-        """The values behind `snapshot`: the shards, and the lease that keeps them."""
+    def take_snapshot(
+        self, epoch_size: int | None = None, turnover: float = 0.0, least: int = 0
+    ) -> tuple[Snapshot, Lease]:
+        """The values behind `snapshot`: the shards, and the lease that keeps them. Less is left out for the `turnover` where
+        fewer than `least` samples would remain.
+        """
         count = None if epoch_size is None else check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
         with self.catalogue.transaction() as tables:
-            excluded = shards_to_leave(tables, self.directory, self.admission, turnover)
+            excluded = shards_to_leave(tables, self.directory, self.admission, turnover, least)
             return snapshots.take_snapshot(tables, self.admission.leases, self.path, count, excluded)
 
     def retake_snapshot(

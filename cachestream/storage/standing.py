@@ -54,18 +54,18 @@ class Standing:
         self._clock = clock
         self._last: _Taken | None = None
 
-    def take(self, epoch_size: int | None, turnover: float) -> tuple[Snapshot, Lease]:
+    def take(self, epoch_size: int | None, turnover: float, least: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
         if epoch_size is not None or self._cache.has_worker():
             self.settle()
-            return self._cache.take_snapshot(epoch_size, turnover)
+            return self._cache.take_snapshot(epoch_size, turnover, least)
         again = self._again()
         if again is not None:
             return again
         self.settle()
         self._enforce_limit()  # what the epoch before last held may go now
         before = self._cache.catalogue.revision()
-        snapshot, lease = self._cache.take_snapshot(None, turnover)
+        snapshot, lease = self._cache.take_snapshot(None, turnover, least)
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:

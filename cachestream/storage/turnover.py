@@ -46,21 +46,27 @@ def bytes_to_leave(room: Room, turnover: float, filling: Filling) -> int:
     return wanted
 
 
-def leave_out(ids: IntArray, sizes: IntArray, uses: IntArray, leave_bytes: int) -> IntArray:
-    """Which of `ids` (first to go first) make up `leave_bytes`: `sizes` and `uses` are theirs, int64 `[n]`.
+def leave_out(
+    ids: IntArray, sizes: IntArray, uses: IntArray, counts: IntArray, leave_bytes: int, least: int = 0
+) -> IntArray:
+    """Which of `ids` (first to go first) make up `leave_bytes`: `sizes`, `uses` and `counts` (samples) are theirs, int64 `[n]`.
 
-    Only shards that some epoch has used, and never all of them.
+    Only shards that some epoch has used, and never all of them, nor so many that fewer than `least` samples were left.
     """
     used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
     if leave_bytes <= 0 or not len(used):
         return np.empty(0, np.int64)
     enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
-    return ids[used[:enough]]
+    spare = int(np.searchsorted(np.cumsum(counts[used]), int(counts.sum()) - least, side="right"))
+    return ids[used[: min(enough, spare)]]
 
 
-def shards_to_leave(tables: Tables, directory: Directory, admission: Admission, turnover: float) -> IntArray:
+def shards_to_leave(
+    tables: Tables, directory: Directory, admission: Admission, turnover: float, least: int = 0
+) -> IntArray:
     """The ids of the shards that the next epoch leaves out, those that eviction would take first: what is over a limit that
     was lowered, or else epoch after epoch would hold it; and the `turnover` share of a full cache, where the filling goes on.
+    Less of both where the epoch would have fewer than `least` samples.
     """
     policy, room = admission.policy(tables), admission.room(tables)
     # Under "none" a lower limit evicts, but not other programs that fill the disk.
@@ -74,11 +80,15 @@ def shards_to_leave(tables: Tables, directory: Directory, admission: Admission, 
         policy = "lru"
     if callable(policy):
         rows = in_order(policy, list(tables.shards()))
-        table = np.array([(row.id, row.size_bytes, row.uses) for row in rows], np.int64).reshape(-1, 3)
-        ids, sizes, uses = table[:, 0], table[:, 1], table[:, 2]
+        table = np.array(
+            [(row.id, row.size_bytes, row.uses, row.num_samples) for row in rows], np.int64
+        ).reshape(-1, 4)
+        ids, sizes, uses, counts = table.T
     else:
-        ids, sizes, uses = tables.shard_columns("id", "size_bytes", "uses", policy=policy)
-    return leave_out(ids, sizes, uses, leave_bytes)
+        ids, sizes, uses, counts = tables.shard_columns(
+            "id", "size_bytes", "uses", "num_samples", policy=policy
+        )
+    return leave_out(ids, sizes, uses, counts, leave_bytes, least)
 
 
 def _left_to_filling(tables: Tables, room: Room, turnover: float) -> int:

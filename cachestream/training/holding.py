@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -60,13 +60,16 @@ class Watch:
 
 
 class Holder:
-    """Takes the snapshots of one loader; `maps` are the last ones, whose open shards the next ones take over."""
+    """Takes the snapshots of one loader, of `least` samples or more for each rank as far as there are so many; `maps` are the
+    last ones, whose open shards the next ones take over.
+    """
 
-    def __init__(self, cache: Cache, turnover: float, replay: Replay | None = None) -> None:
+    def __init__(self, cache: Cache, turnover: float, least: int, replay: Replay | None = None) -> None:
         self.maps: EpochMaps | None = None
         self._cache = cache
         self._standing = Standing(cache)
         self._turnover = turnover
+        self._least = least
         self._replay = replay
 
     def hold(self, ranks: Ranks, request: Request, epoch_size: int | None, watch: Watch) -> Held:
@@ -78,7 +81,7 @@ class Holder:
         led: list[Held] = []
 
         def lead() -> Payload:
-            led.append(self._take(request, epoch_size, ranks.group[0], watch))
+            led.append(self._take(request, epoch_size, ranks.group, watch))
             return _to_payload(led[0])
 
         try:
@@ -103,13 +106,13 @@ class Holder:
         """Hold nothing for the next snapshot, and count how often the last one was used."""
         self._standing.close()
 
-    def _take(self, request: Request, epoch_size: int | None, leader: int, watch: Watch) -> Held:
+    def _take(self, request: Request, epoch_size: int | None, group: Sequence[int], watch: Watch) -> Held:
         """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
         for _ in range(_RETAKES):
             if self._replay is not None:
-                held = self._take_recorded(self._replay, request, leader)
+                held = self._take_recorded(self._replay, request, group[0])
             else:
-                held = self._take_once(request, epoch_size)
+                held = self._take_once(request, epoch_size, self._least * len(group))
             try:
                 damaged = self._open(held.maps, watch)
             except BaseException:
@@ -125,7 +128,7 @@ class Holder:
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, request: Request, epoch_size: int | None) -> Held:
+    def _take_once(self, request: Request, epoch_size: int | None, least: int) -> Held:
         record = (request.records or {}).get(self._cache.cache_id)
         if record is not None:
             try:
@@ -135,8 +138,8 @@ class Holder:
             except NotEnoughSamplesError:
                 pass  # all of them are gone: what is left of the epoch is drawn from what there is
         # Of an epoch that ends with this resume nothing may be left for this cache: its ranks give no batch, as all.
-        least = None if epoch_size is None else max(1, epoch_size)
-        snapshot, lease = self._standing.take(least, self._turnover)
+        size = None if epoch_size is None else max(1, epoch_size)
+        snapshot, lease = self._standing.take(size, self._turnover, least)
         return Held(snapshot, lease, self._maps_of(snapshot), None)
 
     def _maps_of(self, snapshot: Snapshot) -> EpochMaps:

@@ -43,7 +43,8 @@ class Preparer:
         self._find = find
         self._found: Ranks | None = None
         self._cold_start = ColdStart(cache, settings, closed)
-        self._holder = Holder(cache, settings.turnover, settings.replay)
+        least = settings.batch_size if settings.drop_last else 1
+        self._holder = Holder(cache, settings.turnover, least, settings.replay)
         self.last_s = 0.0
 
     @property

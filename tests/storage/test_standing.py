@@ -144,8 +144,8 @@ def test_a_change_just_after_it_was_taken_makes_a_new_one(
 ) -> None:
     reader, take = Reader(filled), filled.take_snapshot
 
-    def take_and_publish(epoch_size: int | None, turnover: float) -> tuple[Snapshot, Lease]:
-        taken = take(epoch_size, turnover)
+    def take_and_publish(epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
+        taken = take(epoch_size, turnover, least)
         publish(filled, content(100))
         return taken
 

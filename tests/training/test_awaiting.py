@@ -145,3 +145,16 @@ def test_while_a_lease_takes_of_the_room_evictions_tell_nothing(cache: Cache) ->
             wait_until(has_turned, "the rest comes and goes")
             assert not any(over)
         wait_until(lambda: churn.is_over(cache.num_samples), "as much has come and gone without a lease")
+
+
+def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> None:
+    def draw(rng: np.random.Generator) -> dict[str, Any]:
+        return {"x": rng.random(1250)}
+
+    cache.size_limit = "2MB"
+    with cs.start_worker(cache, cs.CallableSource(draw), num_workers=1, shard_size="100KB"):
+        wait_until(lambda: cache.status().evicted_samples > 100, "the cache is full, and turns over")
+        batch_size = cache.num_samples * 3 // 4
+        with EpochLoader(cache, batch_size, turnover=0.6, timeout_s=DEADLINE_S) as loader:
+            for _ in range(4):
+                assert [len(batch["x"]) for batch in loader] == [batch_size]
