@@ -19,7 +19,7 @@ from cachestream.training.resume import OrderKind, Record
 from cachestream.training.samplers import Selection, evaluate
 from cachestream.training.weights import KeyWeights, draw
 
-__all__ = ["draw_order", "interleave", "rounds_of"]
+__all__ = ["draw_order", "exchange_updates", "interleave", "rounds_of"]
 
 Cancelled = Callable[[], bool]
 
@@ -27,6 +27,12 @@ Cancelled = Callable[[], bool]
 def rounds_of(request: Request) -> tuple[str, str]:
     """The names of the rounds in which ranks may exchange something before the one that settles the segment."""
     return f"{request.name}.lists", f"{request.name}.order"
+
+
+def exchange_updates(weights: KeyWeights, request: Request, ranks: Ranks, cancelled: Cancelled) -> None:
+    """Take in the updates of all ranks. Of every segment, also by ranks whose order is recorded: others may have to draw."""
+    answers = ranks.agree(rounds_of(request)[0], {"updates": weights.pending()}, cancelled)
+    weights.settle(answer["updates"] for answer in answers)
 
 
 def draw_order(
@@ -68,15 +74,12 @@ def _weighted(
     how: tuple[int, int],
     cancelled: Cancelled,
 ) -> IntArray:
-    """What the leader draws, from the updates of all ranks: none of the others needs to know as much as it does."""
-    exchange, order = rounds_of(request)
-    answers = ranks.agree(exchange, {"updates": weights.pending()}, cancelled)
-    weights.settle(answer["updates"] for answer in answers)
+    """What the leader draws: none of the others needs to know as much as it does."""
 
     def make() -> Payload:
         return {"drawn": _pack(draw(weights.of_snapshot(dataset.snapshot), *how))}
 
-    return _unpack(ranks.share(order, make, cancelled)["drawn"])
+    return _unpack(ranks.share(rounds_of(request)[1], make, cancelled)["drawn"])
 
 
 def _together(

@@ -16,7 +16,7 @@ from cachestream.model import IntArray
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.training.awaiting import ColdStart
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.drawing import draw_order, rounds_of
+from cachestream.training.drawing import draw_order, exchange_updates, rounds_of
 from cachestream.training.epoch import Request, Segment
 from cachestream.training.holding import Held, Holder, Watch
 from cachestream.training.options import EpochSettings
@@ -94,7 +94,7 @@ class Preparer:
             self.finish()
             raise
         weights = self._settings.drawing.weights
-        if weights is not None and held.gone is None:
+        if weights is not None:
             weights.confirm()
         self._holder.maps = held.maps
         self.last_s = time.monotonic() - began_s
@@ -133,6 +133,8 @@ class Preparer:
     def _lay_out(self, request: Request, held: Held, cancelled: Callable[[], bool]) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
         group, missing = self.ranks.group, 0
+        if (weights := self._settings.drawing.weights) is not None:
+            exchange_updates(weights, request, self.ranks, cancelled)
         given = held.replayed or (request.records or {}).get(self._cache.cache_id)
         if given is not None and held.gone is not None:
             record = given.cut(0, held.gone)

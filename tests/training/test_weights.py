@@ -122,6 +122,41 @@ def test_ranks_draw_by_the_weights_that_all_of_them_gave(
     assert abs(drawn["k4"] - drawn["k7"]) <= 2
 
 
+@pytest.mark.filterwarnings("ignore:.* samples of epoch 0 are not cached any more")
+@pytest.mark.parametrize("lost", ["the node", "its shards"])
+def test_ranks_resume_where_one_of_their_caches_has_nothing_left_of_the_epoch(
+    lost: str, new_cache: NewCache, new_job: NewJob
+) -> None:
+    caches = [new_cache(2, 8), new_cache(2, 8, 100)]
+
+    def head(rank: int, make: Any) -> tuple[Any, list[Any]]:
+        batches = iter(loader := make(caches[rank], 2, weights=True))
+        for _ in range(3):
+            next(batches)
+        return loader.state_dict(), [batch["__key__"] for batch in batches]
+
+    (state, rest), _ = new_job(2).run(head)
+    if lost == "the node":
+        caches[1] = new_cache(2, 8, 200)
+    else:
+        caches[1].clear()
+        add_shard(caches[1], numbered(200, 16))
+
+    def tail(rank: int, make: Any) -> tuple[list[Any], Counter[str]]:
+        loader = make(caches[rank], 2, weights=True)
+        loader.load_state_dict(state)
+        loader.update_weights([["k1", "k201"][rank]], [0.0])
+        return [batch["__key__"] for batch in loader], keys(loader)
+
+    (old, old_next), (new, new_next) = new_job(2).run(tail)
+    assert old == rest
+    assert len(new) == len(rest)
+    drawn = Counter(key for batch in new for key in batch)
+    assert drawn.keys() <= {f"k{n}" for n in range(200, 216)} - {"k201"}
+    assert old_next.total() == new_next.total() == 16
+    assert not old_next["k1"] + new_next["k201"]
+
+
 def test_what_cannot_be_a_weight_is_refused(new_cache: NewCache) -> None:
     cache = new_cache(1, 8)
     with EpochLoader(cache, 4, weights=True) as loader:
