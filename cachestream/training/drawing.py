@@ -85,8 +85,8 @@ def _weighted(
 def _together(
     mine: Selection, settings: EpochSettings, request: Request, ranks: Ranks, cancelled: Cancelled
 ) -> Selection:
-    """What the samplers of all ranks chose, each for itself, as the one order that gives each rank its own."""
-    answers = ranks.agree(
+    """What the samplers of the group's ranks chose, each for itself, as the one order that gives each rank its own."""
+    answers = ranks.confer(
         rounds_of(request)[0],
         {
             "drawn": _pack(mine.indices),
@@ -94,8 +94,8 @@ def _together(
         },
         cancelled,
     )
-    lists = [_unpack(answers[rank]["drawn"]) for rank in ranks.group]
-    cuts = [answers[rank]["bounds"] for rank in ranks.group]
+    lists = [_unpack(answer["drawn"]) for answer in answers]
+    cuts = [answer["bounds"] for answer in answers]
     if any(cut is None for cut in cuts) and not all(cut is None for cut in cuts):
         raise RankMismatchError(
             "some ranks' samplers give batches, others samples: give all the same sampler"

@@ -75,6 +75,10 @@ class Ranks(Protocol):
         """What the group's leader made in round `name`."""
         ...
 
+    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+        """What every rank of the group said in round `name`, in the group's order. The error of any is raised on all of it."""
+        ...
+
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         """What every rank said in round `name`, by rank. The error of any rank is raised on all."""
         ...
@@ -99,6 +103,9 @@ class Alone:
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         return make()
+
+    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+        return [mine]
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         return [mine]
@@ -169,10 +176,16 @@ class StoreRanks:
             made = make()
             self._post(f"{name}/made/{self.rank}", made)
             return made
-        # Earlier than `agree` gives up, so that all hear of it from this rank, in the same words.
-        deadline_s = 0.75 * self._round_deadline_s
-        leader = self.group[0]
-        return self._collect(f"{name}/made", [leader], "prepared the epoch", deadline_s, cancelled)[0]
+        return self._collect(
+            f"{name}/made", self.group[:1], "prepared the epoch", self._group_deadline_s, cancelled
+        )[0]
+
+    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+        # Nothing is forgotten after it: ranks of other groups may still read the round before.
+        self._post(f"{name}/ready/{self.rank}", mine)
+        return self._collect(
+            f"{name}/ready", self.group, "prepared the epoch", self._group_deadline_s, cancelled
+        )
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         self._post(f"{name}/ready/{self.rank}", mine)
@@ -195,6 +208,11 @@ class StoreRanks:
     @property
     def _round_deadline_s(self) -> float:
         return self._deadlines_s.later if self._agreed_once else self._deadlines_s.first
+
+    @property
+    def _group_deadline_s(self) -> float:
+        """Earlier than `agree` gives up, so that all hear of it from this rank, in the same words."""
+        return 0.75 * self._round_deadline_s
 
     def _post(self, key: str, payload: Payload) -> None:
         self._keys.append(key)

@@ -166,6 +166,39 @@ def test_each_rank_gets_what_its_own_sampler_gave_it_also_after_a_resume_on_all_
     assert new_job(2).run(tail) == [rest, other_rest]
 
 
+def test_each_rank_gets_its_own_where_the_nodes_have_unequal_numbers_of_ranks_also_when_one_is_replaced(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    """Two ranks of one cache, one of another."""
+    big, small = new_cache(1, 16), new_cache(1, 8, 100)
+    caches, places = [big, big, small], [(0, 2), (1, 2), (0, 1)]
+
+    def make_of(rank: int, make: Any) -> EpochLoader:
+        loader: EpochLoader = make(
+            caches[rank], 2, sampler=lambda dataset: Bucket(dataset, *places[rank], batched=False)
+        )
+        return loader
+
+    def head(rank: int, make: Any) -> Any:
+        batches = iter(loader := make_of(rank, make))
+        first = next(batches)["number"].tolist()
+        return loader.state_dict(), [first, *batches_of(batches)], batches_of(loader)
+
+    evens, odds = [[n, n + 2] for n in range(0, 16, 4)], [[n, n + 2] for n in range(1, 16, 4)]
+    pairs = [[n, n + 1] for n in range(100, 108, 2)]
+    heads = new_job(3).run(head)
+    assert [epochs for _, *epochs in heads] == [[evens] * 2, [odds] * 2, [pairs] * 2]
+
+    caches[2] = new_cache(1, 8, 200)
+
+    def tail(rank: int, make: Any) -> Any:
+        loader = make_of(rank, make)
+        loader.load_state_dict(heads[0][0])
+        return batches_of(loader)
+
+    assert new_job(3).run(tail) == [evens[1:], odds[1:], [[n, n + 1] for n in range(200, 206, 2)]]
+
+
 @given(
     st.lists(st.lists(st.integers(0, 99), max_size=30), min_size=1, max_size=5),
     st.integers(1, 7),
