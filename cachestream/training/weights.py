@@ -135,6 +135,8 @@ class KeyWeights:
 
 def draw(weights: Floats, count: int, key: int) -> IntArray:
     """`count` samples in a random order, each about `count * w / sum(w)` times: int64 `[count]`."""
+    if not count:
+        return np.empty(0, np.int64)
     total = float(weights.sum())
     ends = np.cumsum(weights if total else np.ones(len(weights)))
     offset = mix_key(key, _OFFSET_KEY) / 2.0**64

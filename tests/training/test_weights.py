@@ -24,7 +24,7 @@ def keys(loader: EpochLoader) -> Counter[str]:
 
 @given(
     st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=50),
-    st.integers(1, 200),
+    st.integers(0, 200),
     st.integers(0, 2**64 - 1),
 )
 def test_each_sample_is_drawn_as_often_as_its_share_of_the_weights_says_rounded(
@@ -155,6 +155,28 @@ def test_ranks_resume_where_one_of_their_caches_has_nothing_left_of_the_epoch(
     assert drawn.keys() <= {f"k{n}" for n in range(200, 216)} - {"k201"}
     assert old_next.total() == new_next.total() == 16
     assert not old_next["k1"] + new_next["k201"]
+
+
+def test_a_resumed_epoch_of_fixed_length_ends_where_too_little_is_left_for_all_ranks(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    caches = [new_cache(1, 20, 100 * rank) for rank in range(3)]
+    options: dict[str, Any] = {"weights": True, "epoch_size": 16, "drop_last": False}
+
+    def head(rank: int, make: Any) -> Any:
+        batches = iter(loader := make(caches[rank], 1, **options))
+        for _ in range(7):
+            next(batches)
+        return loader.state_dict()
+
+    state = new_job(2).run(head)[0]
+
+    def tail(rank: int, make: Any) -> list[int]:
+        loader = make(caches[rank], 1, **options)
+        loader.load_state_dict(state)
+        return [keys(loader).total() for _ in range(2)]
+
+    assert new_job(3).run(tail) == [[0, 5]] * 3
 
 
 def test_what_cannot_be_a_weight_is_refused(new_cache: NewCache) -> None:
