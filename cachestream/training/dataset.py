@@ -130,7 +130,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         where, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
         if _all_within(where, size):
             return where
-        where[where < 0] += size
+        if given.dtype.kind == "i":  # cast from unsigned numbers, negative ones are huge
+            where[where < 0] += size
         if not _all_within(where, size):
             raise IndexError(f"index {reprlib.repr(indices)} is outside of a dataset of {size} samples")
         return where

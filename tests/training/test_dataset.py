@@ -93,7 +93,8 @@ def test_indices_count_from_both_ends_and_no_further(new_cache: NewCache) -> Non
         assert len(dataset) == 10
         assert [int(dataset[i]["number"]) for i in (0, 9, -1, -10)] == [0, 9, 9, 0]
         assert int(dataset[np.int64(3)]["number"]) == 3
-        for outside in (10, -11):
+        huge: list[Any] = [2**64 - 1, [np.uint64(2**64 - 1)], np.array([0, 2**64 - 10], np.uint64)]
+        for outside in (10, -11, *huge):
             with pytest.raises(IndexError, match="10 samples"):
                 dataset[outside]
         with pytest.raises(IndexError, match="10 samples"):
