@@ -54,7 +54,7 @@ class Drawing:
         """What was asked for, with a plain number for `locality`. Raises ConfigError for what cannot work."""
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r}: give a whole number")
-        if self.locality is not None and (self.sampler, self.weights, self.shuffle) != (None, None, True):
+        if self.locality is not None and not (self.by is None and self.shuffle):
             raise ConfigError(
                 "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
             )

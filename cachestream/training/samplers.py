@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -44,9 +43,10 @@ def check_sampler(sampler: object) -> None:
             f"sampler={sampler!r}: give a torch sampler, a sampler class, or a function that gets "
             "the epoch's dataset and returns one"
         )
-    if isinstance(sampler, Iterable) and inspect.isgenerator(sampler):
+    if isinstance(sampler, Iterator) and iter(sampler) is sampler:
         raise ConfigError(
-            "sampler is a generator, which ends after one epoch; give a function that returns one"
+            f"sampler={sampler!r} is an iterator, which ends after one epoch; give what can be iterated again, such as a list "
+            "or a torch sampler, or a function of the dataset that returns an iterator for each epoch"
         )
 
 

@@ -246,6 +246,42 @@ def test_what_are_no_sample_numbers_is_refused(mask: Callable[[int], Any], new_c
         next(iter(loader))
 
 
+@pytest.mark.parametrize(
+    "spent",
+    [
+        iter(range(8)),
+        (n for n in range(8)),
+        map(int, range(8)),
+        iter([[0, 1], [2, 3]]),
+    ],
+    ids=lambda spent: type(spent).__name__,
+)
+def test_what_can_be_iterated_only_once_is_no_sampler(spent: Iterator[Any], new_cache: NewCache) -> None:
+    with pytest.raises(ConfigError, match=r"ends after one epoch.*function of the dataset"):
+        EpochLoader(new_cache(1, 8), 4, sampler=spent)
+
+
+class Peekable(data.Sampler[int]):
+    """A user's own that has a `next` too, and gives every epoch an iterator of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7, -1, -1))
+
+    def __next__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(
+    "sampler", [Peekable(), np.arange(8)[::-1], torch.arange(8).flip(0)], ids=lambda it: type(it).__name__
+)
+def test_what_can_be_iterated_again_is_a_sampler(sampler: Any, new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 8, sampler=sampler) as loader:
+        for _ in range(3):
+            assert batches_of(loader) == [[7, 6, 5, 4, 3, 2, 1, 0]]
+    with pytest.raises(ConfigError, match=r"locality=.*not with sampler="):
+        EpochLoader(new_cache(1, 8), 8, sampler=sampler, locality=5)
+
+
 def batched(numbers: Iterator[int], size: int) -> Iterator[list[int]]:
     while True:
         yield list(itertools.islice(numbers, size))
