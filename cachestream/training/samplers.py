@@ -159,9 +159,10 @@ def _without_generator(sampler: Any) -> list[Any]:
 def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
     bounds: IntArray | None = None
     if drawn and _is_batch(drawn[0]):
-        batches = list(map(_indices, drawn))
-        bounds = np.concatenate([[0], np.cumsum([len(batch) for batch in batches])]).astype(np.int64)
-        indices = np.concatenate(batches)
+        # An empty one has no place in the order where a resume could go on, and is no step that ranks could make together.
+        batches = [batch for batch in map(_indices, drawn) if len(batch)]
+        bounds = np.cumsum([0, *map(len, batches)]).astype(np.int64) if batches else None
+        indices = np.concatenate([np.empty(0, np.int64), *batches])
     else:
         indices = _indices(drawn)
     outside = indices[(indices < 0) | (indices >= size)]

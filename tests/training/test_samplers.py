@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils import data
 
 import cachestream as cs
-from cachestream import ConfigError, EpochLoader
+from cachestream import ConfigError, EpochLoader, NotEnoughSamplesError
 from cachestream.training.drawing import interleave
 from cachestream.training.plan import Plan, count_batches
 from cachestream.training.samplers import evaluate
@@ -90,6 +90,56 @@ def test_a_batch_sampler_in_the_loader_gives_the_batches_that_it_gives_a_dataloa
     with EpochLoader(cache, 4, sampler=make) as loader:
         assert len(loader) == len(expected)
         assert batches_of(loader) == expected
+
+
+GAPPY: Any = [[], [0, 1], [], [2, 3], [], [], [4], [5, 6], []]
+WHOLE = [batch for batch in GAPPY if batch]
+
+
+@pytest.mark.parametrize("options", [{}, {"with_keys": True}, {"batch_transform": dict}], ids=str)
+def test_batches_without_samples_are_left_out_also_after_a_resume(
+    options: dict[str, Any], new_cache: NewCache
+) -> None:
+    cache = new_cache(1, 8)
+    for done in range(1, len(WHOLE)):
+        with EpochLoader(cache, 2, sampler=GAPPY, **options) as loader:
+            batches = iter(loader)
+            assert [next(batches)["number"].tolist() for _ in range(done)] == WHOLE[:done]
+            assert len(loader) == len(WHOLE)
+            state = loader.state_dict()
+        with EpochLoader(cache, 2, sampler=GAPPY, **options) as loader:
+            loader.load_state_dict(state)
+            assert len(loader) == len(WHOLE)
+            assert batches_of(loader) == WHOLE[done:]
+            assert batches_of(loader) == WHOLE
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_batches_without_samples_are_left_out_on_all_ranks(
+    with_keys: bool, new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache = new_cache(1, 8)
+    own: list[list[list[int]]] = [[[], [0], [], [2], [4]], [[1], [3], [], [5], []]]
+
+    class Own(list[list[int]]):
+        num_replicas = 2
+
+    def of(samplers: list[Any]) -> list[list[list[int]]]:
+        return new_job(2).run(
+            lambda rank, make: batches_of(make(cache, 2, sampler=samplers[rank], with_keys=with_keys))
+        )
+
+    assert of([GAPPY, GAPPY]) == [WHOLE[0::2], WHOLE[1::2]]
+    assert of(list(map(Own, own))) == [[[0], [2], [4]], [[1], [3], [5]]]
+
+
+def test_a_sampler_of_batches_without_samples_is_one_that_gives_nothing(new_cache: NewCache) -> None:
+    nothing: Any = [[], []]
+    with (
+        EpochLoader(new_cache(1, 8), 4, sampler=nothing) as loader,
+        pytest.raises(NotEnoughSamplesError, match="0 samples make no batch"),
+    ):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("name", [*SAMPLERS, *BATCHED])
