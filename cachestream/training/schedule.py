@@ -56,7 +56,7 @@ class Schedule:
         self._has_waited = False
         self._follows_slowly = False
         self._seen_left = 0
-        self._totals: dict[tuple[int, int], int] = {}
+        self._totals: dict[int, int] = {}  # of epochs of this generation
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
         self.doing = {"prepare": "not started", "gather": "not started"}
@@ -71,6 +71,7 @@ class Schedule:
                 failed = self._failure[0] if self._failure is not None else None
                 again = failed if failed is not None and failed.epoch == epoch else Request(0, epoch)
                 self._generation += 1
+                self._totals = {}
                 self._next = replace(request or again, generation=self._generation)
                 self._failure, self._raised = None, False
             elif self._next.epoch < epoch:
@@ -82,7 +83,7 @@ class Schedule:
             self._shelf.drop(self._stale)
             if self._failure is not None and self._stale(self._failure[0]):
                 self._failure = None
-            self._totals = {key: total for key, total in self._totals.items() if key[1] >= epoch}
+            self._totals = {known: total for known, total in self._totals.items() if known >= epoch}
             self._wake_all()
             return self._retire(lambda segment: self._stale(segment.request))
 
@@ -130,8 +131,8 @@ class Schedule:
     def length(self, epoch: int, timeout_s: float) -> int:
         """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
         with self._lock:
-            self._await(lambda: (self._generation, epoch) in self._totals, epoch, timeout_s)
-            return self._totals[self._generation, epoch]
+            self._await(lambda: epoch in self._totals, epoch, timeout_s)
+            return self._totals[epoch]
 
     @property
     def has_failed(self) -> bool:
@@ -206,7 +207,7 @@ class Schedule:
             self._prepared.append(segment)
             self._open.append(segment)
             self._next = segment.next_request()
-            self._totals[segment.request.generation, segment.request.epoch] = segment.total
+            self._totals[segment.request.epoch] = segment.total
             self._wake_all()
             return True
 

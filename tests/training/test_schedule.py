@@ -21,6 +21,7 @@ from cachestream.training.resume import Record
 from cachestream.training.schedule import Schedule
 from cachestream.training.threads import one_thread, use_threads
 from cachestream.training.transfer import BatchTransform, Staged
+from tests.training.conftest import NewCache
 
 NOTHING = np.zeros(0, np.int64)
 
@@ -280,6 +281,14 @@ def test_what_was_prepared_before_a_jump_is_void() -> None:
     asked = trainer.schedule.wait_request(0.0, 0.0)
     assert asked is not None
     assert (asked[0].epoch, asked[0].generation, asked[1]) == (5, 1, False)  # a batch is still being gathered
+
+
+def test_the_lengths_of_epochs_that_were_jumped_away_from_are_forgotten(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        for _ in range(20):
+            loader.set_epoch(0)
+            assert len(loader) == len(list(loader)) == 2
+        assert len(loader._course._schedule._totals) <= 2
 
 
 def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
