@@ -181,29 +181,28 @@ class Gatherer:
         if run.values is not None:
             values = run.values[first:last]
         elif len(block.rows) * row_bytes < LARGE_BYTES:
-            run.values, copy = self._copy(run, block, field, 0, len(block.rows), self._pool.lend_rounded)
-            copy.run()
+            run.values, of_all = self._copies(run, block, field, 0, len(block.rows), self._pool.lend_rounded)
+            for copy in of_all:
+                copy.run()
             values = run.values[first:last]
         else:
-            values, copy = self._copy(run, block, field, first, last, self._lend)
-            copies.append(copy)
+            values, of_these = self._copies(run, block, field, first, last, self._lend)
+            copies += of_these
         tensors = [as_tensor(values[start - first : stop - first], field.dtype) for start, stop in spans]
         layout = self._layouts.get(field.name)
         return tensors if layout is None else [wrap_fixed(tensor, field, layout) for tensor in tensors]
 
-    def _copy(
+    def _copies(
         self, run: _Run, block: Block, field: Field, start: int, stop: int, lend: Callable[[int], Loan]
-    ) -> tuple[np.ndarray[Any, Any], Copy]:
+    ) -> tuple[np.ndarray[Any, Any], list[Copy]]:
         """Memory for samples `start` to `stop` of one field, `[stop - start, *shape]`, and what fills it."""
         pieces, count = run.pieces, stop - start
         row_bytes = pieces.num_bytes * pieces.count
         loan = lend(max(count, self._lend_samples) * row_bytes)
-        copy = Copy(
-            block.window.rows(pieces.num_bytes, pieces.unit),
-            torch.from_numpy(run.index[start * pieces.count : stop * pieces.count]),
-            loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit),
-        )
-        return loan.shaped((count, *(field.shape or ())), numpy_dtype(field.dtype)), copy
+        index = run.index[start * pieces.count : stop * pieces.count]
+        out = loan.rows(count * pieces.count, pieces.num_bytes, pieces.unit)
+        copies = _copies_of(block.window, pieces, index, out)
+        return loan.shaped((count, *(field.shape or ())), numpy_dtype(field.dtype)), copies
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """The keys of samples `rows` of `shards`."""
@@ -259,6 +258,21 @@ class Gatherer:
             if len(places.shapes) and ndim:
                 shapes[ragged] = gather_rows(window, places.shapes[shards] + rows * (8 * ndim), ndim)
         return addresses, lengths, shapes
+
+
+def _copies_of(window: Window, pieces: Pieces, index: IntArray, out: torch.Tensor) -> list[Copy]:
+    """What fills `out` with the `pieces` at `index`: one copy, or one for each strip of them, where the window is too
+    wide for pieces as large as these.
+    """
+    unit, elements, most = pieces.unit, pieces.num_bytes // pieces.unit, window.most_elements(pieces.unit)
+    if elements <= most:
+        return [Copy(window.rows(pieces.num_bytes, unit), torch.from_numpy(index), out)]
+    copies, before = [], 0
+    for strip in out.tensor_split(-(-elements // most), dim=1):
+        width = strip.shape[1]
+        copies.append(Copy(window.rows(width * unit, unit), torch.from_numpy(index + before), strip))
+        before += width
+    return copies
 
 
 def fixed_row_bytes(field: Field) -> int:

@@ -83,12 +83,17 @@ class Window:
         self._bytes = torch.from_numpy(self.array)
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
+    def most_elements(self, unit: int) -> int:
+        """How many elements of `unit` bytes a row may have, so that torch can count those of all rows of the window."""
+        return max(1, _MAX_ELEMENTS // max(1, (self.high - self.low) // unit))
+
     def covers(self, low: int, high: int) -> bool:
         return self.low <= low and high <= self.high
 
     def rows(self, row_bytes: int, unit: int = 1) -> torch.Tensor:
         """`[elements, row_bytes / unit]` of elements of `unit` bytes: row i begins at element i, and overlaps the
-        next ones. Rows of one element come as `[elements]`, which torch gathers five times as fast.
+        next ones. Rows of one element come as `[elements]`, which torch gathers five times as fast. Of rows with more
+        than `most_elements` there are only the first.
         """
         view = self._rows.get((row_bytes, unit))
         if view is None:

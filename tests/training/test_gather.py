@@ -176,6 +176,24 @@ def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cach
     lease.release()
 
 
+@pytest.mark.parametrize("shape", [(3, 1181, 1181), (40_009,), (2, 3), (5,)])  # the second is a prime number
+@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+def test_rows_of_any_size_are_gathered_from_shards_that_lie_as_far_apart_as_can_be(
+    shape: tuple[int, ...], dtype: str, cache_of: CacheOf
+) -> None:
+    rows = [random_tensor(dtype, shape, i) for i in range(4)]
+    snapshot, lease = cache_of([{"x": row, "short": i} for i, row in enumerate(rows)], [3, 1]).take_snapshot()
+    maps = EpochMaps(snapshot)
+    assert maps.open(np.arange(2)) == []
+    maps.window = Window(4096, 1 << 47)  # no bytes are touched but those of the shards
+    gatherer = Gatherer(maps, BufferPool(2))
+    block = gatherer.block(*maps.locate(np.array([3, 0, 2])))
+    columns = gatherer.gather(block, 0, 3)
+    assert columns["short"].tolist() == [3, 0, 2]
+    assert all(same(value, rows[i]) for value, i in zip(columns["x"], (3, 0, 2), strict=True))
+    lease.release()
+
+
 @pytest.mark.parametrize("listed", [0, 1 << 18])
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any))
 def test_the_shard_of_a_sample_is_found_whatever_the_sizes_of_the_shards(
