@@ -22,7 +22,7 @@ try:
 except ImportError:  # installed where there was no compiler
     in_c = None
 
-__all__ = ["FixedColumns", "are_fixed", "in_c", "new_queue"]
+__all__ = ["AROUND_BYTES", "FixedColumns", "are_fixed", "in_c", "new_queue"]
 
 
 def are_fixed(schema: Schema) -> bool:
@@ -38,7 +38,7 @@ def new_queue(threads: int) -> _gather.Queue:
 
 
 # A lone thread that gathers into memory in the caches is slower from here on than one that goes around them.
-_AROUND_BYTES: Final = 2 << 20
+AROUND_BYTES: Final = 2 << 20
 
 
 class _Column(NamedTuple):
@@ -88,6 +88,6 @@ class FixedColumns:
         size = len(rows)
         arrays, outs = self.lend(pool.lend_rounded, size, size)
         assert in_c is not None
-        around = size * self._sample_bytes >= _AROUND_BYTES
+        around = size * self._sample_bytes >= AROUND_BYTES
         in_c.gather(shards.ctypes.data, rows.ctypes.data, size, self.sources, outs, around)
         return self.part(arrays, 0, size)

@@ -16,12 +16,12 @@ import torch.utils.data
 from cachestream.errors import EpochError
 from cachestream.model import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
+from cachestream.training.alone import select_alone
 from cachestream.training.batches import as_samples, packed
 from cachestream.training.buffers import BufferPool
 from cachestream.training.columns import FixedColumns, are_fixed
 from cachestream.training.gather import Block, Columns, Gatherer, Listing
 from cachestream.training.maps import EpochMaps
-from cachestream.training.threads import one_thread
 from cachestream.training.together import ReadTogether
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         found: list[str] = []
         for start in range(0, len(where), _KEYS_AT_ONCE):
             part = where[start : start + _KEYS_AT_ONCE]
-            with self._alone(), one_thread():
+            with self._alone():
                 gatherer = self._opened()
                 found += gatherer.keys(*_mapped(gatherer.maps, part))
         return found
@@ -143,8 +143,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
                 shards, rows = _mapped(gatherer.maps, where)
                 self._reading.reach(where)
                 return self._columns.gather(self._pool, shards, rows)
-            with one_thread():
-                return gatherer.gather(self._block(gatherer, where), 0, len(where))
+            return gatherer.gather(self._block(gatherer, where), 0, len(where))
 
     def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
         if (listing := self._listing) is not None:
@@ -167,7 +166,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
         if self._gatherer is None:
             self._maps = EpochMaps(self.snapshot, self._maps)
-            self._gatherer = Gatherer(self._maps, self._pool)
+            self._gatherer = Gatherer(self._maps, self._pool, select=select_alone)
             self._reading = ReadTogether(self._maps)
             self._columns = FixedColumns(self._maps) if are_fixed(self.snapshot.schema) else None
         return self._gatherer

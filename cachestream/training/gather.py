@@ -19,7 +19,7 @@ import torch
 from cachestream.model import KEY_FIELD, Field, IntArray
 from cachestream.training.buffers import BufferPool, Loan, as_tensor
 from cachestream.training.maps import EpochMaps, FieldAddresses, element_bytes
-from cachestream.training.memory import Pieces, SpanLayout, Window, gather_rows
+from cachestream.training.memory import Pieces, Select, SpanLayout, Window, gather_rows, select_shared
 from cachestream.training.ragged import Ragged, Spans, gather_ragged, layouts_of, wrap_fixed
 
 __all__ = [
@@ -49,9 +49,9 @@ class Copy(NamedTuple):
     wanted: torch.Tensor
     out: torch.Tensor
 
-    def run(self) -> None:
-        """Gather it, without the GIL."""
-        torch.index_select(self.rows, 0, self.wanted, out=self.out)
+    def run(self, select: Select = select_shared) -> None:
+        """Gather it by `select`, without the GIL."""
+        select(self.rows, self.wanted, self.out)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +117,7 @@ class Gatherer:
 
     `lend_samples` is the most that is gathered at a time: memory is taken for as many. 0 where that varies.
     `with_keys` adds the samples' keys as one more field, a list of str. `ragged` says how fields come whose shape
-    varies.
+    varies. `select` copies what is gathered at once.
     """
 
     def __init__(
@@ -127,8 +127,10 @@ class Gatherer:
         lend_samples: int = 0,
         with_keys: bool = False,
         ragged: Ragged = "list",
+        select: Select = select_shared,
     ) -> None:
         self.maps = maps
+        self._select = select
         self._with_keys = with_keys
         self._pool = pool
         self._lend_samples = lend_samples
@@ -144,7 +146,7 @@ class Gatherer:
         """Samples `start` to `stop` of `block`, in memory of their own."""
         batches, copies = self.begin(block, [start, stop])
         for copy in copies:
-            copy.run()
+            copy.run(self._select)
         return batches[0]
 
     def begin(self, block: Block, bounds: Sequence[int]) -> tuple[list[Columns], list[Copy]]:
@@ -183,7 +185,7 @@ class Gatherer:
         elif len(block.rows) * row_bytes < LARGE_BYTES:
             run.values, of_all = self._copies(run, block, field, 0, len(block.rows), self._pool.lend_rounded)
             for copy in of_all:
-                copy.run()
+                copy.run(self._select)
             values = run.values[first:last]
         else:
             values, of_these = self._copies(run, block, field, first, last, self._lend)
@@ -235,7 +237,8 @@ class Gatherer:
         layout = SpanLayout(addresses, lengths, self.maps.room_before)
         loan = self._pool.lend_rounded(layout.num_bytes)
         if layout.num_bytes:
-            layout.copy(self.maps.window, loan.rows(layout.num_bytes // layout.row_bytes, layout.row_bytes))
+            out = loan.rows(layout.num_bytes // layout.row_bytes, layout.row_bytes)
+            layout.copy(self.maps.window, out, self._select)
         array, starts = loan.array, layout.starts
         stops = starts + lengths
         return [array[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)], shapes

@@ -9,17 +9,19 @@ whatever the number of shards. Holes between the maps are never touched: no inde
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cachestream.model import IntArray
 
-__all__ = ["Pieces", "SpanLayout", "Window", "gather_rows", "rows_of"]
+__all__ = ["Pieces", "Select", "SpanLayout", "Window", "gather_rows", "rows_of", "select_shared"]
 
-_MAX_ELEMENTS: Final = 1 << 62  # torch counts the elements of the overlapping rows in an int64
+_MAX_BYTES: Final = 1 << 62  # of overlapping rows: torch and numpy count them in an int64
 _LARGE_SPAN_BYTES: Final = 32 * 1024
 _CHUNKS: Final = (256, 64, 16)  # multiples of every dtype's width, 16 at most
 _ALIGNMENT: Final = 64
@@ -28,6 +30,14 @@ _MOST_PIECES: Final = 64
 
 # Elements that rows are copied as, by their bytes.
 _UNITS: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+# Copies rows of the first tensor to the last one; the second says which, int64 `[n]`.
+Select: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def select_shared(rows: torch.Tensor, wanted: torch.Tensor, out: torch.Tensor) -> None:
+    """By as many of torch's threads as this thread is to use."""
+    torch.index_select(rows, 0, wanted, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +94,9 @@ class Window:
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def most_elements(self, unit: int) -> int:
-        """How many elements of `unit` bytes a row may have, so that torch can count those of all rows of the window."""
-        return max(1, _MAX_ELEMENTS // max(1, (self.high - self.low) // unit))
+        """How many elements of `unit` bytes a row may have, so that the bytes of all rows of the window can be counted."""
+        elements = max(1, (self.high - self.low) // unit)
+        return max(1, _MAX_BYTES // (elements * unit))
 
     def covers(self, low: int, high: int) -> bool:
         return self.low <= low and high <= self.high
@@ -98,16 +109,16 @@ class Window:
         view = self._rows.get((row_bytes, unit))
         if view is None:
             width, elements = row_bytes // unit, (self.high - self.low) // unit
-            count = min(elements - width + 1, _MAX_ELEMENTS // width)
+            count = min(elements - width + 1, _MAX_BYTES // row_bytes)
             flat = self._bytes[: elements * unit].view(_UNITS[unit])
             view = flat if width == 1 else flat.as_strided((count, width), (1, 1))
             self._rows[row_bytes, unit] = view
         return view
 
-    def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
-        """uint8 `[num_bytes]`, a view."""
-        start = address - self.low
-        return self._bytes[start : start + num_bytes]
+    def items(self, num_bytes: int) -> npt.NDArray[np.void]:
+        """Items of `num_bytes`, few, one beginning at every byte: numpy takes short ones as fast as torch takes rows."""
+        count = self.high - self.low - num_bytes + 1
+        return np.ndarray((count,), f"V{num_bytes}", self.array, strides=(1,))
 
     def index(self, addresses: IntArray) -> torch.Tensor:
         """`addresses` as row numbers of `rows`, int64 `[n]`."""
@@ -116,9 +127,8 @@ class Window:
 
 def gather_rows(window: Window, addresses: IntArray, width: int) -> IntArray:
     """`width` int64 numbers from each of `addresses`, int64 `[n, width]`."""
-    out = torch.empty((len(addresses), 8 * width), dtype=torch.uint8, device="cpu")
-    torch.index_select(window.rows(8 * width), 0, window.index(addresses), out=out)
-    return out.numpy().view(np.int64)
+    found = window.items(8 * width)[addresses - window.low]
+    return found.view(np.int64).reshape(-1, width)
 
 
 class SpanLayout:
@@ -149,17 +159,17 @@ class SpanLayout:
         """How wide the rows are that `copy` wants its target in."""
         return self._chunk or _ALIGNMENT
 
-    def copy(self, window: Window, out: torch.Tensor) -> None:
-        """Copy the runs into `out`, uint8 `[num_bytes / row_bytes, row_bytes]`."""
+    def copy(self, window: Window, out: torch.Tensor, select: Select = select_shared) -> None:
+        """Copy the runs into `out`, uint8 `[num_bytes / row_bytes, row_bytes]`: short ones by `select`."""
         if not self._chunk:
-            flat = out.view(-1)
-            for address, start, length in zip(
-                self._addresses.tolist(), self.starts.tolist(), self._lengths.tolist(), strict=True
+            flat, places = out.numpy().reshape(-1), self._addresses - window.low
+            for place, start, length in zip(
+                places.tolist(), self.starts.tolist(), self._lengths.tolist(), strict=True
             ):
-                flat[start : start + length].copy_(window.bytes_at(address, length))
+                flat[start : start + length] = window.array[place : place + length]
             return
         chunk, rows = self._chunk, self._rows
         before = np.cumsum(rows) - rows
         firsts = self._addresses + self._lengths - (rows + before) * chunk
         addresses = np.repeat(firsts, rows) + np.arange(len(out), dtype=np.int64) * chunk
-        torch.index_select(window.rows(chunk), 0, window.index(addresses), out=out)
+        select(window.rows(chunk), window.index(addresses), out)

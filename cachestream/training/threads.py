@@ -6,14 +6,13 @@ to be shared, or its rows too large (see memory.Pieces), threads cost more than 
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-__all__ = ["one_thread", "use_threads"]
+__all__ = ["use_threads"]
 
 Result = TypeVar("Result")
 
@@ -37,17 +36,3 @@ def _in_a_new_thread(function: Callable[[], Result]) -> Result:
     thread.start()
     thread.join()
     return results[0]
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread in this thread for a moment."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from torch.utils.data import default_collate
 import cachestream as cs
 from cachestream import Cache, EpochDataset, EpochLoader
 from cachestream.model import Schema, Snapshot
+from cachestream.training import columns as columns_module
 from cachestream.training import maps as maps_module
+from cachestream.training.alone import select_alone
 from cachestream.training.buffers import BufferPool
 from cachestream.training.gather import Gatherer
 from cachestream.training.maps import EpochMaps
-from cachestream.training.memory import SpanLayout, Window
+from cachestream.training.memory import Select, SpanLayout, Window, select_shared
 from tests.support.caches import add_shard, numbered
 from tests.support.same import same
 from tests.training.conftest import NewCache
@@ -178,20 +182,72 @@ def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cach
 
 @pytest.mark.parametrize("shape", [(3, 1181, 1181), (40_009,), (2, 3), (5,)])  # the second is a prime number
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
+@pytest.mark.parametrize(
+    ("select", "in_c"), [(select_shared, False), (select_alone, True), (select_alone, False)]
+)
 def test_rows_of_any_size_are_gathered_from_shards_that_lie_as_far_apart_as_can_be(
-    shape: tuple[int, ...], dtype: str, cache_of: CacheOf
+    shape: tuple[int, ...],
+    dtype: str,
+    select: Select,
+    in_c: bool,
+    cache_of: CacheOf,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    _with_part_in_c(in_c, monkeypatch)
     rows = [random_tensor(dtype, shape, i) for i in range(4)]
     snapshot, lease = cache_of([{"x": row, "short": i} for i, row in enumerate(rows)], [3, 1]).take_snapshot()
     maps = EpochMaps(snapshot)
     assert maps.open(np.arange(2)) == []
     maps.window = Window(4096, 1 << 47)  # no bytes are touched but those of the shards
-    gatherer = Gatherer(maps, BufferPool(2))
+    gatherer = Gatherer(maps, BufferPool(2), select=select)
     block = gatherer.block(*maps.locate(np.array([3, 0, 2])))
     columns = gatherer.gather(block, 0, 3)
     assert columns["short"].tolist() == [3, 0, 2]
     assert all(same(value, rows[i]) for value, i in zip(columns["x"], (3, 0, 2), strict=True))
     lease.release()
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_reading_a_dataset_leaves_alone_how_many_threads_torch_uses_elsewhere(
+    in_c: bool, cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_part_in_c(in_c, monkeypatch)
+    samples = [
+        {"x": torch.full((2048,), i), "r": torch.full((1 + i % 5,), i), "s": f"s{i}"} for i in range(64)
+    ]
+    dataset, before, done = cache_of(samples, [40, 24]).snapshot(), torch.get_num_threads(), threading.Event()
+
+    def read() -> bool:
+        sound = True
+        while not done.is_set():
+            batch = dataset[list(range(64))]
+            sound = sound and batch["x"][:, -1].tolist() == [int(value[0]) for value in batch["r"]]
+            sound = sound and batch["s"] == [f"s{i}" for i in range(64)]
+            sound = sound and dataset.keys([0, 63]) == ["key 0", "key 63"]
+        return sound
+
+    torch.set_num_threads(3)
+    try:
+        with dataset, ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(read)
+            found = [_in_a_new_thread(torch.get_num_threads) for _ in range(300)]
+            done.set()
+            assert reading.result(60)
+        assert found == [3] * 300
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_a_new_thread(function: Callable[[], int]) -> int:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result(60)
+
+
+def _with_part_in_c(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not wanted:
+        monkeypatch.setattr(columns_module, "in_c", None)
+    elif columns_module.in_c is None:
+        pytest.skip("the part in C was not built")
 
 
 @pytest.mark.parametrize("listed", [0, 1 << 18])
