@@ -153,13 +153,12 @@ def _read(root: str, shard_id: int, count: int) -> Hashes:
     """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, which whoever gathers from it puts aside."""
     try:
         shard = MappedShard(shard_path(root, shard_id))
+        shard.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
     except CorruptShardError:
         return np.zeros(count, np.uint64)
-    try:
-        text = shard.array(KEY_FIELD).tobytes()
-        offsets = shard.array(f"{KEY_FIELD}#offsets").tolist()
-    finally:
-        shard.close()
+    text = shard.array(KEY_FIELD).tobytes()
+    offsets = shard.array(f"{KEY_FIELD}#offsets").tolist()
+    shard.close()
     pairs = itertools.pairwise(offsets)
     return np.array([xxhash.xxh3_64_intdigest(text[start:stop]) for start, stop in pairs], np.uint64)
 

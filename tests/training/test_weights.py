@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import ConfigError, EpochLoader
+from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.training import weights as weights_module
 from cachestream.training.weights import KeyWeights, draw
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
@@ -84,6 +88,43 @@ def test_a_sample_without_a_weight_has_the_mean_of_those_that_have_one() -> None
     hashes = known._hashes
     assert sorted(weights.of(hashes).tolist()) == [1.0, 2.0, 3.0]
     assert len(weights) == 2
+
+
+def test_the_keys_of_a_shard_are_checked_before_they_are_read(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new_cache()
+    for name in ("a", "b"):
+        add_shard(cache, [(f"{name}{n}", torch.full((20_000,), n)) for n in range(2)])
+    snapshot, lease = cache.take_snapshot()
+    weights = KeyWeights({"a0": 3.0, "a1": 5.0, "b0": 7.0, "b1": 9.0})
+    weights.settle([weights.pending()])
+    path = Path(shard_path(cache.path, int(snapshot.shard_ids[1])))
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[MappedShard(str(path)).columns["__key__"].offset] ^= 3  # b0 has become a0
+    path.write_bytes(damaged)
+    assert weights.of_snapshot(snapshot).tolist() == [3, 5, 4, 4]  # the mean, as of keys without a weight
+    path.write_bytes(whole)
+
+    class Cut(MappedShard):
+        """One whose keys the disk cannot read any more."""
+
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+            os.truncate(path, 4096)
+
+    monkeypatch.setattr(weights_module, "MappedShard", Cut)
+    child = os.fork()  # which a read of the map would end by SIGBUS
+    if not child:
+        try:
+            fresh = KeyWeights({"a0": 3.0})
+            fresh.settle([fresh.pending()])
+            os._exit(fresh.of_snapshot(snapshot).tolist() != [1, 1, 1, 1])
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lease.release()
 
 
 def test_weights_travel_in_the_state(new_cache: NewCache) -> None:
