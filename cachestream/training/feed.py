@@ -26,7 +26,8 @@ __all__ = ["Feed", "check_process"]
 
 _MOST_AHEAD: Final = 1024
 
-_abandoned: Final[list[Any]] = []
+# What the tasks of a closed queue still write to, where the disk has not answered, by the process and the queue.
+_abandoned: Final[dict[tuple[int, Queue], Any]] = {}
 
 
 def check_process(pid: int) -> None:
@@ -35,6 +36,13 @@ def check_process(pid: int) -> None:
         raise EpochError(
             f"this EpochLoader belongs to process {pid}: threads do not survive a fork; make one in each process"
         )
+
+
+def _drop_abandoned() -> None:
+    """Let go what nobody writes to any more; without a lock, since nobody knows what goes with it."""
+    for pid, queue in list(_abandoned):
+        if pid != os.getpid() or queue.close(0.0):
+            _abandoned.pop((pid, queue), None)
 
 
 class Feed:
@@ -48,7 +56,7 @@ class Feed:
     def __init__(self, prefetch: int, transfer: Transfer) -> None:
         self.prefetch = min(prefetch, _MOST_AHEAD)
         self.transfer = transfer
-        self._lock = threading.RLock()  # a forgotten loader may be closed in the midst of anything
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._queue: Queue | None = None
         self._flows: deque[Flow] = deque()
@@ -60,6 +68,7 @@ class Feed:
 
     def add(self, flow: Flow, threads: int) -> None:
         """Have the batches of `flow` gathered after those of the flows before it, by up to `threads` threads."""
+        _drop_abandoned()
         with self._lock:
             if self._closed:
                 return
@@ -133,7 +142,8 @@ class Feed:
             held, self._held = self._held, deque()
             self._unsent.clear()
         if queue is not None and not queue.close(timeout_s):
-            _abandoned.append((queue, held))  # its threads write there, whenever the disk answers
+            _abandoned[self._pid, queue] = held  # its threads write there, whenever the disk answers
+        _drop_abandoned()
 
     def _top_up(self, queue: Queue) -> None:
         """With the lock: drop what is done, and ask for as much as may be ahead."""

@@ -80,16 +80,18 @@ class Engine:
             self._threads.append(thread)
 
     def stop(self, join: bool = True, join_s: float = _JOIN_S) -> None:
-        """End the threads and the leases; waits for them, up to `join_s`, unless without `join` (garbage collection)."""
+        """End the threads and the leases; waits for them, up to `join_s`, unless without `join` (garbage collection): what
+        is being gathered is waited for by the thread that sees to it then.
+        """
         if self._pid != os.getpid():
             return
         self._closed.set()
         close_all(self.schedule.stop())
         self._executor.shutdown(wait=False, cancel_futures=True)
-        if self._gathering.feed is not None:
-            self._gathering.feed.close(join_s if join else 0.0)
         if not join:
             return
+        if self._gathering.feed is not None:
+            self._gathering.feed.close(join_s)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(join_s)
@@ -164,11 +166,13 @@ class Engine:
     # --- gathering
 
     def _gather_loop(self) -> None:
-        schedule = self.schedule
+        schedule, feed = self.schedule, self._gathering.feed
         while True:
             schedule.doing["gather"] = "waiting for a prepared epoch"
             segment = schedule.next_segment()
             if segment is None:
+                if feed is not None:
+                    feed.close(_JOIN_S)
                 return
             schedule.doing["gather"] = f"gathering epoch {segment.request.epoch}"
             try:

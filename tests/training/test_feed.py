@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -15,9 +16,11 @@ import torch
 from cachestream import Cache, EpochError, EpochLoader, collate
 from cachestream.training import buffers, columns
 from cachestream.training import loader as loader_module
+from cachestream.training.feed import Feed
 from cachestream.training.parcels import Parcel
 from cachestream.training.schedule import Schedule
 from cachestream.training.transfer import BatchTransform, HostTransfer, Staged, make_transfer, map_tensors
+from tests.sampling.support import wait_until
 from tests.support.caches import add_shard, numbered
 from tests.support.same import same
 from tests.training.conftest import NewCache
@@ -234,6 +237,27 @@ def test_many_loaders_end_and_leave_no_thread(new_cache: NewCache) -> None:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/task")) <= before
     assert not any(thread.name.startswith("cachestream") for thread in threading.enumerate())
+
+
+def test_what_a_closed_feed_still_writes_to_is_let_go_once_it_is_written() -> None:
+    block, place = np.ones(1 << 20, np.uint8), np.zeros(1, np.int64)
+    base, out, copies = np.array([block.ctypes.data], np.int64), np.zeros(1 << 20, np.uint8), 1000
+    feed, queue = Feed(4, HostTransfer(4)), columns.new_queue(1)
+    sources = (base.ctypes.data, block.nbytes) * copies
+    queue.submit(place.ctypes.data, place.ctypes.data, 1, sources, (out.ctypes.data,) * copies, False)
+    feed._queue, held = queue, HostTransfer(4)
+    feed._held.append((1, held))
+    wait_until(lambda: out[-1], "it is being written to")
+    gone = weakref.ref(held)
+    del held
+    feed.close(0.0)
+    assert gone() is not None
+
+    def is_gone() -> bool:
+        Feed(4, HostTransfer(4)).close(0.0)
+        return gone() is None
+
+    wait_until(is_gone, "another loader that is closed lets it go")
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import logging
 import math
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
 from cachestream.training import awaiting, columns, prefetch
+from tests.sampling.support import wait_until
 from tests.support.caches import add_shard, numbered, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 
@@ -612,6 +614,21 @@ def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
     for thread in mine:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("after", [1, None], ids=["amid-an-epoch", "after-an-epoch"])
+def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: NewCache) -> None:
+    cache = new_cache(4, 100)
+
+    def maps() -> list[str]:
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            return [line for line in lines if cache.path in line]
+
+    for _ in range(10):
+        loader = EpochLoader(cache, 4)
+        assert len(numbers(itertools.islice(loader, after))) == (4 * after if after else 400)
+        del loader
+    wait_until(lambda: not maps(), "no shard is mapped")
 
 
 SCRIPT = """
