@@ -115,6 +115,7 @@ class EpochLoader:
             batch_size, drawing, epoch_size, min_samples, turnover, drop_last, timeout_s, with_keys, ragged
         ).checked(replay)
         self.cache = cache
+        self._pid = os.getpid()
         self.batch_size = settings.batch_size
         folder = None if record is None else parse_path(record, "record")
         self._recorder = None if folder is None else Recorder(folder, settings.to_record())
@@ -203,11 +204,18 @@ class EpochLoader:
     # --- the end
 
     def close(self) -> None:
-        """End the threads and free the shards. Batches handed out stay good, and so does `state_dict()`."""
-        self._course.close()
-        if self._recorder is not None:
-            self._recorder.close()
-        self._engine.stop()
+        """End the threads and free the shards. Batches handed out stay good, and so does `state_dict()`.
+
+        Does nothing in a forked child: the threads, and the locks that they may hold, are the parent's.
+        """
+        if self._pid != os.getpid():
+            return
+        try:
+            self._course.close()
+            if self._recorder is not None:
+                self._recorder.close()
+        finally:
+            self._engine.stop()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from cachestream.errors import CacheStreamError, ConfigError
@@ -21,7 +21,7 @@ _CLOSE_S: Final = 30.0
 class Recorder:
     """Writes manifests into `folder`, made if need be, in a thread of its own. Used from the training thread.
 
-    `settings` go into each manifest. What cannot be written is told in a warning: training goes on.
+    `settings` go into each manifest. What cannot be written, or not in time, is told in a warning: training goes on.
     """
 
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:
@@ -36,6 +36,7 @@ class Recorder:
         self._contents = Contents()
         self._thread: ThreadPoolExecutor | None = None
         self._sent: list[Future[None]] = []
+        self._pid = os.getpid()
 
     def enter(self, segment: Segment, leader: int, world_size: int) -> None:
         """The first batch of `segment` has come, on the rank that is the first of its cache: `leader`."""
@@ -47,23 +48,34 @@ class Recorder:
         self._sent.append(self._thread.submit(self._write, segment, lease, leader, world_size))
 
     def flush(self) -> None:
-        """Wait until all of it is written: what a checkpoint goes on from must be recorded."""
-        for future in self._sent:
-            future.exception(_CLOSE_S)
+        """Wait until all of it is written, while that takes no longer than `_CLOSE_S`: what a checkpoint goes on from
+        should be recorded. A forked child waits for nothing: its parent writes.
+        """
+        if self._pid == os.getpid():
+            self._warn_of_late(wait(self._sent, _CLOSE_S).not_done)
 
     def close(self) -> None:
-        """Finish what is to be written."""
-        self.flush()
+        """Finish what is to be written. What takes longer is still written, beside whatever comes next."""
         thread, self._thread = self._thread, None
+        late = wait(self._sent, _CLOSE_S).not_done
         if thread is not None:
-            thread.shutdown()
+            thread.shutdown(wait=not late)
         self._warn()
+        self._warn_of_late(late)
 
     def _warn(self) -> None:
         done = [future for future in self._sent if future.done()]
         self._sent = [future for future in self._sent if not future.done()]
         for error in filter(None, (future.exception() for future in done)):
             warnings.warn(f"an epoch could not be recorded: {error}", stacklevel=5)
+
+    def _warn_of_late(self, late: set[Future[None]]) -> None:
+        if late:
+            warnings.warn(
+                f"{len(late)} of the manifests in {self._folder} are not written after {_CLOSE_S:g} s, and will be when "
+                "the disk answers: do not replay from there before; record= a folder on a faster disk",
+                stacklevel=4,
+            )
 
     def _write(self, segment: Segment, lease: Lease, leader: int, world_size: int) -> None:
         request, plan, snapshot = segment.request, segment.plan, segment.snapshot

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,9 @@ import pytest
 import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
-from cachestream.training.manifest import load_manifest
+from cachestream.training import record
+from cachestream.training.manifest import Manifest, load_manifest, save_manifest
+from tests.sampling.support import DEADLINE_S, wait_until
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 
@@ -171,6 +177,75 @@ def test_a_folder_that_is_gone_costs_the_records_with_a_warning_and_not_the_trai
         assert len(epochs(loader, 1)[0]) == 4
         with pytest.warns(UserWarning, match="an epoch could not be recorded"):
             loader.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk for manifests that answers once this is set; nobody waits longer than a moment for it."""
+    answers = threading.Event()
+
+    def save(path: str, manifest: Manifest) -> None:
+        assert answers.wait(DEADLINE_S)
+        save_manifest(path, manifest)
+
+    monkeypatch.setattr(record, "save_manifest", save)
+    monkeypatch.setattr(record, "_CLOSE_S", 0.1)
+    yield answers
+    answers.set()
+    wait_until(lambda: not recording(), "all is recorded")
+
+
+def recording() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-record")]
+
+
+def test_a_disk_that_does_not_answer_costs_a_warning_and_neither_the_state_nor_the_end(
+    disk: threading.Event, new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache, late = new_cache(2, 8), r"1 of the manifests in .*run are not written after 0\.1 s.* faster disk"
+    loader = EpochLoader(cache, 4, record=tmp_path / "run")
+    next(iter(loader))
+    with pytest.warns(UserWarning, match=late):
+        assert loader.state_dict()["epoch"] == 0
+    with pytest.warns(UserWarning, match=late):
+        loader.close()
+    with pytest.raises(EpochError, match="closed"):
+        iter(loader)
+    disk.set()
+    wait_until(lambda: not recording(), "it is written when the disk answers")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["epoch-000000.json"]
+    assert cache.status().leases == 0
+
+
+def test_a_loader_whose_last_warning_is_made_an_error_is_closed_all_the_same(
+    disk: threading.Event, new_cache: NewCache, tmp_path: Path
+) -> None:
+    loader = EpochLoader(new_cache(2, 8), 4, record=tmp_path / "run")
+    next(iter(loader))
+    with pytest.raises(UserWarning, match="not written"):
+        loader.close()
+    assert not loader._engine._threads
+    assert not disk.is_set()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
+def test_a_forked_child_waits_for_nothing_that_its_parent_records(
+    disk: threading.Event, new_cache: NewCache, tmp_path: Path
+) -> None:
+    with EpochLoader(new_cache(2, 8), 4, record=tmp_path / "run") as loader:
+        next(iter(loader))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a child that waits
+            try:
+                loader.state_dict()
+                loader.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        disk.set()
+        assert len(epochs(loader, 1)[0]) == 4
 
 
 @pytest.mark.parametrize(
