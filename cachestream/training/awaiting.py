@@ -25,6 +25,7 @@ __all__ = ["ColdStart"]
 
 _WATCH_S: Final = 0.02
 _SILENT_S: Final = 10.0
+_LONGEST_S: Final = 0.5  # of a look: more where the process was stopped, and nobody has kept it waiting
 
 logger = logging.getLogger("cachestream")
 
@@ -47,13 +48,13 @@ class ColdStart:
         wanted = settings.min_samples or whole
         least = settings.min_samples or (whole if settings.drop_last else share)
         # A moment before the trainer gives up waiting for its batch: this error says more.
-        give_up = time.monotonic() + 0.9 * settings.timeout_s
-        speak = time.monotonic() + _SILENT_S
+        give_up_s, speak_s = 0.9 * settings.timeout_s, _SILENT_S
+        waited_s, looked_s = 0.0, time.monotonic()
         churn = Churn(self._cache.catalogue, self._cache.admission)
         while (have := self._cache.num_samples) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
-            late = time.monotonic() > give_up
+            late = waited_s > give_up_s
             no_room = churn.is_over(have)
             if ended or late or no_room:
                 # Asked again: the last samples may have come between the count and the state.
@@ -61,11 +62,13 @@ class ColdStart:
                 if have >= least:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, "full" if no_room else state, ended))
-            if not have and time.monotonic() > speak:
+            if not have and waited_s > speak_s:
                 self._tell_why_none()
-                speak = math.inf
+                speak_s = math.inf
             if cancelled() or self._closed.wait(_WATCH_S):
                 raise Cancelled
+            before_s, looked_s = looked_s, time.monotonic()
+            waited_s += min(looked_s - before_s, _LONGEST_S)
 
     def _tell_why_none(self) -> None:
         with self._cache.catalogue.reading() as tables:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -22,6 +23,7 @@ SAMPLES: Final = 512
 BATCH: Final = 8
 INTERRUPTS: Final = 150
 STOPPED_S: Final = 4.0
+ROOT: Final = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -72,6 +74,25 @@ def test_a_trainer_that_was_stopped_is_not_late_when_it_goes_on(new_cache: NewCa
     waker = "import os, signal, sys, time; time.sleep(0.5); os.kill({0}, signal.SIGSTOP); time.sleep({1}); os.kill({0}, signal.SIGCONT)"
     with EpochLoader(cache, 4, timeout_s=3.0, batch_transform=slow) as loader:
         stopping = subprocess.Popen([sys.executable, "-c", waker.format(os.getpid(), STOPPED_S)])
+        try:
+            assert sum(len(batch["number"]) for batch in loader) == 16
+        finally:
+            stopping.wait(60)
+
+
+def test_a_trainer_that_was_stopped_before_there_was_a_sample_is_not_late_either(new_cache: NewCache) -> None:
+    cache = new_cache()
+    script = (
+        "import os, signal, sys, time\n"
+        "from cachestream import Cache\n"
+        "from tests.support.caches import add_shard\n"
+        "os.kill({0}, signal.SIGSTOP); time.sleep({1}); os.kill({0}, signal.SIGCONT); time.sleep(0.5)\n"
+        "with Cache({2!r}) as cache: add_shard(cache, ((str(n), {{'number': n}}) for n in range(16)))\n"
+    )
+    with EpochLoader(cache, 4, timeout_s=3.0) as loader:
+        stopping = subprocess.Popen(
+            [sys.executable, "-c", script.format(os.getpid(), STOPPED_S, cache.path)], cwd=ROOT
+        )
         try:
             assert sum(len(batch["number"]) for batch in loader) == 16
         finally:
