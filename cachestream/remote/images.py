@@ -157,7 +157,9 @@ def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
     """uint8 `[3, H, W]`, RGB, contiguous, turned upright as its EXIF data say; the first frame."""
     with Image.open(io.BytesIO(data), formats=_formats()) as image:
         _check_pixels(image.width, image.height)
-        orientation = _orientation(image)
+        if image.format == "TIFF":
+            image.load()  # Pillow turns these upright; what size they have before depends on its version
+        orientation = 1 if image.format == "TIFF" else _orientation(image)
         width, height = image.size
         upright = (width, height) if orientation < 5 else (height, width)
         size = options.resized(*upright)

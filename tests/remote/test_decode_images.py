@@ -224,6 +224,25 @@ def test_a_turned_photograph_is_resized_and_cropped_upright(either: None, orient
     assert np.abs(found.astype(int) - expected).mean() < 2
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    "options", [{}, {"resize": 50}, {"resize": (30, 70)}, {"crop": 60}, {"resize": 50, "crop": (40, 60)}]
+)
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+def test_a_turned_tiff_is_upright_resized_and_cropped_as_one_that_was_stored_upright(
+    orientation: int, options: dict[str, Any], compression: str | None
+) -> None:
+    upright = np.asarray(photograph(96, 64))
+    turned = np.rot90(upright, {3: 2, 4: 2, 5: 1, 6: 1, 7: -1, 8: -1}.get(orientation, 0))
+    stored = turned[:, ::-1] if orientation in (2, 4) else turned[::-1] if orientation in (5, 7) else turned
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(stored), "TIFF", exif=exif, compression=compression)
+    found = decode_image(data, ImageOptions(**options))
+    expected = decode_image(encoded(Image.fromarray(upright), "PNG"), ImageOptions(**options))
+    assert difference(found, expected) <= 1
+
+
 @given(
     size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     resize=st.none() | st.integers(1, 50) | st.tuples(st.integers(1, 50), st.integers(1, 50)),
