@@ -18,7 +18,7 @@ from cachestream.remote.filesystem import Remote
 from cachestream.remote.retry import map_errors, redact
 from cachestream.remote.trees import LocalFolders, in_order
 
-__all__ = ["MAGIC", "Listing", "expand_braces", "list_files", "local_path", "visible"]
+__all__ = ["MAGIC", "Listing", "expand_braces", "list_files", "local_path", "s3_delimiter", "visible"]
 
 MAX_EXPANDED: Final = 10_000_000
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
@@ -161,6 +161,12 @@ def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
     ]
 
 
+def s3_delimiter(pattern: str, first_magic: int) -> str:
+    """What to list by for `pattern`: "/" where all that fits lies in one folder, "" where some may lie deeper."""
+    wild = pattern[first_magic:]
+    return "" if "/" in wild or "**" in wild else "/"
+
+
 class _RemoteFinder(_Finder):
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -199,9 +205,8 @@ class _RemoteFinder(_Finder):
 
     def _matching(self, pattern: str, first_magic: int) -> list[str]:
         if self._remote.is_s3:
-            one_level = "/" not in pattern[first_magic:]
             fits = re.compile(glob_translate(pattern)).match
-            found = self._s3_names(pattern[:first_magic], "/" if one_level else "")
+            found = self._s3_names(pattern[:first_magic], s3_delimiter(pattern, first_magic))
             return [path for path in found if fits(path) and not path.endswith("/")]
         entries = self._filesystem.glob(pattern, detail=True)
         return [path for path, info in entries.items() if info["type"] != "directory"]

@@ -15,7 +15,7 @@ from cachestream.errors import SourceError
 from cachestream.remote.decode import extension_of
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
-from cachestream.remote.listing import MAGIC, expand_braces, visible
+from cachestream.remote.listing import MAGIC, expand_braces, s3_delimiter, visible
 from cachestream.remote.retry import map_errors, redact
 from cachestream.remote.waiting import run
 
@@ -184,7 +184,7 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | 
     magic = MAGIC.search(path)
     if magic is not None:
         prefix = path[: magic.start()]
-        delimiter = "" if "/" in path[magic.start() :] else "/"
+        delimiter = s3_delimiter(path, magic.start())
         root = prefix[: prefix.rfind("/") + 1]
         folder, _, last = path.rpartition("/")
         below = "" if "**" in last else glob_translate(folder)

@@ -62,6 +62,7 @@ def put(bucket: Path, names: list[str]) -> None:
         ("s3://paged/*.jpg", {}),
         ("s3://paged/a*/0[12]*", {}),
         ("s3://paged/**/*.jpg", {}),
+        ("s3://paged/a/**", {}),
         ("s3://paged", {"extensions": ".jpg"}),
     ],
 )
@@ -79,6 +80,12 @@ def test_a_listing_by_pages_is_the_one_at_once(
     assert paged.listing_digest == whole.listing_digest
     assert paged.label_names == whole.label_names
     assert not paged.is_listing
+
+
+@pytest.mark.parametrize("first_names", [7, None])
+def test_two_stars_at_the_end_reach_into_all_folders_below(server: S3Server, first_names: int | None) -> None:
+    source = FileSource("s3://paged/a/**", storage_options=server.storage_options, first_names=first_names)
+    assert keys(source) == sorted(name.removeprefix("a/") for name in NAMES if name.startswith("a/"))
 
 
 def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server) -> None:
