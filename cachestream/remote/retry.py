@@ -121,10 +121,18 @@ _CLASSES: Final[dict[str, Kind]] = {
     ),
     **dict.fromkeys(("InvalidRegionError", "NoRegionError", "ParamValidationError"), "bucket"),
     **dict.fromkeys(
-        ("CertificateError", "ClientConnectorCertificateError", "SSLCertVerificationError"), "other"
+        (
+            "CertificateError",
+            "ClientConnectorCertificateError",
+            "LocalProtocolError",
+            "SSLCertVerificationError",
+            "UnsupportedProtocol",
+        ),
+        "other",
     ),
     **dict.fromkeys(
         (
+            "ChunkedEncodingError",
             "ClientConnectionError",
             "ClientPayloadError",
             "EndpointConnectionError",
@@ -132,11 +140,13 @@ _CLASSES: Final[dict[str, Kind]] = {
             "HTTPClientError",
             "IncompleteRead",
             "IncompleteReadError",
+            "ReadTimeout",
             "ResponseParserError",
             "ResponseStreamingError",
             "ServiceRequestError",
             "ServiceResponseError",
             "TimeoutError",
+            "TransportError",
             "ConnectionError",
             "gaierror",
         ),
@@ -247,8 +257,9 @@ def _code(error: BaseException) -> str | None:
             return str(code)
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return str(status) if status is not None else str(code)
-    for name in ("status", "code", "status_code"):  # aiohttp, gcsfs, azure
-        value = getattr(error, name, None)
+    places = [(error, "status"), (error, "code"), (error, "status_code")]  # aiohttp, gcsfs, azure
+    for place, name in (*places, (response, "status_code")):  # httpx, requests
+        value = getattr(place, name, None)
         if isinstance(value, int | str) and str(value).isdecimal():
             return str(value)
     return None
@@ -272,7 +283,8 @@ def classify(error: BaseException) -> Kind:
     """What kind of failure `error` is; the cause that a driver chained to it knows better."""
     cause, seen = error.__cause__, 0
     while cause is not None and seen < 8:
-        kind = _classify_one(cause) if _code(cause) is not None else None
+        tells = _code(cause) is not None or _CLASSES.get(type(cause).__name__) == "other"
+        kind = _classify_one(cause) if tells else None
         if kind is not None:
             return kind
         cause, seen = cause.__cause__, seen + 1
