@@ -8,7 +8,6 @@ import math
 import numbers
 import os
 import re
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeGuard
 
@@ -183,9 +182,12 @@ def _advice(name: str, options: list[str]) -> str:
 
 
 def check_mapping(name: str, value: object, such_as: str) -> None:
-    """Raise ConfigError for a `value` of the argument `name` that is neither None nor a mapping, `such_as` one."""
+    """Raise ConfigError for a `value` of the argument `name` that is neither None nor a mapping, `such_as` one.
+
+    The value is not shown: it may be a secret.
+    """
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={reprlib.repr(value)}: give a dict, such as {such_as}")
+        raise ConfigError(f"{name}= is a {type(value).__name__}: give a dict, such as {such_as}")
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:

@@ -7,7 +7,7 @@ numbers little-endian.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -33,7 +33,7 @@ class ItemFile:
     """A file of `count` items; `is_packed` where all of it is compressed."""
 
     remote: Remote
-    path: str
+    path: str = field(repr=False)  # may be signed
     where: str
     count: int
     is_packed: bool = False

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from fsspec.asyn import sync
@@ -32,7 +32,7 @@ class Listing:
     """Files found: `paths` sorted, each once; all begin with `root` (ends in "/", or is "")."""
 
     root: str
-    paths: list[str]
+    paths: list[str] = field(repr=False)  # may be signed
 
 
 def _alternatives(inside: str) -> list[str]:

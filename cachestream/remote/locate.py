@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import fsspec
@@ -39,7 +39,7 @@ class Located:
     """One array to be: its path for the driver, and the dataset in it."""
 
     remote: Remote
-    path: str
+    path: str = field(repr=False)  # may be signed
     dataset: str | None
 
     @property

@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ _BYTES_AT_ONCE: Final = 1 << 20
 _LONGEST_LINE: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
     """A list of files in a file, for `open_source` and for every source of files.
 
@@ -57,7 +57,7 @@ class Manifest:
     column: str | None = None
     label: str | None = None
     base: str | os.PathLike[str] | None = None
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not os.fspath(self.url):
@@ -71,6 +71,12 @@ class Manifest:
             raise ConfigError(
                 f"{self.shown}: a text has no columns; column= and label= are for .csv and .parquet"
             )
+
+    def __repr__(self) -> str:
+        named = {"column": self.column, "label": self.label}
+        chosen = "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
+        base = "" if self.base is None else f", base={redact(os.fspath(self.base))!r}"
+        return f"Manifest({self.shown!r}{chosen}{base})"
 
     @property
     def shown(self) -> str:

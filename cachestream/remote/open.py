@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cachestream.config import reject_unknown
@@ -63,10 +63,10 @@ _AFTER_NAME: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
 
 @dataclass(frozen=True, slots=True)
 class Unopened:
-    """What `open_source` will be asked to open, with its options."""
+    """What `open_source` will be asked to open, with its options. Both may hold secrets: no repr shows them."""
 
-    what: Any
-    options: Mapping[str, Any]
+    what: Any = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
 
 
 def protocols_of(what: Any) -> tuple[str, ...]:
@@ -186,7 +186,8 @@ def _last_part(key: str) -> str:
 def _as_manifest(what: Any, options: Any) -> Manifest:
     if not isinstance(what, str | os.PathLike) or not (options is True or isinstance(options, Mapping)):
         raise ConfigError(
-            f"manifest={options!r}: give True, or a dict of the options of Manifest, beside one path or URL"
+            f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of the "
+            "options of Manifest, beside one path or URL"
         )
     known = list(inspect.signature(Manifest).parameters)[1:]
     given = {} if options is True else dict(options)
