@@ -102,12 +102,14 @@ class Part:
 def read_groups(stream: Stream, problems: Problems, part: Part | None = None) -> Iterator[Group]:
     """The samples of the archive in `stream`, or of a part of it, each one whole.
 
-    What is not usable goes to `problems`; the sample at a sudden end is left out.
+    What is not usable goes to `problems`; the sample at a sudden end is left out. So is the last of
+    an archive without an end mark if it lacks a file that the sample before has: it may have been cut there.
     """
     reader = TarReader(stream)
     end = None if part is None else part.end
     others = part is not None and part.begin > 0  # the first sample belongs to the part before
     group: Group | None = None
+    usual: frozenset[str] = frozenset()  # the extensions of the sample before
     is_last = False
     try:
         for member, key, extension in _files(reader, stream, part):
@@ -116,6 +118,7 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
                     if not others:
                         yield group
                     others = False
+                    usual = frozenset(group.files)
                 if is_last:
                     return
                 group = Group(key)
@@ -125,7 +128,13 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
     except (TarError, SampleError) as error:
         problems.add(str(error))
         return
-    if group is not None and not others:
+    if group is None or others:
+        return
+    if reader.is_unmarked and not group.problem and not usual <= group.files.keys():
+        problems.add(
+            f"#{group.shown_key}: truncated: it ends after {stream.position:,} bytes, without the end mark"
+        )
+    else:
         yield group
 
 

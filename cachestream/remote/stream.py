@@ -31,6 +31,11 @@ class Stream:
         self._piece = _EMPTY
         self._ended = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the file was read, and is known to be all."""
+        return self.position == self.size_bytes
+
     def _next_piece(self) -> memoryview:
         """Some bytes more, in memory that is not used again; empty at the end."""
         raise NotImplementedError

@@ -154,24 +154,33 @@ class TarReader:
         self._global: dict[str, bytes] = {}
         self._left = 0  # bytes of this member's data not read yet
         self._padding = 0
+        self._begun = False
+        self.is_unmarked = False  # it ended after a member, without the mark
 
     def next(self) -> Member | None:
         """The next member, or None at the mark that ends the archive.
 
-        Raises TruncatedTarError where the file ends before, TarError where no header is.
+        Some archivers write no mark: the end of a whole file after a whole member is one, too
+        (`is_unmarked`). Raises TruncatedTarError where the file ends elsewhere, TarError where no header is.
         """
         self._skip(self._left + self._padding)
         self._left = self._padding = 0
         extended: dict[str, bytes] = {}
+        is_boundary = self._begun
         while True:
             offset = self._stream.position
             block = self._stream.read(BLOCK)
+            if not block and is_boundary and self._stream.is_whole:
+                self.is_unmarked = True
+                return None
+            is_boundary = False
             if len(block) < BLOCK:
                 raise TruncatedTarError(f"truncated: it ends after {self._stream.position:,} bytes")
             header = parse_header(bytes(block))
             if header is None:
                 return None
             if header.kind not in _EXTENSIONS:
+                self._begun = True
                 return self._member(header, {**self._global, **extended}, bytes(block), offset)
             data = self._extension(header)
             if header.kind in b"xX":

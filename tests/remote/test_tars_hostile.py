@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import lzma
@@ -68,12 +69,34 @@ def test_a_tar_cut_anywhere_gives_the_whole_samples_before_the_cut_and_says_so(t
     data = tar_bytes(FILES)
     sample_bytes = 3 * BLOCK + 2 * BLOCK  # two headers, one block and two
     end = 8 * sample_bytes
+    first_file = 2 * BLOCK
     for cut in [*range(0, end + 2 * BLOCK, BLOCK // 2), 1, 511, 513, end - 1]:
+        if cut == first_file:  # nothing tells it from a whole archive of one file
+            continue
         found, problem = read(tmp_path, data[:cut])
-        # Only what follows tells that a sample is whole.
+        # Only what follows tells that a sample is whole, or the end with all that the one before has.
         whole = 8 if cut >= end + BLOCK else max(0, -(-(cut - BLOCK + 1) // sample_bytes) - 1)
-        assert found == dict(list(GOOD.items())[:whole]), cut
-        assert ("truncated: it ends after" in problem) == (cut < end + BLOCK), cut
+        unmarked = cut > 0 and cut % sample_bytes == 0
+        assert found == dict(list(GOOD.items())[: cut // sample_bytes if unmarked else whole]), cut
+        assert ("truncated: it ends after" in problem) == (cut < end + BLOCK and not unmarked), cut
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_a_tar_without_the_mark_at_its_end_is_read_to_the_end(tmp_path: Path, pack: Any) -> None:
+    """As the standard library, GNU tar and webdataset do; but a file that was cut is not taken for one."""
+    unmarked = tar_bytes(FILES)[: 8 * 5 * BLOCK]
+    assert read(tmp_path, pack(unmarked)) == (GOOD, "")
+    assert (
+        read(tmp_path, pack(unmarked), **({} if pack is not bytes else {"samples_per_visit": 20}))[0] == GOOD
+    )
+    torn, problem = read(
+        tmp_path, pack(unmarked[: -2 * BLOCK - BLOCK])
+    )  # before the last file of the last sample
+    assert (torn, "#00007: truncated" in problem) == (dict(list(GOOD.items())[:7]), True)
+    extended = tar_bytes([*FILES, ("ä" * 200 + ".bin", b"")])[: 8 * 5 * BLOCK + 3 * BLOCK]
+    assert "truncated: it ends after" in read(tmp_path, pack(extended))[1]
+    if pack is not bytes:
+        assert "truncated: it ends after" in read(tmp_path, pack(unmarked)[:-12])[1]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, zstandard.compress], ids=["gz", "xz", "zst"])
