@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import re
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 __all__ = ["Labels", "LabelsBuilder"]
+
+_DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +50,7 @@ class LabelsBuilder:
         self._values.append(self._numbers.setdefault(label, len(self._numbers)))
 
     def labels(self) -> Labels:
-        """All labels: numbers if all can be read as such, otherwise the places of the texts in order."""
+        """All labels: numbers if all are written as such, otherwise the places of the texts in order."""
         known = list(self._numbers)
         index = np.frombuffer(self._values, np.int64)
         for kind in (np.int64, np.float64):
@@ -61,10 +65,26 @@ class LabelsBuilder:
 
 def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
     """`values` as int64, but only if they are all whole and none would be changed; or as float64."""
-    read = int if kind is np.int64 else float
+    read = _whole if kind is np.int64 else _real
     if kind is np.int64 and any(isinstance(value, float) for value in values):
         return None
     try:
         return np.array([read(value) for value in values], kind)
     except (ValueError, TypeError, OverflowError):
         return None
+
+
+def _whole(value: Any) -> int:
+    """`value` as it is written: "007" and "1_0" are names. Raises ValueError for what is no whole number."""
+    number = int(value)
+    if number != value and str(number) != value:
+        raise ValueError(value)
+    return number
+
+
+def _real(value: Any) -> float:
+    """The same of decimal numbers: "nan" and "inf" are names."""
+    number = float(value)
+    if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):
+        raise ValueError(value)
+    return number

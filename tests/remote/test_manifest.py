@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,18 @@ def test_names_of_classes_become_their_places_among_all(write: Callable[..., Pat
         ([1.5, 2.5, 1.5], [1.5, 2.5, 1.5], ()),
         ([3, 1, 3], [3, 1, 3], ()),
         (["99999999999999999999", "1", "1"], [1e20, 1.0, 1.0], ()),
+        (["-.5", "2.", "-1E-3"], [-0.5, 2.0, -0.001], ()),
+        ([True, 0, 1], [1, 0, 1], ()),
+        (["1_0", "10", "0_1"], [2, 1, 0], ("0_1", "10", "1_0")),
+        (["007", "07", "7"], [0, 1, 2], ("007", "07", "7")),
+        (["+1", " 1", "1"], [1, 0, 2], (" 1", "+1", "1")),
+        (["nan", "inf", "1"], [2, 1, 0], ("1", "inf", "nan")),
+        (["1e999", "-0.5", "01.5"], [2, 0, 1], ("-0.5", "01.5", "1e999")),
+        (["\u0663", "3", "3"], [1, 0, 0], ("3", "\u0663")),
+        ([Decimal("1.5"), Decimal(1), Decimal(2)], [1.5, 1.0, 2.0], ()),
     ],
 )
-def test_labels_are_numbers_where_all_are(
+def test_labels_are_numbers_where_all_are_written_as_such(
     labels: list[Any], values: list[Any], names: tuple[str, ...]
 ) -> None:
     builder = LabelsBuilder()
