@@ -264,6 +264,14 @@ def _shares(weights: Any, count: int) -> npt.NDArray[np.float64]:
     return shares
 
 
+def _identity(url: str) -> str:
+    """`url` without secrets, and a local path wherever it is relative to."""
+    outer, _ = split_dataset(url)
+    if get_protocol(outer) != "file" or "://" in outer:
+        return redact(url)
+    return os.path.abspath(os.path.expanduser(outer)) + url.removeprefix(outer)
+
+
 def _fingerprint(
     given: Mapping[str, Sequence[str]],
     windows: str,
@@ -274,12 +282,7 @@ def _fingerprint(
 ) -> str:
     parts = []
     for name, urls in given.items():
-        where = [
-            os.path.abspath(os.path.expanduser(url))
-            if get_protocol(url) == "file" and "://" not in url
-            else redact(url)
-            for url in urls
-        ]
+        where = [_identity(url) for url in urls]
         text = chr(0).join(where).encode("utf-8", "surrogateescape")
         more = f" and {len(where) - 1} more {xxhash.xxh3_64_hexdigest(text)}" if len(where) > 1 else ""
         parts.append(f"{name}={where[0]}{more}")

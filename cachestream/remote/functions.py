@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -115,6 +116,8 @@ def _parts(value: Any) -> Iterator[str]:
             yield from _parts(item)
     elif isinstance(value, frozenset):
         yield from ("frozenset", *sorted(repr(item) for item in value))
+    elif isinstance(value, np.generic):
+        yield from (type(value).__name__, repr(value.item()))
     else:
         yield from _object_parts(value)
 
@@ -126,6 +129,7 @@ def _object_parts(value: Any) -> Iterator[str]:
         yield from _parts((*value.args, *sorted(value.keywords.items())))
     elif isinstance(value, types.MethodType):
         yield from _state_parts(value.__self__)
+        yield from _slot_parts(value.__self__)
         yield from _parts(value.__func__)
     elif isinstance(value, types.FunctionType):
         yield from _function_parts(value)
@@ -134,6 +138,8 @@ def _object_parts(value: Any) -> Iterator[str]:
     else:
         yield from _state_parts(value)
         called = vars(type(value)).get("__call__")
+        if callable(value) or dataclasses.is_dataclass(value):
+            yield from _slot_parts(value)
         if isinstance(called, types.FunctionType):
             yield from _function_parts(called)
 
@@ -141,9 +147,25 @@ def _object_parts(value: Any) -> Iterator[str]:
 def _state_parts(instance: Any) -> Iterator[str]:
     """The type of `instance`, and its plain attributes."""
     yield _name(type(instance))
-    for name, value in sorted(getattr(instance, "__dict__", {}).items()):
+    yield from _attribute_parts(getattr(instance, "__dict__", {}))
+
+
+def _slot_parts(instance: Any) -> Iterator[str]:
+    """Its plain attributes in slots. Not of just any value: those of a path come and go as it is used."""
+    names = {
+        name
+        for kind in type(instance).__mro__
+        if "__slots__" in vars(kind)
+        for name, member in vars(kind).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
+    yield from _attribute_parts({name: getattr(instance, name) for name in names if hasattr(instance, name)})
+
+
+def _attribute_parts(attributes: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in sorted(attributes.items()):
         yield name
-        if isinstance(value, _PLAIN | tuple):
+        if isinstance(value, _PLAIN | tuple | np.generic):
             yield from _parts(value)
 
 
@@ -151,6 +173,8 @@ def _function_parts(fn: types.FunctionType) -> Iterator[str]:
     yield from (_module(fn), fn.__qualname__)
     yield from _parts(fn.__code__)
     yield from _parts(fn.__defaults__ or ())
+    if fn.__kwdefaults__:
+        yield from _parts(tuple(sorted(fn.__kwdefaults__.items())))
     for cell in fn.__closure__ or ():
         try:
             content = cell.cell_contents

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -426,6 +427,18 @@ def test_the_ending_or_a_window_chooses_arrays(written: Path) -> None:
             open_source(f"{written}/{url}")
     source = open_source([written / "c.npy", written / "v3.zarr", written / "plain.h5"], window=5)
     assert repr(source) == "<ArraySource c.npy and 2 more, endless>"
+
+
+def test_a_dataset_of_a_relative_file_is_another_in_another_folder(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(written, tmp_path / "copy")
+    found = []
+    for folder in (written, tmp_path / "copy"):
+        monkeypatch.chdir(folder)
+        found.append(ArraySource("plain.h5::/image", window=5).fingerprint)
+        assert found[-1] == ArraySource(f"{folder}/plain.h5::/image", window=5).fingerprint
+    assert found[0] != found[1]
 
 
 def test_options_that_cannot_work_are_config_errors(written: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pickle
@@ -34,6 +35,22 @@ from tests.remote.tarmaking import tar_bytes
 
 RNG = np.random.default_rng(0)
 ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    size: int
+
+    def __call__(self, rng: np.random.Generator) -> Any:
+        return rng.random(self.size)
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        return self(rng)
+
+
+@dataclasses.dataclass(slots=True)
+class Further(Slotted):
+    __more: int = 4
 
 
 class Squares:
@@ -382,6 +399,44 @@ def test_a_functions_fingerprint_changes_with_its_code_constants_and_bound_value
     ]
     assert len({fingerprint_of(fn) for fn in variants}) == len(variants)
     assert fingerprint_of(windows(3)) == fingerprint_of(windows(3))
+
+
+def test_a_functions_fingerprint_changes_with_all_that_is_bound_to_it() -> None:
+    """Defaults of keywords, attributes in slots and NumPy's numbers as well."""
+
+    def sized(number: Any) -> Any:
+        return lambda rng, *, size=number: rng.random(size)
+
+    def closed(value: Any) -> Any:
+        return lambda rng: rng.random(value)
+
+    numbers = (np.int64(3), np.int64(4), np.int32(3), np.float32(0.5), np.float64(0.5), np.bool_(True))
+    variants = [
+        sized(3),
+        sized(4),
+        sized((3, 4)),
+        *map(closed, numbers),
+        closed(Slotted(3)),
+        closed(Slotted(4)),
+        *(
+            bound
+            for each in (Slotted(3), Slotted(4), Further(3), Further(3, 5))
+            for bound in (each, each.draw)
+        ),
+        Squares(np.int64(5)).__getitem__,  # type: ignore[arg-type]
+        Squares(np.int64(6)).__getitem__,  # type: ignore[arg-type]
+    ]
+    assert len({fingerprint_of(fn) for fn in variants}) == len(variants)
+    assert fingerprint_of(Further(3, 5)) == fingerprint_of(Further(3, 5))
+
+
+def test_a_functions_fingerprint_does_not_change_as_it_is_used() -> None:
+    path = Path("a") / "b"
+    fn: Any = lambda _: str(path)  # noqa: E731
+    before = fingerprint_of(fn)
+    assert hash(path)
+    assert fn(RNG) == "a/b"
+    assert fingerprint_of(fn) == before
 
 
 SCRIPT = """
