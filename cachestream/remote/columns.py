@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from cachestream.remote.decode import decode_with
 from cachestream.remote.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.remote.magic import looks_like_image
 
-__all__ = ["Columns", "Unusable", "Values", "is_uniform", "rows_of"]
+__all__ = ["Columns", "Unusable", "Values", "doubled_fields", "is_uniform", "rows_of"]
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 
@@ -95,7 +96,7 @@ class Columns:
         types = self._arrow.types
         if types.is_dictionary(kind):
             self._check(name, kind.value_type)
-        elif types.is_struct(kind) and not self._is_image(kind):
+        elif types.is_struct(kind) and not _is_image(types, kind):
             for member in kind:
                 self._check(f"{name}.{member.name}", member.type)
         elif types.is_null(kind):
@@ -104,17 +105,12 @@ class Columns:
             raise ConfigError(
                 f"column '{name}' ({kind}) has no form as an array or a text: leave it out with columns=[…]"
             )
-
-    def _is_image(self, kind: Any) -> bool:
-        """Whether a struct is {bytes, path}, as Hugging Face keeps images, audio and video."""
-        types = self._arrow.types
-        return (
-            types.is_struct(kind)
-            and kind.num_fields == 2
-            and sorted(member.name for member in kind) == list(_IMAGE_MEMBERS)
-            and _is_binary(types, kind.field("bytes").type)
-            and (_is_text(types, kind.field("path").type) or types.is_null(kind.field("path").type))
-        )
+        elif types.is_nested(kind) and not (
+            _is_list(types, kind) or types.is_map(kind) or types.is_struct(kind)
+        ):
+            raise ConfigError(
+                f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]"
+            )
 
     # --- values
 
@@ -130,7 +126,7 @@ class Columns:
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
         kind = array.type
-        if self._is_image(kind):
+        if _is_image(types, kind):
             return {name: self._checked(name, array, lambda one: self._files(name, one))}
         if types.is_struct(kind):
             members = zip(kind, array.flatten(), strict=True)  # nulls of the struct are nulls of all members
@@ -238,6 +234,31 @@ def _features(schema: Any) -> dict[str, str]:
         }
     except (ValueError, KeyError, TypeError, AttributeError):  # others may use the name for what they like
         return {}
+
+
+def doubled_fields(arrow: Any, schema: Any) -> list[str]:
+    """The fields that several columns would become: those of one name, "a.b" beside a struct with a "b"."""
+    counts = Counter(name for field in schema for name in _names_of(arrow.types, field.name, field.type))
+    return [name for name, count in counts.items() if count > 1]
+
+
+def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
+    if not types.is_struct(kind) or _is_image(types, kind):
+        yield name
+        return
+    for member in kind:
+        yield from _names_of(types, f"{name}.{member.name}", member.type)
+
+
+def _is_image(types: Any, kind: Any) -> bool:
+    """Whether a struct is {bytes, path}, as Hugging Face keeps images, audio and video."""
+    return (
+        types.is_struct(kind)
+        and kind.num_fields == 2
+        and sorted(member.name for member in kind) == list(_IMAGE_MEMBERS)
+        and _is_binary(types, kind.field("bytes").type)
+        and (_is_text(types, kind.field("path").type) or types.is_null(kind.field("path").type))
+    )
 
 
 def _is_text(types: Any, kind: Any) -> bool:

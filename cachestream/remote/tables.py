@@ -15,7 +15,7 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.model import IntArray
 from cachestream.remote.blocks import SpanFile
 from cachestream.remote.choices import check_columns
-from cachestream.remote.columns import Columns, Unusable, Values, is_uniform, rows_of
+from cachestream.remote.columns import Columns, Unusable, Values, doubled_fields, is_uniform, rows_of
 from cachestream.remote.extras import require
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.footers import Footer, Footers
@@ -193,6 +193,11 @@ class ParquetSource:
         for name in names:
             if not _is_there(arrow, schema, name):
                 raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
+        for field in doubled_fields(arrow, schema):  # the driver would read all of them under one name
+            if any(f"{field}.".startswith(f"{name}.") for name in names):
+                raise ConfigError(
+                    f"{where}: several columns become the field '{field}': give each a name of its own"
+                )
         tops = [name if name in schema.names else name.partition(".")[0] for name in names]
         part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
         columns = Columns(

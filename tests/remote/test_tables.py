@@ -329,6 +329,38 @@ def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:
         ParquetSource(tmp_path)
 
 
+DOUBLED: Final = [
+    (pa.table({"a.b": [1, 2], "a": [{"b": 5}, {"b": 6}], "c": [7, 8]}), "a.b"),
+    (
+        pa.Table.from_arrays([pa.array([1, 2]), pa.array([3, 4]), pa.array([7, 8])], names=["x", "x", "c"]),
+        "x",
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "name"), DOUBLED, ids=["a.b", "x"])
+def test_columns_that_become_one_field_are_refused_unless_they_are_left_out(
+    tmp_path: Path, table: pa.Table, name: str
+) -> None:
+    pq.write_table(table, tmp_path / "a.parquet")
+    for columns in (None, [name], [name[0], "c"]):
+        with pytest.raises(ConfigError, match=f"a.parquet: several columns become the field '{name}'"):
+            ParquetSource(tmp_path, columns=columns)
+    samples = read_all(ParquetSource(tmp_path, columns=["c"])).values()
+    assert [dict(sample) for sample in samples] == [{"c": 7}, {"c": 8}]
+
+
+@pytest.mark.parametrize("kind", ["list_view", "large_list_view"])
+def test_a_column_that_no_row_can_be_read_from_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    views = pa.array([[1, 2], [3]], getattr(pa, kind)(pa.int32()))
+    pq.write_table(
+        pa.table({"s": pa.StructArray.from_arrays([views], ["v"]), "c": [7, 8]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(ConfigError, match=r"column 's.v' \(.*\) has no form as a field"):
+        ParquetSource(tmp_path)
+    assert len(read_all(ParquetSource(tmp_path, columns=["c"]))) == 2
+
+
 def test_pyarrow_is_named_where_it_is_missing_and_loaded_only_when_needed(tmp_path: Path) -> None:
     script = """
 import sys
