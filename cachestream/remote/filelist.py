@@ -199,8 +199,6 @@ class FileList:
                 return pages.root, found
         listing = list_files(self.remote, patterns, recursive)
         paths, wanted = listing.paths, self._wanted
-        if not paths:
-            raise SourceError(f"{self.shown}: no files found; check the path or the pattern")
         if wanted:
             paths = [path for path in paths if redact(path).lower().endswith(wanted)]
             if not paths:

@@ -67,7 +67,7 @@ def expand_braces(pattern: str) -> list[str]:
 def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> Listing:
     """The files that `urls` (of one protocol) name. In folders, hidden files are left out.
 
-    Raises SourceError for what is missing or forbidden, SourceUnavailableError for a remote that
+    Raises SourceError for what is missing, empty or forbidden, SourceUnavailableError for a remote that
     does not answer, ConfigError for URLs that do not go together.
     """
     for url in urls:
@@ -75,15 +75,19 @@ def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> L
             raise ConfigError(
                 f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
             )
-    expanded = [one for url in urls for one in _expand_one(remote, url)]
+    expanded = [(url, _expand_one(remote, url)) for url in urls]
     finder: _Finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
     roots: set[str] = set()
     paths: list[str] = []
-    for position, url in enumerate(expanded):
-        with map_errors(redact(url), secrets=remote.secrets):
-            root, found = finder.find(url, recursive, trusted=position > 0)
-        roots.add(root)
-        paths.extend(found)
+    for url, alternatives in expanded:
+        known = len(paths)
+        for one in alternatives:
+            with map_errors(redact(one), secrets=remote.secrets):
+                root, found = finder.find(one, recursive, trusted=bool(roots))
+            roots.add(root)
+            paths.extend(found)
+        if len(paths) == known:
+            raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
     return Listing(_common_root(roots), sorted(set(paths)))
 
 
@@ -180,13 +184,14 @@ class _RemoteFinder(_Finder):
             return self._folder(path, recursive) if path.endswith("/") else (_parent(_bare(path)), [path])
         magic = self._magic.search(path)
         if magic is not None:
-            return _parent(path[: magic.start()]), self._matching(path, magic.start())
+            found = self._matching(path, magic.start())
+            return _parent(path if found == [path] else path[: magic.start()]), found
         if trusted and extension_of(path):
             return _parent(path), [path]
         if url.endswith("/") or not path:
             return self._folder(path, recursive)
-        if not extension_of(path) and (found := self._folder(path, recursive))[1] not in ([], [path]):
-            return found
+        if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
+            return below
         info = self._filesystem.info(path)
         return self._folder(path, recursive) if info["type"] == "directory" else (_parent(path), [path])
 
@@ -204,10 +209,15 @@ class _RemoteFinder(_Finder):
         return root, visible(root, found, recursive)
 
     def _matching(self, pattern: str, first_magic: int) -> list[str]:
+        """The files that fit; where one has the pattern for its name, that one alone."""
         if self._remote.is_s3:
             fits = re.compile(glob_translate(pattern)).match
             found = self._s3_names(pattern[:first_magic], s3_delimiter(pattern, first_magic))
+            if pattern in found:
+                return [pattern]
             return [path for path in found if fits(path) and not path.endswith("/")]
+        if self._filesystem.isfile(pattern):
+            return [pattern]
         entries = self._filesystem.glob(pattern, detail=True)
         return [path for path, info in entries.items() if info["type"] != "directory"]
 

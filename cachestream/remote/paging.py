@@ -112,6 +112,12 @@ class Pages:
                 return
             options["ContinuationToken"] = answer["NextContinuationToken"]
 
+    def holds(self, path: str) -> bool:
+        """Whether there is an object of that very name."""
+        key = path.partition("/")[2]
+        first = next(self.answers(key, "", "", 1))
+        return any(entry["Key"] == key for entry in first.get("Contents", ()))
+
     def keeper(self) -> Callable[[list[str]], list[str]]:
         """What makes the names below the root of those paths that count."""
         cut = len(self.root)
@@ -188,7 +194,8 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | 
         root = prefix[: prefix.rfind("/") + 1]
         folder, _, last = path.rpartition("/")
         below = "" if "**" in last else glob_translate(folder)
-        return Pages(remote, root, prefix, delimiter, glob_translate(path), recursive, below)
+        pages = Pages(remote, root, prefix, delimiter, glob_translate(path), recursive, below)
+        return None if pages.holds(path) else pages  # the signs are its name
     if extension_of(path) and not urls[0].endswith("/"):
         return None  # most likely a file
     root = path.rstrip("/") + "/"

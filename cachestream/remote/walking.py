@@ -221,4 +221,7 @@ def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | No
     pattern = path[len(root) :]
     if not root.strip("/") or "/" not in pattern or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
         return None
+    with map_errors(redact(urls[0]), secrets=remote.secrets):
+        if remote.open_for_listing()[0].isfile(path):
+            return None  # the signs are its name
     return Walk(remote, root, pattern)

@@ -7,6 +7,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,6 +147,27 @@ def test_nothing_found_is_an_error_that_names_the_place(tmp_path: Path) -> None:
     for url in ("missing", "missing.jpg", "x{0..1}.bin"):
         with pytest.raises(SourceError, match="no such file or folder"):
             FileSource(tmp_path / url)
+
+
+def test_every_pattern_of_a_list_must_find_files_and_not_every_one_that_its_braces_stand_for(
+    tmp_path: Path,
+) -> None:
+    make(tmp_path, "train/a.bin")
+    with pytest.raises(SourceError, match=r"typo/\*\.bin: no files found"):
+        FileSource([f"{tmp_path}/train/*.bin", f"{tmp_path}/typo/*.bin"])
+    assert keys(FileSource(f"{tmp_path}/{{train,val}}/*.bin")) == ["train/a.bin"]
+
+
+@pytest.mark.parametrize("first_names", ["auto", None])
+def test_on_any_remote_a_name_with_wildcard_signs_is_taken_literally_if_it_exists(first_names: Any) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("[x].txt", "x.txt", "a[1]/b.txt", "a1/b.txt"):
+        memory.pipe(f"/signs/{name}", name.encode())
+    listed = ["memory://signs/[x].txt", "memory://signs/x.txt"]
+    assert keys(FileSource(listed, first_names=first_names)) == ["[x].txt", "x.txt"]
+    assert keys(FileSource(listed[0], first_names=first_names)) == ["[x].txt"]
+    inner = FileSource("memory://signs/a[1]/b.txt", first_names=first_names)
+    assert next(inner.read(0, np.random.default_rng(0)))[1] == {"text": "a[1]/b.txt"}
 
 
 def test_an_unreadable_folder_is_an_error_that_names_it(

@@ -34,6 +34,8 @@ NAMES = [
 # A folder behind as many files as come at once.
 HIDDEN = [f"a/{number:04d}.jpg" for number in range(PAGE_NAMES)] + ["a/z/1.jpg", "a/z/2.txt", "b/1.jpg"]
 
+SIGNS = ["[x].txt", "x.txt", "what?.txt", "whats.txt", "a[1]/b*.txt", "a1/bc.txt"]
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
@@ -42,6 +44,7 @@ def server() -> Iterator[S3Server]:
         started.bucket("empty")
         put(bucket, NAMES)
         put(started.bucket("hidden"), HIDDEN)  # before it lists the buckets
+        put(started.bucket("signs"), SIGNS)
         yield started
 
 
@@ -86,6 +89,25 @@ def test_a_listing_by_pages_is_the_one_at_once(
 def test_two_stars_at_the_end_reach_into_all_folders_below(server: S3Server, first_names: int | None) -> None:
     source = FileSource("s3://paged/a/**", storage_options=server.storage_options, first_names=first_names)
     assert keys(source) == sorted(name.removeprefix("a/") for name in NAMES if name.startswith("a/"))
+
+
+@pytest.mark.parametrize("first_names", [7, None])
+def test_an_object_whose_name_holds_wildcard_signs_is_meant_by_it_alone(
+    server: S3Server, first_names: int | None
+) -> None:
+    options: Any = {"storage_options": server.storage_options, "first_names": first_names}
+    assert keys(FileSource("s3://signs/[x].txt", **options)) == ["[x].txt"]
+    assert keys(FileSource("s3://signs/what?.txt", **options)) == ["what?.txt"]
+    assert keys(FileSource("s3://signs/a[1]/b*.txt", **options)) == ["b*.txt"]
+    listed = [f"s3://signs/{name}" for name in ("x.txt", "[x].txt", "a[1]/b*.txt")]
+    assert keys(FileSource(listed, **options)) == ["[x].txt", "a[1]/b*.txt", "x.txt"]
+    assert keys(FileSource("s3://signs/[xy].txt", **options)) == ["x.txt"]
+
+
+def test_every_url_of_a_list_must_find_files(server: S3Server) -> None:
+    for typo in ("s3://paged/typo/*.jpg", "s3://paged/typo/"):
+        with pytest.raises(SourceError, match=r"typo/.*: no files found"):
+            FileSource(["s3://paged/a/*.jpg", typo], storage_options=server.storage_options)
 
 
 def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server) -> None:
