@@ -12,7 +12,7 @@ from cachestream.remote.retry import ChangedError
 from cachestream.remote.s3 import get_object
 from cachestream.remote.versions import s3_target
 
-__all__ = ["Answer", "Facts", "Version", "ask_s3", "ask_web", "close_answer", "parse_range"]
+__all__ = ["Answer", "Facts", "Version", "ask_s3", "ask_web", "close_answer", "is_packed", "parse_range"]
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
@@ -80,6 +80,7 @@ async def ask_web(filesystem: Any, path: str, range_header: str, out: memoryview
         if response.status != 416:  # that one has a meaning of its own to us
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
+        is_packed(response)
         told = response.headers.get("Content-Range") if response.status == 206 else None
         if told and out is not None and response.content_length == len(out):
             data = await _read_into(response.content.read, out)
@@ -111,6 +112,22 @@ def parse_range(content_range: str | None) -> tuple[int, int] | None:
     """The first byte of an answer and the size of the whole file; None where the server sends all of it."""
     match = _CONTENT_RANGE.match(content_range or "")
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def is_packed(response: Any) -> bool:
+    """Whether a web server packed all of a file on its way, unasked: it is unpacked as it is read, to another length.
+
+    Raises ValueError for a part of one: its bytes are not those of the file.
+    """
+    encoding = response.headers.get("Content-Encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return False
+    if response.status == 206:
+        raise ValueError(
+            f"a part of it came with Content-Encoding: {encoding[:40]}, which cannot be unpacked by itself; "
+            "have the server send the file without this header"
+        )
+    return True
 
 
 def close_answer(answer: Any) -> None:

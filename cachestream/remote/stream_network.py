@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from cachestream.remote import pulse
-from cachestream.remote.answers import close_answer, parse_range
+from cachestream.remote.answers import close_answer, is_packed, parse_range
 from cachestream.remote.filesystem import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
@@ -260,6 +260,7 @@ class WebStream(_BodyStream):
     """A file of a web server: one request, unless it breaks; a server may have no ranges."""
 
     _response: Any = None
+    _is_packed = False  # on its way: only all of it can be unpacked
 
     async def _open(self, stop: int | None) -> Any:
         import aiohttp
@@ -268,7 +269,7 @@ class WebStream(_BodyStream):
         options = dict(self._filesystem.kwargs)
         # Compressed on the way, the bytes of a range would be others.
         options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
-        if self._offset or stop is not None:
+        if (self._offset or stop is not None) and not self._is_packed:
             last = "" if stop is None else max(self._offset, stop - 1)
             options["headers"]["Range"] = f"bytes={self._offset}-{last}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
@@ -280,7 +281,8 @@ class WebStream(_BodyStream):
             self._filesystem._raise_not_found_for_status(response, self._path)
             told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
             length = response.headers.get("Content-Length") if told is None else told[1]
-            size_bytes = None if length is None else int(length)
+            self._is_packed = is_packed(response)
+            size_bytes = None if length is None or self._is_packed else int(length)
             version = response.headers.get("ETag") or response.headers.get("Last-Modified")
             self._check_version((size_bytes, version))
             self.size_bytes = size_bytes

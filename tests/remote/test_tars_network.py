@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import http.server
 import os
 import re
@@ -19,9 +20,13 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream.errors import SourceError, SourceUnavailableError
+from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.remote import pulse, stream_network
+from cachestream.remote.answers import ask_web
+from cachestream.remote.filesystem import Remote
+from cachestream.remote.stream_open import open_stream
 from cachestream.remote.tars import TarSource
+from cachestream.remote.waiting import run
 from cachestream.testing.observing import cached_keys
 from tests.remote.tarmaking import RNG, make, numbered, read_all, read_unit
 from tests.sampling.support import sampling_pids
@@ -210,6 +215,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(data) - start))
         self.send_header("ETag", f'"{len(data)}"')
+        if self.path.partition("?")[0].endswith(".gz"):  # stored packed, as some stores hold files
+            self.send_header("Content-Encoding", "gzip")
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.end_headers()
@@ -260,6 +267,32 @@ def test_a_web_answer_that_breaks_is_resumed_with_ranges_and_without(
     assert [sample["cls"] for sample in found.values()] == list(range(SAMPLES))
     assert len(Handler.requests) > 1
     assert Handler.breaks == []
+
+
+@pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize("breaks", [[], [20_000, 3_000]])
+def test_a_web_file_that_was_packed_on_its_way_is_unpacked_to_its_end(
+    web: str, tmp_path: Path, breaks: list[int]
+) -> None:
+    Handler.breaks[:] = breaks
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes(), 1))
+    found = read_all(TarSource(f"{web}/a.tar.gz"))
+    assert [sample["cls"] for sample in found.values()] == list(range(SAMPLES))
+
+
+def test_a_part_of_a_web_file_that_was_packed_on_its_way_is_refused(web: str, tmp_path: Path) -> None:
+    (tmp_path / "a.npy.gz").write_bytes(gzip.compress(bytes(100_000)))
+    url = f"{web}/a.npy.gz?sig=CANARY"
+    remote = Remote(url)
+    with pytest.raises(ValueError, match="Content-Encoding: gzip"):
+        run(remote.filesystem().loop, ask_web(remote.filesystem(), url, "bytes=50-60"), 30)
+    message = r"a\.npy\.gz: .*have the server send the file without"
+    with (
+        open_stream(remote, url, "a.npy.gz", 50) as stream,
+        pytest.raises(SampleError, match=message) as caught,
+    ):
+        stream.read(10)
+    assert "CANARY" not in str(caught.value)
 
 
 def test_a_tar_that_is_not_there_is_a_sample_error(web: str, tmp_path: Path) -> None:
