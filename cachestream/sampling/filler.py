@@ -143,19 +143,19 @@ class Filler:
         silence = None if flight is None else flight.silence
         if flight is None or silence is None or not silence.is_long(now_s, self._job.hang_timeout_s):
             return
-        if len(self._fetcher.aside) < self._job.concurrency and self._is_alone(flight):
+        if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(flight):
             self._fetcher.put_aside(flight)
             if flight.aside and flight is self._alone:
                 self._alone = None
 
-    def _is_alone(self, flight: Flight) -> bool:
+    def _give_own_claim(self, flight: Flight) -> bool:
         """Give the next unit a claim of its own, so that the work on those behind it is known; False where that has to wait."""
-        if not flight.is_alone and not self._refused:
+        if not flight.has_own_claim and not self._refused:
             self._packing.settle()
             if not self._stop.is_set():  # or something may have been given up that comes before it
                 flight.claim_id = self._packing.split_claim(flight)
-                flight.is_alone = True
-        return flight.is_alone
+                flight.has_own_claim = True
+        return flight.has_own_claim
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state

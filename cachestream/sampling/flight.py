@@ -25,7 +25,7 @@ class Flight:
     in other shards; all before the offset `done` has been dealt with.
 
     All before the offset `came` has been read. While it does not answer it has a `silence`, and is tried again after the
-    `delays`; one that is `aside` (in a claim of its own, then: `is_alone`) lets the others go first, until `again_at_s`.
+    `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.
     """
 
     position: int
@@ -43,7 +43,7 @@ class Flight:
     silence: Silence | None = None
     delays: Iterator[float] | None = None
     aside: bool = False
-    is_alone: bool = False
+    has_own_claim: bool = False
     again_at_s: float = 0.0
 
     @property
