@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from cachestream import RankMismatchError
 from cachestream.training import meeting
 from cachestream.training.meeting import Cancelled, Job, Line, meet_at
-from cachestream.training.ranks import Deadlines, StoreRanks, is_elastic
+from cachestream.training.ranks import Deadlines, StoreRanks, find_share, is_elastic
 
 PATIENCE_S: Final = 180.0
 SERVER: Final = """
@@ -142,3 +142,16 @@ def test_only_ranks_that_torchrun_would_restart_have_their_worker_wait_for_them(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert is_elastic() == lingers
+
+
+def test_a_stream_that_comes_before_the_ranks_know_one_another_says_that_nodes_have_no_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert find_share("cache", 1.0) is None  # one node: nothing to share, and no warning
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.warns(
+        UserWarning, match=r"cs\.stream was called before .* WORLD_SIZE is 4: a node with a cache"
+    ):
+        assert find_share("cache", 1.0) is None
