@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
+from cachestream.errors import ConfigError
 from cachestream.training.loader import EpochLoader
 
 __all__ = ["PreparedLoader", "prepare_loader"]
@@ -22,8 +23,14 @@ def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoa
     """`loader` for use with `accelerator`: on its device, in its checkpoints, with the end of every epoch told.
 
     `accelerator.save_state` and `load_state` save and load where the loader is, so that training goes on at the exact
-    next batch; do not use `skip_first_batches`. `accelerator.prepare` may be called on the result, and leaves it alone.
+    next batch; `skip_first_batches` is refused. `accelerator.prepare` may be called on the result, and leaves it alone.
+    Raises ConfigError for an `accelerator` that is to split or dispatch batches: it would not be heard.
     """
+    if accelerator.split_batches or accelerator.dispatch_batches:
+        raise ConfigError(
+            "split_batches and dispatch_batches would not be heard: every rank gets batches of its own from its "
+            "EpochLoader, of that loader's batch_size; leave them out of the DataLoaderConfiguration"
+        )
     accelerator.register_for_checkpointing(loader)
     return PreparedLoader(accelerator, loader)
 

@@ -7,6 +7,7 @@ Nothing here imports Lightning: the two packages have the same classes twice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -39,6 +40,9 @@ class EpochHooks:
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         loaders = _loaders(trainer)
+        if loaders and trainer.overfit_batches:
+            _keep_batches(trainer.fit_loop, trainer.limit_train_batches)
+            return
         for loader in loaders:
             if loader.batches_done:
                 iter(
@@ -46,6 +50,23 @@ class EpochHooks:
                 )  # Lightning left it after its last batch; it calls iter() once more for this epoch
         if loaders:
             _measure(trainer)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.overfit_batches and trainer.state.fn == "fit":
+            _keep_batches(trainer.fit_loop.epoch_loop.val_loop, trainer.limit_val_batches)
+
+
+def _keep_batches(loop: Any, limit: int | float) -> None:
+    """Give `loop` the first batches of this epoch in every one, as `overfit_batches` asks for: an epoch of ours is drawn anew."""
+    combined = loop._combined_loader
+    if any(isinstance(loader, EpochLoader) for loader in combined.flattened):
+        combined.flattened = [
+            list(itertools.islice(loader, _limited(len(loader), limit)))
+            if isinstance(loader, EpochLoader)
+            else loader
+            for loader in combined.flattened
+        ]
+        iter(loop._data_fetcher)
 
 
 def _loaders(trainer: Any) -> list[EpochLoader]:

@@ -25,7 +25,7 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves where `loader` is in every checkpoint of the Trainer, and goes on there when the Trainer resumes.
 
     Resuming needs no skipping of batches: `args.ignore_data_skip` is set. Raises ConfigError for a checkpoint
-    without the loader's state.
+    without the loader's state, and for arguments that ask for other batches than the loader's.
     """
 
     def __init__(self, loader: EpochLoader) -> None:
@@ -35,6 +35,18 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         args.ignore_data_skip = True
+        # Before version 5 group_by_length was an argument of its own.
+        strategy = "group_by_length" if getattr(args, "group_by_length", False) else ""
+        strategy = strategy or getattr(args, "train_sampling_strategy", "random")
+        if strategy != "random":
+            raise ConfigError(
+                f"'{strategy}' in the TrainingArguments would not be heard: the EpochLoader makes the batches. Give it "
+                "shuffle=False, or a sampler= that sorts by length, and leave that argument out"
+            )
+        if args.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size would not be heard: the EpochLoader makes the batches; give it a smaller batch_size"
+            )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -77,6 +89,8 @@ class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.train_loader = train_loader
         options["callbacks"] = [*(options.get("callbacks") or ()), CacheCallback(train_loader)]
         super().__init__(*args, **options)
+        if self.train_dataset is not None:
+            raise ConfigError("train_dataset= and train_loader= do not go together: give one of them")
 
     def get_train_dataloader(self) -> Any:
         return self.train_loader

@@ -11,8 +11,9 @@ from cachestream.training.epoch import Request, Segment
 from cachestream.training.options import EpochSettings
 from cachestream.training.parcels import Parcel
 from cachestream.training.prefetch import Engine, close_all
+from cachestream.training.ranks import Job, find_job
 from cachestream.training.record import Recorder
-from cachestream.training.state import to_state
+from cachestream.training.state import from_state, to_state
 from cachestream.training.stats import LoaderStats, Meter
 
 __all__ = ["Course"]
@@ -34,6 +35,7 @@ class Course:
         self._recorder = recorder
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
+        self._job: Job | None = None
         self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
@@ -50,6 +52,7 @@ class Course:
     def begin(self) -> Cursor:
         """Go on to the next epoch, or begin the running one once more where no batch was taken of it."""
         began_s = self._meter.clock()
+        self._look_for_ranks()
         self._engine.start()
         self._cursor = cursor = self._once_more() or self._begin_next()
         self._meter.epoch_begins()
@@ -116,10 +119,12 @@ class Course:
         now_s = self._meter.last_s
         if now_s - self._told_s >= _TELL_S or parcel.turns_low:
             self._schedule.moved(self._untold)
+            self._check_company(self._cursor)
             self._untold, self._told_s = 0, now_s
 
     def _begin_next(self) -> Cursor:
         self.leave()
+        self._look_for_ranks()
         self._apply_wanted_epoch()
         request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
         close_all(self._schedule.begin(None, request.epoch))
@@ -136,6 +141,8 @@ class Course:
     def _fetch(self, cursor: Cursor) -> tuple[float, Parcel]:
         """Wait for the next batches; returns how long that took, in seconds, and them."""
         began_s = self._meter.clock()
+        self._look_for_ranks()
+        self._check_company(cursor)
         try:
             parcel = self._schedule.lost(cursor.epoch, cursor.parcel)
             if parcel is None:
@@ -217,6 +224,7 @@ class Course:
 
     def _present(self) -> int:
         """The running epoch, or else the next one, which is being prepared from now on, if need be once more."""
+        self._look_for_ranks()
         if self._running is not None:
             return self._running.epoch
         self._engine.start()
@@ -230,6 +238,35 @@ class Course:
         wanted, self._wanted_epoch = self._wanted_epoch, None
         if wanted is not None and wanted != self._planned.epoch:
             self.jump(Request(0, wanted))
+
+    def _look_for_ranks(self) -> None:
+        """Join the job that there is by now, if it is another one: what is prepared is void, and asked for again.
+
+        An epoch that batches were taken of ends first. A job that has ended is not forgotten: it had other ranks, and
+        none of them may go on as if alone.
+        """
+        job, cursor = find_job(), self._running
+        if job is None or job == self._job or (cursor is not None and cursor.segment is not None):
+            return
+        self._engine.join(job)
+        self._job = job
+        if cursor is None:
+            self.jump(self._planned)
+        else:
+            again = Request(0, cursor.epoch) if cursor.loaded is None else from_state(cursor.loaded)
+            close_all(self._schedule.begin(again, cursor.epoch))
+
+    def _check_company(self, cursor: Cursor | None) -> None:
+        """Raise EpochError for an epoch that was begun alone, in a process that has company by now."""
+        segment = None if cursor is None else cursor.segment
+        if self._job is not None or cursor is None or segment is None or cursor.batches >= segment.total:
+            return
+        job = find_job()
+        if job is not None and job.size > 1:
+            raise EpochError(
+                f"epoch {cursor.epoch} was begun before torch.distributed.init_process_group(), by one process alone, and "
+                f"all {job.size} ranks would go on with the same samples; iterate the loader again, to share them"
+            )
 
     # --- where it is
 
@@ -253,6 +290,7 @@ class Course:
         self.leave()
         self._cursor = None
         self._wanted_epoch = None
+        self._look_for_ranks()
         self._loaded = state
         self.jump(request)
 

@@ -144,6 +144,14 @@ class EpochLoader:
         )
 
     @property
+    def sampler(self) -> NoReturn:
+        """Not there: raises AttributeError, that says what there is in place of Accelerate's `skip_first_batches`."""
+        raise AttributeError(
+            "an EpochLoader has no sampler to skip batches by (skip_first_batches): its state_dict() and load_state_dict() go "
+            "on at the exact next batch, and cachestream.integrations.accelerate.prepare_loader saves and loads them"
+        )
+
+    @property
     def epoch(self) -> int:
         """The running epoch, or else the next one; the first is 0."""
         return self._course.epoch

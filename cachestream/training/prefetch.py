@@ -10,6 +10,7 @@ import atexit
 import os
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from cachestream.training.flow import can_flow
 from cachestream.training.gathering import Gathering
 from cachestream.training.places import PlacesAhead
 from cachestream.training.prepare import Preparer
-from cachestream.training.ranks import Cancelled
+from cachestream.training.ranks import Cancelled, Job, warn_if_early
 from cachestream.training.schedule import Schedule
 from cachestream.training.transfer import Transfer
 
@@ -37,6 +38,8 @@ _EXIT_JOIN_S: Final = 30.0  # longer than a call to the store of the ranks takes
 _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
 _AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
 _OPEN_AT_ONCE: Final = 16
+
+_EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -56,6 +59,7 @@ class Engine:
         self.preparer = preparer
         self.transfer = transfer
         self._closed = closed
+        self._told_early = False
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
         self._executor = ThreadPoolExecutor(1, "cachestream-places")
@@ -68,6 +72,9 @@ class Engine:
             raise EpochError("this EpochLoader is closed; make a new one")
         if self._threads:
             return
+        self._told_early = warn_if_early(
+            _EARLY, "it answers for one process alone, until a later call finds the others"
+        )
         _stop_all_at_exit()
         _engines.add(self)
         for name, target in (("prepare", self._prepare_loop), ("gather", self._gather_loop)):
@@ -78,6 +85,17 @@ class Engine:
                 self.stop()
                 raise EpochError(f"{error}: {NO_THREADS}") from error
             self._threads.append(thread)
+
+    def join(self, job: Job) -> None:
+        """Prepare for the ranks of `job` after the next jump, in place of those before. Raises EpochError in a forked child."""
+        check_process(self._pid)
+        if self.preparer.was_alone and job.size > 1 and not self._told_early:
+            warnings.warn(
+                f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process alone: it is rank "
+                f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call init_process_group() first",
+                stacklevel=5,
+            )
+        self.preparer.join(job, self.schedule.generation + 1)
 
     def stop(self, join: bool = True, join_s: float = _JOIN_S) -> None:
         """End the threads and the leases; waits for them, up to `join_s`, unless without `join` (garbage collection): what

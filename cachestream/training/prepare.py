@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -21,7 +21,7 @@ from cachestream.training.epoch import Request, Segment
 from cachestream.training.holding import Held, Holder, Watch
 from cachestream.training.options import EpochSettings
 from cachestream.training.plan import Plan, count_batches
-from cachestream.training.ranks import Cancelled, Payload, Ranks
+from cachestream.training.ranks import Cancelled, Job, Payload, Ranks
 from cachestream.training.resume import Record, rebuild, translate
 
 if TYPE_CHECKING:
@@ -32,16 +32,34 @@ __all__ = ["Preparer"]
 logger = logging.getLogger("cachestream")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Membership:
+    """The job that this rank is in, since `generation`: ranks that have come to it from different pasts count from there."""
+
+    job: Job | None
+    generation: int
+
+    def named(self, request: Request) -> Request:
+        """`request` as all ranks of the job call it."""
+        return replace(request, generation=request.generation - self.generation)
+
+
 class Preparer:
     """Prepares segments, one after the other, in one background thread."""
 
     def __init__(
-        self, cache: Cache, settings: EpochSettings, find: Callable[[], Ranks], closed: threading.Event
+        self,
+        cache: Cache,
+        settings: EpochSettings,
+        find: Callable[[Job | None], Ranks],
+        closed: threading.Event,
     ) -> None:
         self._cache = cache
         self._settings = settings
         self._find = find
         self._found: Ranks | None = None
+        self._wanted: _Membership = _Membership(None, 0)
+        self._joined = self._wanted
         self._cold_start = ColdStart(cache, settings, closed)
         least = settings.batch_size if settings.drop_last else 1
         self._holder = Holder(cache, settings.turnover, least, settings.replay)
@@ -49,9 +67,21 @@ class Preparer:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the job, found at the first use: by then the process group is there."""
+        """The ranks that the last segment was agreed with."""
+        assert self._found is not None
+        return self._found
+
+    def join(self, job: Job, generation: int) -> None:
+        """Agree with the ranks of `job` from `generation` on, in place of those before. By the training thread."""
+        self._wanted = _Membership(job, generation)
+
+    def _find_ranks(self) -> Ranks:
+        """The ranks of the job, found when they are first needed: some may still start up."""
+        if self._joined is not (wanted := self._wanted):
+            self.finish()
+            self._found, self._joined = None, wanted
         if self._found is None:
-            self._found = self._find()
+            self._found = self._find(self._joined.job)
         return self._found
 
     @property
@@ -59,9 +89,14 @@ class Preparer:
         """Whether there is nobody to agree with, as far as is known."""
         return self._found is None or self._found.size == 1
 
+    @property
+    def was_alone(self) -> bool:
+        """Whether epochs were prepared for one process."""
+        return self._found is not None and self._found.size == 1
+
     def requested(self, request: Request) -> bool:
         """Whether another rank waits for this one to prepare `request`."""
-        return self._found is not None and self._found.requested(request.name)
+        return self._found is not None and self._found.requested(self._joined.named(request).name)
 
     def prepare(self, request: Request, cancelled: Callable[[], bool], budget_s: float) -> Segment:
         """The segment that `request` asks for, agreed by all ranks.
@@ -70,7 +105,8 @@ class Preparer:
         Raises the same CacheStreamError on all ranks, or Cancelled.
         """
         began_s = time.monotonic()
-        ranks = self.ranks
+        ranks, asked = self._find_ranks(), request
+        request = self._joined.named(asked)
         ranks.request(request.name)
         held: Held | None = None
         try:
@@ -97,6 +133,7 @@ class Preparer:
         if weights is not None:
             weights.confirm()
         self._holder.maps = held.maps
+        segment.request = asked
         self.last_s = time.monotonic() - began_s
         return segment
 

@@ -14,6 +14,8 @@ import os
 import socket
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,19 +24,22 @@ import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
-from cachestream.training.meeting import PAUSES_S, Cancelled, Line, meet_at
+from cachestream.training.meeting import PAUSES_S, Cancelled, Job, Line, meet_at
 
 __all__ = [
     "Alone",
     "Cancelled",
     "Deadlines",
     "Group",
+    "Job",
     "Payload",
     "Ranks",
     "StoreRanks",
+    "find_job",
     "find_ranks",
     "find_share",
     "is_elastic",
+    "warn_if_early",
 ]
 
 _meetings = itertools.count()
@@ -148,6 +153,7 @@ class StoreRanks:
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
         self._line.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
         hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first, self._serve)
+        self._line.has_served()
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         for r, hello in enumerate(hellos):
             for name, value in hellos[0]["settings"].items():
@@ -272,23 +278,44 @@ def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
     return kind(message if own else f"{name}: {message}")
 
 
+def find_job() -> Job | None:
+    """The job of `torch.distributed` that this process is in by now; None where nothing is initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Job(dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD))
+
+
+def warn_if_early(asked: str, told: str) -> bool:
+    """Warn that `asked` was too early where a launcher has started several ranks, and they do not know each other yet."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    is_early = find_job() is None and size.isdecimal() and int(size) > 1
+    if is_early:
+        warnings.warn(
+            f"{asked} before torch.distributed.init_process_group(), and WORLD_SIZE is {size}: {told}. "
+            "Call init_process_group() first",
+            stacklevel=5,
+        )
+    return is_early
+
+
 def find_ranks(
     instance: int,
     settings: Mapping[str, Any],
     cache_id: str,
     deadlines_s: Deadlines,
     closed: threading.Event,
+    job: Job | None,
 ) -> Ranks:
-    """The ranks of this process's job: those of `torch.distributed`, if it is initialised, else one.
+    """The ranks of `job`: one, where there is none.
 
     `instance` counts the loaders of a process; those of one number, on all ranks, belong together. All waits
     end when `closed` is set. Raises RankMismatchError, Cancelled.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if job is None or job.size == 1:
         return Alone()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    line = meet_at(f"cachestream/{instance}", "its EpochLoader", deadlines_s.first, deadlines_s.later, closed)
-    ranks = StoreRanks(line, rank, size, deadlines_s, closed)
+    first_s, later_s = deadlines_s.first, deadlines_s.later
+    line = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
+    ranks = StoreRanks(line, job.rank, job.size, deadlines_s, closed)
     ranks.meet(settings, cache_id)
     return ranks
 
@@ -299,12 +326,16 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
     None when the ranks have one cache together, or there are no others. Waits for all ranks to call it; raises
     RankMismatchError when one has not come within `deadline_s`.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    job = find_job()
+    if job is None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        warn_if_early(
+            "cs.stream was called", "a node with a cache of its own reads all of the remote, not its share"
+        )
+    if job is None or job.size == 1:
         return None
-    rank, size = dist.get_rank(), dist.get_world_size()
     never = threading.Event()
-    line = meet_at(f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never)
-    ranks = StoreRanks(line, rank, size, Deadlines(deadline_s), never)
+    line = meet_at(job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never)
+    ranks = StoreRanks(line, job.rank, job.size, Deadlines(deadline_s), never)
     caches = list(dict.fromkeys(ranks.meet({}, cache_id, "come to cs.stream")))
     return (caches.index(cache_id), len(caches)) if len(caches) > 1 else None
 

@@ -135,6 +135,11 @@ class Schedule:
             return self._totals[epoch]
 
     @property
+    def generation(self) -> int:
+        """How often the trainer has jumped."""
+        return self._generation
+
+    @property
     def has_failed(self) -> bool:
         """Whether the trainer was given an error that ends its epoch."""
         return self._raised

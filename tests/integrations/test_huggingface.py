@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from transformers import TrainingArguments
 
 from cachestream import ConfigError, EpochLoader, metrics
@@ -83,6 +84,20 @@ def test_a_state_saved_by_accelerate_goes_on_at_the_exact_next_batch(
         assert loader.epoch == 2
 
 
+def test_what_would_skip_or_split_batches_behind_the_loader_is_refused_in_a_sentence(
+    new_cache: NewCache,
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        for batches in (loader, prepare_loader(accelerator, loader)):
+            with pytest.raises(AttributeError, match=r"skip_first_batches\).* load_state_dict\(\) go on at"):
+                accelerator.skip_first_batches(batches, 2)
+            assert not hasattr(batches, "sampler")
+        splitting = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+        with pytest.raises(ConfigError, match="split_batches and dispatch_batches would not be heard"):
+            prepare_loader(splitting, loader)
+
+
 class Model(torch.nn.Module):
     """Notes the numbers of the samples it is given."""
 
@@ -127,6 +142,20 @@ def test_the_trainer_takes_whole_epochs_of_one_length_from_a_growing_cache(
         assert loader.stats.batches == 18
     assert len({n for step in model.steps[12:] for n in step}) == 24
     assert trainer.state.epoch == 3
+
+
+def test_arguments_of_the_trainer_that_it_cannot_hear_are_refused(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        for options, told in (
+            ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' .* would not be heard"),
+            ({"auto_find_batch_size": True}, "auto_find_batch_size would not be heard"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                CacheTrainer(Model(), arguments(tmp_path, **options), train_loader=loader)
+        with pytest.raises(ConfigError, match="give one of them"):
+            CacheTrainer(Model(), arguments(tmp_path), train_loader=loader, train_dataset=[1])
 
 
 def _then(first: Any, second: Any) -> Any:

@@ -135,6 +135,26 @@ def test_limit_train_batches_is_heard_in_every_epoch(
     assert counts == [3] * 4 if limit == 3 else (counts[0] == 2 and counts[-1] in {3, 4})
 
 
+@pytest.mark.parametrize(("asked", "count"), [(2, 2), (0.5, 3)])
+def test_overfit_batches_gives_the_same_batches_in_every_epoch_and_every_validation(
+    asked: float, count: int, new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(3, 8)
+    validated: list[list[int]] = []
+
+    class Validated(Model):
+        def validation_step(self, batch: dict[str, Any], index: int) -> None:
+            validated.append(batch["number"].tolist())
+
+    model = Validated(grow(cache, 0, 1, 2))
+    with EpochLoader(cache, 4) as loader, EpochLoader(cache, 4, seed=1) as held_out:
+        trainer(tmp_path, max_epochs=4, overfit_batches=asked).fit(model, loader, held_out)
+    assert [len(epoch) for epoch in model.epochs] == [count] * 4
+    assert model.epochs[1:] == model.epochs[:1] * 3
+    assert len(validated) == 4 * count
+    assert validated == validated[:count] * 4
+
+
 @pytest.mark.parametrize("when", ["in the midst", "at the end"])
 def test_a_resumed_fit_goes_on_at_the_exact_next_batch(
     when: str, new_cache: NewCache, tmp_path: Path

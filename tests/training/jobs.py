@@ -41,7 +41,13 @@ class Job:
         monkeypatch.setattr(loader_module, "find_ranks", self._find)
 
     def _find(
-        self, _: int, settings: dict[str, Any], cache_id: str, deadlines_s: Deadlines, closed: threading.Event
+        self,
+        _: int,
+        settings: dict[str, Any],
+        cache_id: str,
+        deadlines_s: Deadlines,
+        closed: threading.Event,
+        *job: object,
     ) -> Ranks:
         # Called in the loader's own thread: which rank it is for was noted when the loader was made.
         rank = next(r for r, made in self.events.items() if made is closed)

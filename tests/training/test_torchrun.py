@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cachestream import Cache
+from cachestream import Cache, EpochLoader
+from cachestream.training.manifest import load_manifest
 from tests.training.conftest import NewCache
 from tests.training.scripts.ports import free_port
 
@@ -58,26 +59,28 @@ def test_two_ranks_under_torchrun_train_disjoint_and_equal_epochs_over_a_growing
 
 
 class Ranks:
-    """Two ranks started by hand, so that nobody else tidies up when one of them is killed."""
+    """Ranks started by hand, so that nobody else tidies up when one of them is killed."""
 
-    def __init__(self, cache: Cache, out: Path) -> None:
+    def __init__(self, cache: Cache, out: Path, mode: str, size: int = 2) -> None:
         port = str(free_port())
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", SCRIPT, cache.path, str(out), "survive"],
+                [sys.executable, "-m", SCRIPT, cache.path, str(out), mode],
                 cwd=ROOT,
                 env={
                     **os.environ,
                     "RANK": str(rank),
-                    "WORLD_SIZE": "2",
+                    "WORLD_SIZE": str(size),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
                     "OMP_NUM_THREADS": "1",
                 },
                 stderr=subprocess.DEVNULL,
             )
-            for rank in range(2)
+            for rank in range(size)
         ]
+
+    def wait_for_pids(self, out: Path) -> None:
         give_up = time.monotonic() + 300
         while not all((out / f"{rank}.pid").exists() for rank in range(2)):
             assert time.monotonic() < give_up, "the ranks have not come to their third epoch"
@@ -97,8 +100,9 @@ def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_de
     how: signal.Signals, victim: int, new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(2, 20)
-    ranks = Ranks(cache, tmp_path)
+    ranks = Ranks(cache, tmp_path, "survive")
     try:
+        ranks.wait_for_pids(tmp_path)
         ranks.processes[victim].send_signal(how)
         ranks.processes[1 - victim].wait(180)
         (told,) = results(tmp_path, [1 - victim])
@@ -113,3 +117,52 @@ def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_de
         ranks.end()
     cache.evict(0)
     assert cache.num_shards == 0
+
+
+def run(cache: Cache, out: Path, mode: str, size: int) -> list[dict[str, Any]]:
+    ranks = Ranks(cache, out, mode, size)
+    try:
+        assert [process.wait(300) for process in ranks.processes] == [0] * size
+    finally:
+        ranks.end()
+    return results(out, range(size))
+
+
+def test_ranks_that_ask_before_they_know_one_another_are_told_and_share_the_samples_from_then_on(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(4, 24)
+    with EpochLoader(cache, 4, record=tmp_path / "alone") as loader:
+        batches = iter(loader)
+        before = [n for _ in range(6) for n in next(batches)["number"].tolist()]
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+        assert len(list(batches)) == 18
+    ranks = run(cache, tmp_path, "early", 2)
+    for name in ranks[0]["given"]:
+        shares = [rank["given"][name] for rank in ranks]
+        expected = set(range(96)) - set(before if name == "resumed" else ())
+        assert sorted(n for share in shares for n in share) == sorted(expected), name
+        assert len(shares[0]) == len(shares[1])
+    whole = {"len": [24, 12], "resumed": [24, 15], "recorded": [24, 12], "replayed": [24, 12]}
+    for rank in ranks:
+        assert rank["lengths"] == whole
+        assert "epoch 0 was begun before torch.distributed.init_process_group()" in rank["error"]
+        assert rank["epoch"] == 2  # the one that was left, and the next one
+        told = [text for text in rank["told"] if "before torch.distributed.init_process_group()" in text]
+        assert len(told) >= 6
+    assert all("it is rank 0 of 2 from now on" in text for text in ranks[0]["told"])
+    assert all("WORLD_SIZE is 2: it answers for one process alone" in text for text in ranks[1]["told"])
+    assert load_manifest(str(tmp_path / "recorded" / "epoch-000000.json")).settings["world_size"] == 2
+    assert cache.status().leases == 0
+
+
+def test_a_loader_goes_on_in_a_job_that_is_made_anew_of_other_ranks(
+    new_cache: NewCache, tmp_path: Path
+) -> None:
+    cache = new_cache(4, 24)
+    ranks = [rank["epochs"] for rank in run(cache, tmp_path, "anew", 3)]
+    for epoch, size in enumerate((3, 2, 1)):
+        shares = [rank[epoch] for rank in ranks[:size]]
+        assert [len(share) for share in shares] == [96 // size] * size
+        assert sorted(n for share in shares for n in share) == list(range(96))
+    assert cache.status().leases == 0

@@ -1,7 +1,7 @@
 """A training job of one rank, as torchrun starts it: `train.py CACHE OUT MODE`; writes OUT/<rank>.json.
 
 MODE "epochs" trains six epochs while the cache grows; "survive" waits for a rank to be killed, and reports what
-the others are told.
+the others are told; "early" asks loaders before the ranks know one another; "anew" goes on with fewer and fewer ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +63,73 @@ def survive(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
     return {"error": None}
 
 
+def numbers(batches: Iterable[Any]) -> list[int]:
+    return [n for batch in batches for n in batch["number"].tolist()]
+
+
+def early(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
+    """What loaders give that were asked for something before `init_process_group`; rank 0 is as Lightning's first process."""
+    world_size = os.environ["WORLD_SIZE"]
+    if rank == 0:
+        del os.environ["WORLD_SIZE"]
+    options: dict[str, dict[str, Any]] = {
+        "recorded": {"record": out / "recorded"},
+        "replayed": {"replay": out / "alone"},
+    }
+    names = ("len", "iter", "dataset", "taken", "resumed", "recorded", "replayed")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loaders = {name: cs.EpochLoader(cache, 4, **options.get(name, {})) for name in names}
+        loaders["resumed"].load_state_dict(json.loads((out / "state.json").read_text()))
+        lengths = {name: [len(loaders[name])] for name in ("len", "resumed", "recorded", "replayed")}
+        begun, taken = iter(loaders["iter"]), iter(loaders["taken"])
+        assert len(loaders["dataset"].dataset) == cache.num_samples
+        next(taken)
+        os.environ["WORLD_SIZE"] = world_size
+        dist.init_process_group("gloo")
+        error = ""
+        try:
+            next(taken)
+        except cs.EpochError as refused:
+            error = str(refused)
+        for name, found in lengths.items():
+            found.append(len(loaders[name]))
+        given = {name: numbers(begun if name == "iter" else loader) for name, loader in loaders.items()}
+    for loader in loaders.values():
+        loader.close()
+    return {
+        "given": given,
+        "lengths": lengths,
+        "error": error,
+        "epoch": loaders["taken"].epoch,
+        "told": [str(one.message) for one in told],
+    }
+
+
+def anew(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
+    """The epochs of one loader in jobs of 3 ranks, 2, and 1, each made anew at the same address when the one before ended."""
+    port, found = os.environ["MASTER_PORT"], []
+    with cs.EpochLoader(cache, 4) as loader:
+        for size in (3, 2, 1):
+            if rank < size:
+                dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+                found.append(numbers(loader))
+                (out / f"{rank}.{size}").touch()
+                while not all((out / f"{other}.{size}").exists() for other in range(size)):
+                    time.sleep(0.02)
+                dist.destroy_process_group()
+    return {"epochs": found}
+
+
 def main() -> None:
     cache, out, mode = cs.Cache(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    found = epochs(cache, rank) if mode == "epochs" else survive(cache, rank, out)
+    if mode in {"epochs", "survive"}:
+        dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    modes = {"survive": survive, "early": early, "anew": anew}
+    found = epochs(cache, rank) if mode == "epochs" else modes[mode](cache, rank, out)
     (out / f"{rank}.json").write_text(json.dumps(found))
-    if mode == "epochs":
+    if mode in {"epochs", "early"}:
         dist.destroy_process_group()
     cache.close()
 
