@@ -31,7 +31,7 @@ from cachestream.errors import (
 from cachestream.model import Span
 from cachestream.remote.growing import as_growing, begins_with
 from cachestream.remote.retry import backoff_delays
-from cachestream.remote.source import Source
+from cachestream.remote.source import DivisibleSource, Source
 from cachestream.sampling.coverage import END, Coverage
 from cachestream.sampling.order import Order, PassPlan
 from cachestream.sampling.packer import Packer
@@ -248,6 +248,7 @@ class _Maker:
         self._weights = weights
         self._pool = pool
         self._orders: dict[PassPlan, Order] = {}
+        self._divided: dict[PassPlan, Source] = {}
 
     def plan_of(self, content: Content) -> PassPlan:
         """The pass that a shard is of; raises ConfigError for another source, _NotAgainError where it says none."""
@@ -261,9 +262,18 @@ class _Maker:
             raise _NotAgainError("the remote lists other files than when it was sampled")
         return plan
 
+    def _source_of(self, plan: PassPlan) -> Source:
+        """The source in the parts that the pass read its units in."""
+        source, parts = self._source, max(1, len(plan.segments))
+        if not isinstance(source, DivisibleSource) or source.rounds == parts:
+            return source
+        if plan not in self._divided:
+            self._divided[plan] = source.divided(parts)
+        return self._divided[plan]
+
     def names_same(self, plan: PassPlan) -> bool:
         """Whether the units of a pass are those of the source, or the first of them."""
-        source = self._source
+        source = self._source_of(plan)
         same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
             plan.num_units,
             plan.listing,
@@ -329,7 +339,7 @@ class _Maker:
         raise AssertionError
 
     def _samples(self, plan: PassPlan, unit: int, first: int, stop: int) -> Iterator[tuple[str, Any]]:
-        reading = iter(self._source.read(unit, unit_generator(plan, unit)))
+        reading = iter(self._source_of(plan).read(unit, unit_generator(plan, unit)))
         for offset in range(stop):
             try:
                 key, sample = next(reading)

@@ -142,12 +142,12 @@ def _files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tup
     """The members that are files of samples, each with its sample's key and its extension."""
     while (member := reader.next()) is not None:
         if part is not None and not member.is_ustar:
-            raise TarError("headers without 'ustar' cannot be read in parts; leave out samples_per_visit")
+            raise TarError("headers without 'ustar' cannot be read in parts; give samples_per_visit=0")
         names = split_name(member.name) if member.is_file else None
         if names is not None:
             yield member, *names
     if part is not None and part.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):
-        raise TarError("it holds a tar itself, and cannot be read in parts; leave out samples_per_visit")
+        raise TarError("it holds a tar itself, and cannot be read in parts; give samples_per_visit=0")
 
 
 def _add(group: Group, extension: str, member: Member, reader: TarReader, stream: Stream) -> None:

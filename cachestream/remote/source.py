@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Rows", "RowsSource", "Source", "one_by_one"]
+__all__ = ["DivisibleSource", "Rows", "RowsSource", "Source", "one_by_one", "parts_for_diversity"]
+
+MANY_UNITS: Final = 64
+EXPANSION: Final = 2
 
 
 @runtime_checkable
@@ -68,6 +71,37 @@ class RowsSource(Source, Protocol):
         Used where samples are cached as they are, without a transform. Raises as `read`.
         """
         ...
+
+
+@runtime_checkable
+class DivisibleSource(Source, Protocol):
+    """A source of large units, each of which can be read in parts: a small cache then holds parts of many units.
+
+    The units of a divided source come in `rounds`: in each round there is one part of every whole unit.
+    """
+
+    @property
+    def rounds(self) -> int:
+        """The number of parts that each whole unit is read in; 1 where units are read whole."""
+        ...
+
+    def part_limit(self) -> tuple[int, int]:
+        """The bytes of a typical unit, and the most parts that it may be read in (1: it cannot be divided)."""
+        ...
+
+    def divided(self, parts: int) -> DivisibleSource:
+        """The same samples, with each unit in so many parts."""
+        ...
+
+
+def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:
+    """The fewest parts a unit, `most` at most, with which a cache of `limit_bytes` holds something of `MANY_UNITS` units.
+
+    Samples may take `EXPANSION` times the bytes of their unit (decoded images), and the rounds are shuffled, so the
+    last one in the cache is seldom whole.
+    """
+    wanted = EXPANSION * unit_bytes * min(num_units, MANY_UNITS)
+    return max(1, min(most, -(-wanted // max(1, limit_bytes)))) if num_units > 1 else 1
 
 
 def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
+from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.grouping import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
 from cachestream.remote.images import ImageOptions, Size
@@ -15,7 +16,7 @@ from cachestream.remote.members import Decoders
 from cachestream.remote.names import Names
 from cachestream.remote.stored import AnyNames
 from cachestream.remote.stream_open import open_stream, size_of
-from cachestream.remote.tarformat import BLOCK
+from cachestream.remote.tarformat import BLOCK, find_header
 from cachestream.remote.unpack import ENDINGS, require_unpacker, unpacked
 
 __all__ = ["TAR_ENDINGS", "TarSource"]
@@ -25,6 +26,7 @@ TAR_ENDINGS: Final = (
     *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
     *(ending for ending in ENDINGS if ending.startswith(".t")),
 )
+LEAST_PART_BYTES: Final = 256 << 10  # a part costs some 16 KiB and half a sample more than its own bytes
 PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))  # enough, if so many samples begin in them
 
 
@@ -44,7 +46,8 @@ class TarSource:
 
     samples_per_visit: read about so many samples of a tar at a time, and then of others, so that
     early epochs hold something of many tars; the tars must not be packed, nor hold tars themselves.
-    A unit is such a visit; None: a whole tar.
+    A unit is such a visit; 0: a whole tar. None: a whole tar, or as large a part of one as lets a
+    small cache hold something of 64 tars (of all, where there are fewer).
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
@@ -64,15 +67,15 @@ class TarSource:
         crop: Size | None = None,
     ) -> None:
         images = ImageOptions(resize, crop)
-        if samples_per_visit is not None and (type(samples_per_visit) is not int or samples_per_visit < 1):
-            raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be at least 1, or None")
+        if samples_per_visit is not None and (type(samples_per_visit) is not int or samples_per_visit < 0):
+            raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be 0 or more, or None")
         self._decoders = Decoders(decoders, images)
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         for index in range(len(self._files)):
             require_unpacker(self._files.key(index))
         self._sizes: dict[int, int] = {}
         self._per_visit = samples_per_visit
-        self._visits = 1 if samples_per_visit is None else self._plan(samples_per_visit)
+        self._visits = self._plan(samples_per_visit) if samples_per_visit else 1
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
         options = [f"decoders={self._decoders.identity}"] if decoders else []
@@ -89,12 +92,50 @@ class TarSource:
         names, visits = self._files.names, self._visits
         if visits == 1:
             return names
-        return Names(f"{name}#{visit}/{visits}" for name in names for visit in range(visits))
+        files = len(names)
+        return Names(
+            f"{names[index]}#{visit}/{visits}" for index, visit in map(self._place, range(files * visits))
+        )
+
+    def _place(self, unit: int) -> tuple[int, int]:
+        """The tar of a unit, and its visit to it: one visit a round, to another place in each tar."""
+        turn, index = divmod(unit, len(self._files))
+        return index, (turn + index) % self._visits
+
+    @property
+    def rounds(self) -> int:
+        return self._visits
+
+    def part_limit(self) -> tuple[int, int]:
+        """The bytes of the first tar, and the parts that it may be read in: see `DivisibleSource`.
+
+        Tars are read whole where `samples_per_visit` says so, and where the first is packed, or of the old format
+        whose headers cannot be told from data.
+        """
+        files = self._files
+        packed = any(files.key(index).lower().endswith(tuple(ENDINGS)) for index in range(len(files)))
+        if self._per_visit is not None or packed or len(files) < 2:
+            return 0, 1
+        try:
+            with open_stream(files.remote, files.path(0), files.where(0), 0, BLOCK) as stream:
+                size_bytes, begin = self._size(0), bytes(stream.read(BLOCK))
+        except SourceError:
+            return 0, 1  # the worker will say what is wrong with it
+        can_divide = len(begin) == BLOCK and find_header(begin, 0) == 0
+        return size_bytes, max(1, size_bytes // LEAST_PART_BYTES) if can_divide else 1
+
+    def divided(self, parts: int) -> TarSource:
+        """The same tars, each in so many parts of about the same length in bytes."""
+        made = copy.copy(self)
+        made._visits = parts
+        made.first_names = made._unit_names()
+        made.listing_digest = made.first_names.digest
+        return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the samples of a tar, or of one visit to it, in their order. Raises as `Source.read` says."""
         check_unit(self, unit, self.num_units)
-        index, visit = divmod(unit, self._visits)
+        index, visit = self._place(unit)
         where, prefix = self._files.where(index), self._files.key(index)
         problems = Problems(where)
         groups = self._whole(index, problems) if self._visits == 1 else self._part(index, visit, problems)
@@ -133,7 +174,9 @@ class TarSource:
 
     def _likely(self, begin: int, end: int) -> int:
         """Where a visit to the bytes from `begin` to `end` most often ends: with the sample that lies at its end."""
-        return end + 3 * (end - begin) // (2 * (self._per_visit or 1)) + 2 * BLOCK
+        if not self._per_visit:
+            return end + 2 * BLOCK
+        return end + 3 * (end - begin) // (2 * self._per_visit) + 2 * BLOCK
 
     def _size(self, index: int) -> int:
         size_bytes = self._sizes.get(index)
@@ -143,9 +186,7 @@ class TarSource:
         return size_bytes
 
     def _packed(self, where: str) -> ConfigError:
-        return ConfigError(
-            f"{where}: a packed tar can only be read from its begin; leave out samples_per_visit"
-        )
+        return ConfigError(f"{where}: a packed tar can only be read from its begin; give samples_per_visit=0")
 
     def _plan(self, samples_per_visit: int) -> int:
         """Visits to each tar, from the size of the first tar's first samples."""

@@ -55,6 +55,7 @@ class Job:
     What only the supervisor needs, the `sampler` or the curriculum, is pickled by itself: it may bring torch.
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
+    `rounds`: of a source whose units are parts of larger ones: each round has one part of every one, see DivisibleSource.
     `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`.
     `label_names`: what the labels of the source are the places in, if it says so.
     `protocols`: of the fsspec drivers that it is read with. Sizes in bytes, times in seconds.
@@ -81,6 +82,7 @@ class Job:
     growing: bool = False
     label_names: tuple[str, ...] = ()
     protocols: tuple[str, ...] = ()
+    rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)

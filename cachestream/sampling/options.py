@@ -14,12 +14,13 @@ from cachestream.remote.filelist import whole_units
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.growing import as_growing
-from cachestream.remote.source import Source
+from cachestream.remote.source import DivisibleSource, Source, parts_for_diversity
 from cachestream.sampling.child import import_path
 from cachestream.sampling.curriculum import check_curriculum
 from cachestream.sampling.job import Job, Payload, pack, pack_sampler
 from cachestream.sampling.order import check_weights
 from cachestream.sampling.partition import Partition, parse_partition
+from cachestream.sampling.passes import parts_of_last_pass
 from cachestream.storage.admission import HEADROOM_BYTES
 from cachestream.storage.board import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.storage.cache import Cache
@@ -73,6 +74,7 @@ class WorkerOptions:
         """The orders of the worker that fills `cache` from `source`; raises ConfigError for what cannot work."""
         self.check()
         partition = parse_partition(self.partition)
+        source = self._divided(cache, source)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
         owner = type(source).__name__
         num_units = whole_units(source.num_units, owner) if growing is None else len(growing.first_names)
@@ -112,7 +114,19 @@ class WorkerOptions:
             growing=growing is not None,
             label_names=tuple(map(str, getattr(source, "label_names", ()))),
             protocols=tuple(sorted(protocols)),
+            rounds=source.rounds if kind == "shuffle" and isinstance(source, DivisibleSource) else 1,
         )
+
+    def _divided(self, cache: Cache, source: Source) -> Source:
+        """The source in parts as small as its cache needs for something of many units; as before, once it is filled."""
+        is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
+        if not isinstance(source, DivisibleSource) or source.rounds > 1 or not is_shuffled:
+            return source
+        parts = parts_of_last_pass(cache, source.fingerprint)
+        if parts is None:
+            unit_bytes, most = source.part_limit()
+            parts = parts_for_diversity(cache.size_limit, source.num_units or 0, unit_bytes, most)
+        return source.divided(parts) if parts > 1 else source
 
     def _shard_bytes(self, cache: Cache) -> int:
         usable = cache.size_limit - overhead_bytes(cache.directory) - HEADROOM_BYTES

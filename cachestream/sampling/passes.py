@@ -47,7 +47,17 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
         else:
             return PassPlan(job.kind, job.seed, 0, 0, "", 0, job.partition, job.rule, growing=True)
     plan = PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, None, job.partition, job.rule)
+    if job.rounds > 1 and job.num_units is not None:
+        size = job.num_units // job.rounds
+        plan = replace(plan, segments=tuple(range(size, job.num_units + 1, size)))
     return replace(plan, length=plan.share)
+
+
+def parts_of_last_pass(cache: Cache, fingerprint: str) -> int | None:
+    """The parts that the last pass over a source read each unit in; None where there was none."""
+    with cache.catalogue.reading() as tables:
+        rows = tables.passes() if tables.meta("source") == fingerprint else []
+    return max(1, len(PassPlan.from_json(rows[-1].plan).segments)) if rows else None
 
 
 def begin(cache: Cache, job: Job, draw: Draw) -> bool:

@@ -327,7 +327,7 @@ def test_visits_are_planned_alike_whenever_a_source_is_made(tmp_path: Path) -> N
 
 def test_packed_and_old_tars_and_tars_in_tars_cannot_be_read_in_visits(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tar_bytes(numbered(50))))
-    with pytest.raises(ConfigError, match="can only be read from its begin; leave out samples_per_visit"):
+    with pytest.raises(ConfigError, match="can only be read from its begin; give samples_per_visit=0"):
         TarSource(tmp_path, samples_per_visit=10)
     (tmp_path / "a.tar.gz").rename(tmp_path / "a.tar")
     with pytest.raises(ConfigError, match="can only be read from its begin"):
