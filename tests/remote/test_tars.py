@@ -340,8 +340,8 @@ def test_packed_and_old_tars_and_tars_in_tars_cannot_be_read_in_visits(tmp_path:
     assert any("it holds a tar itself" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("wrong", [0, -3])
-def test_a_visit_of_no_samples_is_refused(tmp_path: Path, wrong: int) -> None:
+@pytest.mark.parametrize("wrong", [-1, -3])
+def test_a_visit_of_fewer_than_no_samples_is_refused(tmp_path: Path, wrong: int) -> None:
     make(tmp_path / "1.tar", numbered(2))
     with pytest.raises(ConfigError, match="samples_per_visit"):
         TarSource(tmp_path, samples_per_visit=wrong)
