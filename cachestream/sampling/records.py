@@ -190,7 +190,7 @@ def _array(name: str, value: Any) -> _Value:
 
 def torch_name(dtype: np.dtype[Any]) -> str | None:
     """The torch dtype that numbers of `dtype`, in any byte order, are stored as; None: there is none."""
-    return _TORCH_NAMES.get(dtype.newbyteorder("<"))
+    return _TORCH_NAMES.get(dtype.newbyteorder("<")) if dtype.kind in "biufc" else None
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
