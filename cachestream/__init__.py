@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     )
     from cachestream.integrations.metrics import metrics
     from cachestream.remote.arrays import ArraySource
+    from cachestream.remote.arrow_files import ArrowSource
     from cachestream.remote.datasets import DatasetSource
     from cachestream.remote.files import FileSource
     from cachestream.remote.functions import CallableSource
     from cachestream.remote.images import ImageOptions
     from cachestream.remote.iterables import IterableSource
+    from cachestream.remote.lines import LinesSource
     from cachestream.remote.litdata import LitDataSource
     from cachestream.remote.manifest import Manifest
     from cachestream.remote.mds import MDSSource
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArraySource",
+    "ArrowSource",
     "Cache",
     "CacheError",
     "CacheFullError",
@@ -69,6 +72,7 @@ __all__ = [
     "FileSource",
     "ImageOptions",
     "IterableSource",
+    "LinesSource",
     "LitDataSource",
     "MDSSource",
     "Manifest",
@@ -97,6 +101,7 @@ __version__ = "0.1.0"
 # Where a name lives; whatever is public and not named here is an error class.
 _HOMES: Final[dict[str, str]] = {
     "ArraySource": "remote.arrays",
+    "ArrowSource": "remote.arrow_files",
     "Cache": "storage.cache",
     "CallableSource": "remote.functions",
     "DatasetSource": "remote.datasets",
@@ -104,6 +109,7 @@ _HOMES: Final[dict[str, str]] = {
     "EpochLoader": "training.loader",
     "FileSource": "remote.files",
     "ImageOptions": "remote.images",
+    "LinesSource": "remote.lines",
     "LitDataSource": "remote.litdata",
     "MDSSource": "remote.mds",
     "IterableSource": "remote.iterables",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -35,11 +35,21 @@ class Field:
     ndim: int
     shape: tuple[int, ...] | None
 
-    def merge(self, other: Field) -> Field:
-        """The field that covers both; raises SchemaMismatchError where none does."""
+    def merge(self, other: Field, *, widen: bool = False) -> Field:
+        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError where none does."""
+        if widen and other.is_widened_to(self):
+            return self.merge(replace(other, dtype=self.dtype))
+        if widen and self.is_widened_to(other):
+            return replace(self, dtype=other.dtype).merge(other)
         if (self.kind, self.dtype, self.ndim) != (other.kind, other.dtype, other.ndim):
             raise SchemaMismatchError(f"field '{self.name}': {self} in the cache, {other} in the sample")
         return self if self.shape == other.shape else Field(self.name, self.kind, self.dtype, self.ndim, None)
+
+    def is_widened_to(self, other: Field) -> bool:
+        """Whether the field holds integers, and the field `other` of as many dimensions floats."""
+        return (self.kind, self.ndim) == (other.kind, other.ndim) and (
+            self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64")
+        )
 
     def __str__(self) -> str:
         if self.kind != "tensor":
@@ -63,8 +73,8 @@ class Schema:
     def names(self) -> tuple[str, ...]:
         return tuple(field.name for field in self.fields)
 
-    def merge(self, other: Schema) -> Schema:
-        """The schema that covers both: a shape that differs becomes ragged.
+    def merge(self, other: Schema, *, widen: bool = False) -> Schema:
+        """The schema that covers both: a shape that differs becomes ragged, and integers floats if `widen`.
 
         Raises SchemaMismatchError for other fields, dtypes, numbers of dimensions or containers.
         """
@@ -76,7 +86,10 @@ class Schema:
                 f"the sample has {other.container} {list(other.names)}"
             )
         return Schema(
-            tuple(mine.merge(theirs) for mine, theirs in zip(self.fields, other.fields, strict=True)),
+            tuple(
+                mine.merge(theirs, widen=widen)
+                for mine, theirs in zip(self.fields, other.fields, strict=True)
+            ),
             self.container,
         )
 

@@ -36,7 +36,7 @@ CONTRACT: Final = {
         "Padded",
         "mix",
     ),
-    *("MDSSource", "LitDataSource"),
+    *("MDSSource", "LitDataSource", "ArrowSource", "LinesSource"),
     *("start_worker", "Worker", "EpochLoader", "EpochDataset", "collate", "stream", "metrics"),
 }
 

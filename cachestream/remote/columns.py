@@ -26,10 +26,12 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import decode_with
+from cachestream.remote.grouping import Problems
 from cachestream.remote.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.remote.magic import looks_like_image
+from cachestream.remote.source import Rows
 
-__all__ = ["Columns", "Unusable", "Values", "doubled_fields", "is_uniform", "rows_of"]
+__all__ = ["Columns", "Unusable", "Values", "doubled_fields", "is_uniform", "items_of", "rows_of"]
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 
@@ -99,7 +101,7 @@ class Columns:
         elif types.is_struct(kind) and not _is_image(types, kind):
             for member in kind:
                 self._check(f"{name}.{member.name}", member.type)
-        elif types.is_null(kind):
+        elif types.is_null(kind) and name not in self._nulls:
             raise ConfigError(f"column '{name}' holds nothing but nulls: leave it out with columns=[…]")
         elif _is_list(types, kind) and _holds_binary(types, kind):
             raise ConfigError(
@@ -155,6 +157,8 @@ class Columns:
     def _plain(self, name: str, array: Any) -> Values:
         arrow, types = self._arrow, self._arrow.types
         kind = array.type
+        if types.is_null(kind):
+            return [None] * len(array)
         if types.is_temporal(kind):
             # Dates and times of 32 bits do not cast to 64.
             wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
@@ -209,6 +213,24 @@ def rows_of(fields: Mapping[str, Values], bad: Mapping[int, Unusable]) -> Iterat
     names = tuple(fields)
     for row, values in enumerate(zip(*fields.values(), strict=True)):
         yield bad[row] if row in bad else dict(zip(names, values, strict=True))
+
+
+def items_of(
+    keys: Sequence[str],
+    first: int,
+    fields: Mapping[str, Values],
+    bad: Mapping[int, Unusable],
+    problems: Problems,
+) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+    """The rows from number `first` on, in columns where all can be used and are alike; `problems` takes why others cannot."""
+    if not bad and is_uniform(fields):
+        yield Rows(keys, fields)
+        return
+    for number, sample in enumerate(rows_of(fields, bad)):
+        if isinstance(sample, Unusable):
+            problems.add(f"row {first + number}: {sample.reason}")
+        else:
+            yield keys[number], sample
 
 
 def is_uniform(fields: Mapping[str, Values]) -> bool:
@@ -363,7 +385,8 @@ def _one(
         inside = length[first:last]
         if len(inside) and (inside != inside[0]).any():
             return Unusable(
-                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no array"
+                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no array: choose "
+                "others with columns=[…]"
             )
         shape.append(int(inside[0]) if len(inside) else 0)
         first, last = int(end[first]), int(end[last])

@@ -34,6 +34,7 @@ __all__ = [
     "extension_of",
     "is_image",
     "json_field",
+    "kind_of",
 ]
 
 
@@ -168,16 +169,17 @@ def json_field(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if array is None else array
 
 
-def decode_json(data: Buffer) -> Any:
+def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
     """A dict of the fields of a JSON object (not nested: see `json_field`), or the single value."""
-    value = json.loads(bytes(data))
+    # Without a name, JSON's own rule tells UTF-8, UTF-16 and UTF-32 apart.
+    value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
     if isinstance(value, dict):
         return {name: json_field(item) for name, item in value.items()}
     return json_field(value)
 
 
-def decode_text(data: Buffer) -> str:
-    return bytes(data).decode("utf-8-sig")
+def decode_text(data: Buffer, encoding: str = "utf-8-sig") -> str:
+    return bytes(data).decode(encoding)
 
 
 # --- by extension ------------------------------------------------------------------------------
@@ -193,16 +195,27 @@ _DECODERS: Final[dict[str, tuple[str, Callable[[Buffer], Any]]]] = {
 _RAW: Final[tuple[str, Callable[[Buffer], Any]]] = ("data", bytes)
 
 
-def decode_value(data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE) -> Any:
+def kind_of(extension: str) -> str:
+    """What a file becomes: "image", "array", "text", "data", or what has fields of its own: "arrays", "json"."""
+    return _DECODERS.get(extension, _RAW)[0]
+
+
+def decode_value(
+    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
+) -> Any:
     """What `data` holds by `extension` (".jpg", …): an array, str or bytes, or a dict of such fields.
 
-    `images` says what is made of images.
+    `images` says what is made of images; `encoding` is that of text and JSON.
 
     Raises SampleError with `path` (already redacted) and the reason if it is malformed.
     """
     name, decoder = _DECODERS.get(extension, _RAW)
     if decoder is decode_image:
         decoder = partial(decode_image, options=images)
+    elif decoder is decode_text:
+        decoder = partial(decode_text, encoding=encoding)
+    elif decoder is decode_json:
+        decoder = partial(decode_json, encoding=encoding)
     return decode_with(decoder, data, f"{extension} file ({name})", path)
 
 
@@ -217,8 +230,8 @@ def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: s
 
 
 def decode_fields(
-    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE
+    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
 ) -> dict[str, Any]:
     """The fields of the file `path`: "image", "array", "text", "data" (bytes), or a file's own fields."""
-    value = decode_value(data, extension, path, images)
+    value = decode_value(data, extension, path, images, encoding)
     return value if isinstance(value, dict) else {_DECODERS.get(extension, _RAW)[0]: value}

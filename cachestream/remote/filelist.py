@@ -7,11 +7,12 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import xxhash
 
 from cachestream.errors import ConfigError, SourceError
+from cachestream.remote.decode import extension_of, kind_of
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.labels import Labels, LabelsBuilder
 from cachestream.remote.listing import list_files
@@ -27,6 +28,7 @@ __all__ = ["FileList", "FirstNames", "Url", "check_unit", "folder_of", "whole_un
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
 
+_LOOKED_AT: Final = 10_000
 _completing = threading.Lock()
 
 
@@ -78,7 +80,15 @@ class FileList:
         labelled: bool = False,
         first_names: FirstNames = None,
     ) -> None:
+        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
+            raise ConfigError(
+                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
+            )
         self._wanted = wanted = _as_extensions(extensions)
+        self._kind = ""
+        self.is_searched = (
+            False  # whether names were found in folders or by wildcards, and none of them was asked for
+        )
         self._pages: Pages | Walk | None = None
         self._names: AnyNames
         self.labels: Labels | None = None
@@ -91,6 +101,7 @@ class FileList:
             self.identity = (*urls.identity, *_narrowed(wanted, True))
         else:
             patterns = _as_list(urls, owner)
+            self.is_searched = extensions is None and not all(map(_is_a_file, patterns))
             self.remote = Remote(patterns[0], storage_options)
             more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
             self.shown = redact(patterns[0]) + more
@@ -166,10 +177,30 @@ class FileList:
                 names.add(name)
         self._names, self._pages = names.names(), None
 
-    def _filtered(self, names: list[str]) -> list[str]:
+    def some_extensions(self) -> Iterator[str]:
+        """The extensions of the known names, of many those of every so many."""
+        names = self._names
         return (
-            [name for name in names if redact(name).lower().endswith(self._wanted)] if self._wanted else names
+            extension_of(self._key_of(names[i]))
+            for i in range(0, len(names), max(1, len(names) // _LOOKED_AT))
         )
+
+    def keep_only(self, kind: str) -> tuple[int, str]:
+        """Leave out what is not decoded as `kind`, also of the names to come: how many of the known ones, and the first."""
+        self._kind = kind
+        known = list(self._names)
+        kept = self._filtered(known)
+        if len(kept) == len(known):
+            return 0, ""
+        self._names, among = Names(kept), set(kept)
+        return len(known) - len(kept), self._key_of(next(name for name in known if name not in among))
+
+    def _filtered(self, names: list[str]) -> list[str]:
+        if self._wanted:
+            return [name for name in names if redact(name).lower().endswith(self._wanted)]
+        if self._kind:
+            return [name for name in names if kind_of(extension_of(self._key_of(name))) == self._kind]
+        return names
 
     def _read(
         self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
@@ -256,6 +287,12 @@ def folder_of(name: str) -> str:
     return name.rpartition("/")[0].rpartition("/")[2]
 
 
+def _is_a_file(url: str) -> bool:
+    """Whether a URL names a file, or numbered ones, by its looks: it has an extension, and no wildcard."""
+    name = redact(url)
+    return bool(extension_of(name)) and not any(mark in name for mark in "*?[")
+
+
 def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:
     given: list[Any] = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
     if not given or not all(isinstance(url, str | os.PathLike) and os.fspath(url) for url in given):
@@ -264,7 +301,7 @@ def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:
 
 
 def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
-    if extensions is None:
+    if extensions is None or extensions == "*":
         return ()
     given: list[Any] = [extensions] if isinstance(extensions, str) else list(extensions)
     if not given or not all(isinstance(one, str) and one for one in given):

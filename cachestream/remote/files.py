@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.remote.decode import Buffer, decode_fields, extension_of, is_image
+from cachestream.remote.decode import Buffer, decode_fields, extension_of, is_image, kind_of
+from cachestream.remote.defaults import Defaults
 from cachestream.remote.fetch import fetch
 from cachestream.remote.filelist import FileList, FirstNames, Url, check_unit, folder_of
 from cachestream.remote.foreign import foreign_errors
@@ -19,8 +23,18 @@ from cachestream.remote.paging import Page
 from cachestream.remote.retry import map_errors
 from cachestream.remote.stored import AnyNames
 
-__all__ = ["FileSource"]
+__all__ = ["FileSource", "check_encoding"]
 
+logger = logging.getLogger("cachestream")
+
+_KIND_NAMES: Final = {
+    "image": "images",
+    "text": "texts",
+    "array": ".npy files",
+    "arrays": ".npz files",
+    "json": ".json files",
+    "data": "files as bytes",
+}
 _INDEX_HEAD_BYTES: Final = 512
 _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 
@@ -39,7 +53,12 @@ class FileSource:
 
     storage_options go to fsspec's driver and may hold secrets: they are shown nowhere.
     extensions keeps only files that end so (".jpg", "png"); recursive=False keeps to the folder
-    itself. Hidden files in folders are left out.
+    itself. Hidden files in folders are left out. Without extensions, one kind of files is kept of folders and
+    wildcards: images, if there are a tenth as many as of any other kind, else the kind that most files are of. How
+    many are left out is logged. extensions="*" keeps all, for a transform that makes them alike.
+
+    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it. encoding: of text
+    and JSON.
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
@@ -55,7 +74,7 @@ class FileSource:
 
     def __init__(
         self,
-        urls: Url | Iterable[Url],
+        urls: Url | Iterable[Url] | FileList,
         *,
         storage_options: Mapping[str, Any] | None = None,
         label: str | Callable[[str], Any] | None = "folder",
@@ -64,32 +83,61 @@ class FileSource:
         resize: Size | None = None,
         crop: Size | None = None,
         first_names: FirstNames = "auto",
+        fields: Mapping[str, Any] | None = None,
+        encoding: str = "utf-8",
     ) -> None:
-        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
-            raise ConfigError(
-                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
-            )
+        self._defaults = Defaults(fields)
+        self._encoding = check_encoding(encoding)
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
-        self._files = FileList(
-            urls,
-            storage_options,
-            owner="FileSource",
-            extensions=extensions,
-            recursive=recursive,
-            labelled=True,
-            first_names=first_names,
-        )
+        if isinstance(urls, FileList):  # `open_source` has listed what it was to tell by its files
+            self._files = copy.copy(urls)
+        else:
+            self._files = FileList(
+                urls,
+                storage_options,
+                owner="FileSource",
+                extensions=extensions,
+                recursive=recursive,
+                labelled=True,
+                first_names=first_names,
+            )
+        self._left_out = 0
+        self._keep_one_kind()
         self._remote = self._files.remote
         self._label = label
         labelled = f"label={fingerprint_of(label) if callable(label) else label}"
         where, *options = self._files.identity
-        self.fingerprint = "files:" + "|".join((where, labelled, *options, *self._images.identity))
+        options += [*self._images.identity, *self._defaults.identity]
+        options += [f"encoding={encoding}"] if self._encoding != "utf-8-sig" else []
+        self.fingerprint = "files:" + "|".join((where, labelled, *options))
         self._labels = self._files.labels if label == "folder" else None
         self._name_labels(() if self._labels is None else self._labels.names)
         if self._labels is None and label == "folder":
             self._label_by(self._files.folders(_takes_label))
+
+    def _keep_one_kind(self) -> None:
+        if not self._files.is_searched:
+            return
+        counts = Counter(map(kind_of, self._files.some_extensions()))
+        if len(counts) < 2:
+            return
+        kind = chosen_kind(counts)
+        left_out, example = self._files.keep_only(kind)
+        self._left_out = left_out
+        if left_out:
+            listed = "the first " if self._files.is_open else ""
+            logger.warning(
+                "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; to read several kinds, "
+                "name them with extensions=",
+                self._files.shown,
+                _KIND_NAMES[kind],
+                left_out,
+                listed,
+                left_out + len(self._files.first),
+                example,
+            )
 
     def _label_by(self, folders: frozenset[str]) -> None:
         self._name_labels(tuple(sorted(folders)) if folders != {""} else ())
@@ -168,7 +216,7 @@ class FileSource:
             raise SampleError(
                 f"{where}: is the server's page about a folder: end its URL with '/' to read its files"
             )
-        sample = decode_fields(data, extension, where, self._images)
+        sample = decode_fields(data, extension, where, self._images, self._encoding)
         if callable(self._label):
             with foreign_errors(f"label({key!r})"):
                 sample["label"] = self._label(key)
@@ -176,11 +224,29 @@ class FileSource:
             sample["label"] = self._labels[unit]
         elif folder is not None:
             sample["label"] = self._label_index[folder]
-        yield key, sample
+        yield key, self._defaults.fill(sample)
 
     def __repr__(self) -> str:
         more = " and more" if self._files.is_open else ""
-        return f"<FileSource {self._files.shown}, {len(self._files.first):,} files{more}>"
+        left_out = f", {self._left_out:,} of other kinds left out" if self._left_out else ""
+        return f"<FileSource {self._files.shown}, {len(self._files.first):,} files{more}{left_out}>"
+
+
+def chosen_kind(counts: Counter[str]) -> str:
+    """The kind of files to read: images, if they are a tenth of any other kind at least, else the most frequent one."""
+    most, count = counts.most_common(1)[0]
+    return "image" if 10 * counts["image"] >= count else most
+
+
+def check_encoding(encoding: str) -> str:
+    """The name of the codec for `encoding`, of UTF-8 one that leaves a mark at the begin out; ConfigError if there is none."""
+    try:
+        name = codecs.lookup(encoding).name
+    except (LookupError, TypeError) as error:
+        raise ConfigError(
+            f"encoding={encoding!r}: give the name of a codec of Python's, such as 'latin-1'"
+        ) from error
+    return "utf-8-sig" if name == "utf-8" else name
 
 
 def _takes_label(key: str) -> bool:

@@ -14,6 +14,8 @@ import xxhash
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.datasets import is_map_style
+from cachestream.remote.defaults import Defaults
+from cachestream.remote.fieldwise import empty_lists, plain_fields
 from cachestream.remote.filelist import check_unit
 from cachestream.remote.foreign import Calls, foreign_errors
 from cachestream.remote.functions import fingerprint_of
@@ -55,11 +57,21 @@ class IterableSource:
     "__key__" are left out. Keys are "shard/number", with a "__key__" behind. A read that begins again
     skips what it gave before, so a stream should give the same samples in the same order again.
 
+    Fields of a dict become what columns of Parquet do, and `fields` gives defaults, as for `DatasetSource`.
+
     A process makes one call at a time; `thread_safe=True` lets those of Hugging Face's and of functions
     overlap.
     """
 
-    def __init__(self, iterable: Any, *, shards: int | None = None, thread_safe: bool = False) -> None:
+    def __init__(
+        self,
+        iterable: Any,
+        *,
+        shards: int | None = None,
+        thread_safe: bool = False,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._defaults = Defaults(fields)
         if shards is not None and (type(shards) is not int or shards < 1):
             raise ConfigError(f"shards={shards!r}: must be a whole number of at least 1")
         kind = type(iterable)
@@ -73,9 +85,9 @@ class IterableSource:
         free = thread_safe or (self._is_function and shards is None)
         self._calls = Calls(thread_safe) if self._has_own or free else _ONE_AT_A_TIME
         self._pickled = self._pickle(iterable)
-        self.fingerprint = (
-            f"iterable:{self._name}[{self._num_units}]:{_identity(iterable, self._is_function)}"
-        )
+        identity = f"iterable:{self._name}[{self._num_units}]:{_identity(iterable, self._is_function)}"
+        self.fingerprint = "|".join((identity, *self._defaults.identity))
+        self._empty = empty_lists(getattr(iterable, "features", None))
         self.listing_digest = ""
 
     def _check(self, iterable: Any) -> None:
@@ -137,7 +149,7 @@ class IterableSource:
                     if sample is _END:
                         return
                     name, sample = _unpacked(sample)
-                yield f"{unit}/{number}{name}", sample
+                yield f"{unit}/{number}{name}", self._defaults.fill(plain_fields(sample, self._empty))
                 number += 1
         finally:
             close = getattr(iterator, "close", None)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["Labels", "LabelsBuilder"]
+__all__ = ["Labels", "LabelsBuilder", "real_number", "whole_number"]
 
 _DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -65,7 +65,7 @@ class LabelsBuilder:
 
 def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
     """`values` as int64, but only if they are all whole and none would be changed; or as float64."""
-    read = _whole if kind is np.int64 else _real
+    read = whole_number if kind is np.int64 else real_number
     if kind is np.int64 and any(isinstance(value, float) for value in values):
         return None
     try:
@@ -74,7 +74,7 @@ def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDA
         return None
 
 
-def _whole(value: Any) -> int:
+def whole_number(value: Any) -> int:
     """`value` as it is written: "007" and "1_0" are names. Raises ValueError for what is no whole number."""
     number = int(value)
     if number != value and str(number) != value:
@@ -82,7 +82,7 @@ def _whole(value: Any) -> int:
     return number
 
 
-def _real(value: Any) -> float:
+def real_number(value: Any) -> float:
     """The same of decimal numbers: "nan" and "inf" are names."""
     number = float(value)
     if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):

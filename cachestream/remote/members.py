@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from cachestream.config import format_size
 from cachestream.errors import ConfigError
-from cachestream.remote.decode import Buffer, decode_json_value, decode_value, decode_with
+from cachestream.remote.decode import MAX_ARCHIVE_BYTES, Buffer, decode_json_value, decode_value, decode_with
 from cachestream.remote.foreign import decode_by_user
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.grouping import Group
@@ -29,11 +32,21 @@ def decode_integer(data: Buffer) -> int:
     return value
 
 
+def decode_gzip(data: Buffer) -> bytes:
+    """The bytes that gzip has packed."""
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        found = file.read(MAX_ARCHIVE_BYTES + 1)
+    if len(found) > MAX_ARCHIVE_BYTES:
+        raise ValueError(f"unpacks to more than {format_size(MAX_ARCHIVE_BYTES)}")
+    return found
+
+
 class Decoders:
     """What is made of a file by its extension; `own` are the user's functions of bytes, by extension.
 
     The longest part of an extension that has a function of the user's decides: "seg.png" before
-    "png". Nothing is unpickled unless such a function does it. `images` says what is made of images that
+    "png". Nothing is unpickled unless such a function does it. What gzip has packed ("json.gz") is unpacked before, and
+    keeps its name, as in WebDataset. `images` says what is made of images that
     none of them decodes.
     """
 
@@ -56,7 +69,8 @@ class Decoders:
         sample: dict[str, Any] = {}
         for extension, data in group.files.items():
             value = self._value(extension, data, f"{where}#{group.shown_key}.{extension}")
-            if isinstance(value, dict) and self._find(extension) is None:  # the arrays of an .npz
+            own = self._find(extension) or self._find(extension.removesuffix(".gz"))
+            if isinstance(value, dict) and own is None:  # the arrays of an .npz
                 sample.update({f"{extension}.{name}": array for name, array in value.items()})
             else:
                 sample[extension] = value
@@ -71,6 +85,10 @@ class Decoders:
 
     def _value(self, extension: str, data: memoryview, where: str) -> Any:
         own = self._find(extension)
+        if own is None and f".{extension}".endswith(".gz"):
+            data = memoryview(decode_with(decode_gzip, data, ".gz file", where))
+            extension = extension[:-3]
+            own = self._find(extension)
         if own is not None:
             return decode_by_user(f"{where}: its decoder", own, data)
         last = extension.rpartition(".")[2]

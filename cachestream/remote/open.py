@@ -12,20 +12,25 @@ from typing import Any, Final
 from cachestream.config import reject_unknown
 from cachestream.errors import ConfigError
 from cachestream.remote.arrays import ARRAY_ENDINGS, ArraySource
+from cachestream.remote.arrow_files import ARROW_ENDINGS, ArrowSource, is_saved_dataset
 from cachestream.remote.datasets import DatasetSource, is_map_style
+from cachestream.remote.filelist import FileList
 from cachestream.remote.files import FileSource
 from cachestream.remote.functions import CallableSource
 from cachestream.remote.growing import is_source
 from cachestream.remote.iterables import IterableSource, is_iterable
+from cachestream.remote.lines import LINES_ENDINGS, LinesSource
 from cachestream.remote.litdata import LitDataSource
 from cachestream.remote.locate import is_zarr, split_dataset
 from cachestream.remote.manifest import Manifest, first_url
 from cachestream.remote.mds import MDSSource
 from cachestream.remote.retry import redact
 from cachestream.remote.source import Source
+from cachestream.remote.stream_open import open_stream
 from cachestream.remote.tables import PARQUET_ENDINGS, ParquetSource
 from cachestream.remote.tars import TAR_ENDINGS, TarSource
 from cachestream.remote.tfrecords import TFRECORD_ENDINGS, TFRecordSource
+from cachestream.remote.unpack import unpacked
 
 __all__ = ["SOURCE_OPTIONS", "Unopened", "open_source", "protocols_of"]
 
@@ -33,13 +38,17 @@ __all__ = ["SOURCE_OPTIONS", "Unopened", "open_source", "protocols_of"]
 _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
     **dict.fromkeys(TAR_ENDINGS, TarSource),
     **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
+    **dict.fromkeys(ARROW_ENDINGS, ArrowSource),
+    **dict.fromkeys(LINES_ENDINGS, LinesSource),
     **dict.fromkeys(PARQUET_ENDINGS, ParquetSource),
     **dict.fromkeys(TFRECORD_ENDINGS, TFRecordSource),
     ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
 }
 _BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
     "array": ArraySource,
+    "arrow": ArrowSource,
     "files": FileSource,
+    "lines": LinesSource,
     "litdata": LitDataSource,
     "mds": MDSSource,
     "parquet": ParquetSource,
@@ -51,11 +60,18 @@ SOURCE_OPTIONS: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
     *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
-    *("first_names", "check_crc", "check_hashes", "compression"),
+    *("first_names", "check_crc", "check_hashes", "compression", "fields", "encoding"),
 )
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_PACKED: Final = {TarSource: "tar", ParquetSource: "parquet", TFRecordSource: "tfrecord"}
+_PACKED: Final = {
+    TarSource: "tar",
+    ParquetSource: "parquet",
+    TFRecordSource: "tfrecord",
+    ArrowSource: "arrow",
+}
+# Names such as "train-00000-of-00002", with no ending to tell what the files hold.
+_NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
 # What may follow an ending: wildcards, and the numbers that TensorFlow Datasets counts files by ("-00000-of-00010").
 _NUMBERS: Final = r"[\d?*{}\[\].,]+"
 _AFTER_NAME: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
@@ -87,7 +103,7 @@ def open_source(what: Any, **options: Any) -> Source:
 
     A path, a URL, a wildcard or a list of them: by its ending, else by what is listed there, else a `FileSource`; with `window=`,
     or as a dict of them by name, an `ArraySource`; or by `format=`: "mds" and "litdata", which no ending
-    tells, "tar", "parquet", "tfrecord", "array", "files". A `Manifest`, or with `manifest=True` (or a dict
+    tells, "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files". A `Manifest`, or with `manifest=True` (or a dict
     of its options) a path or URL of one: what it lists, by the ending of the first. A function
     `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
     map-style torch Dataset: a `DatasetSource`. Anything else that can be iterated again and again, such
@@ -149,11 +165,20 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
     others = {name: value for name, value in options.items() if name not in for_files}
     known = {name for kind in _BY_FORMAT.values() for name in _options_of(kind)}
     reject_unknown("open_source", {name: value for name, value in others.items() if name not in known}, known)
-    source = FileSource(what, **{name: value for name, value in options.items() if name not in others})
-    ends = source.key(0), source.key(len(source.first_names) - 1)
+    by_name = {"storage_options", "extensions", "recursive", "first_names"}
+    files = FileList(
+        what,
+        owner="FileSource",
+        labelled=True,
+        **{"first_names": "auto", **{name: value for name, value in options.items() if name in by_name}},
+    )
+    ends = files.key(0), files.key(len(files.first) - 1)
     if _INDEXED["litdata"].fullmatch(_last_part(ends[0])):
-        ends = source.key(0), source.key(source.num_units - 1)  # its index lies at the end of all
+        ends = files.key(0), files.key(len(files) - 1)  # its index lies at the end of all
     _check_index(ends, shown)
+    given = set(options)
+    if (kind := _kind_inside(files, ends)) is not None and (others or given <= set(_options_of(kind))):
+        return _make(kind, (what,), options)
     # Spark leaves a _SUCCESS beside its tables.
     kinds = {_by_ending(name) for name in ends if not _last_part(name).startswith(("_", "."))}
     for kind, name in _PACKED.items():
@@ -164,8 +189,32 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
                     "those, extensions= for others, or format='files' for the bytes of each"
                 )
             return _make(kind, (what,), options)
+    if kinds == {LinesSource} and given <= set(
+        _options_of(LinesSource)
+    ):  # beside others they are about these, as a rule
+        return _make(LinesSource, (what,), options)
     reject_unknown("open_source", others, for_files)
-    return source
+    return FileSource(files, **options)
+
+
+def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source] | None:
+    """The source for a folder that Hugging Face's `save_to_disk` wrote, or for numbered files without an ending, by how the
+    first one begins; None for others.
+    """
+    if is_saved_dataset(ends):
+        return ArrowSource
+    if not all(_NUMBERED.fullmatch(_last_part(key)) for key in ends):
+        return None
+    with open_stream(files.remote, files.path(0), files.where(0)) as stream:
+        head = bytes(unpacked(stream).read(512))
+    if head.startswith(b"PAR1"):
+        return ParquetSource
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return ArrowSource
+    if head[257:262] == b"ustar":
+        return TarSource
+    # A record's length in 8 bytes, its checksum in 4, and a message that begins with its field 1.
+    return TFRecordSource if head[4:8] == bytes(4) and head[12:13] == b"\n" else None
 
 
 def _check_index(ends: tuple[str, str], shown: str) -> None:

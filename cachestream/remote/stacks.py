@@ -131,7 +131,8 @@ def _open(file: Located) -> ArrayFile:
             array = NpyArray(file.remote, file.path, file.shown)
         else:
             raise ConfigError(f"{file.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
-    if array.dtype.newbyteorder("=") not in _STORABLE:
+    # Others may be of numpy's newer kinds, such as strings of any length, which have no byte order.
+    if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
         raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
     if not array.shape:
         raise ConfigError(f"{array.shown}: is a single value, which has no windows")

@@ -15,7 +15,8 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.model import IntArray
 from cachestream.remote.blocks import SpanFile
 from cachestream.remote.choices import check_columns
-from cachestream.remote.columns import Columns, Unusable, Values, doubled_fields, is_uniform, rows_of
+from cachestream.remote.columns import Columns, Unusable, Values, doubled_fields, items_of
+from cachestream.remote.defaults import Defaults
 from cachestream.remote.extras import require
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.footers import Footer, Footers
@@ -54,7 +55,9 @@ class ParquetSource:
 
     columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
 
-    nulls: what stands for null, by field. A row with any other null is skipped and counted, as is one
+    fields: a default for each optional field, `{"caption": ""}`: for null, and for columns that some files lack.
+
+    nulls: what stands for null, by field; nothing is said of columns that are not there. A row with any other null is skipped and counted, as is one
     whose image is broken or whose lists make no array.
 
     decode_images: False leaves images as bytes; names of columns of bytes are decoded, too.
@@ -75,7 +78,9 @@ class ParquetSource:
         storage_options: Mapping[str, Any] | None = None,
         resize: Size | None = None,
         crop: Size | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
+        self._defaults = Defaults(fields)
         self._made = ImageOptions(resize, crop)
         check_columns(columns)
         check_mapping("nulls", nulls, "{'age': -1}")
@@ -83,7 +88,7 @@ class ParquetSource:
             raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
         require("pyarrow.parquet", "parquet", "Parquet")
         self._chosen = None if columns is None else tuple(columns)
-        self._nulls = dict(nulls or {})
+        self._nulls = self._defaults.values | dict(nulls or {})
         self._images = () if isinstance(decode_images, bool) else tuple(decode_images)
         self._decode_images = bool(decode_images)
         self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
@@ -91,9 +96,13 @@ class ParquetSource:
         self._ends, self._rows = self._look_at_all()
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
-        options = {"columns": self._chosen, "nulls": self._nulls or None, "decode_images": decode_images}
+        options = {
+            "columns": self._chosen,
+            "nulls": dict(nulls) if nulls else None,
+            "decode_images": decode_images,
+        }
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
-        shown += self._made.identity
+        shown += [*self._made.identity, *self._defaults.identity]
         self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
 
     @property
@@ -118,14 +127,7 @@ class ParquetSource:
         problems = Problems(self._files.where(index))
         for num_rows, fields, bad in self._tables_of(index, unit - first, int(self._rows[unit])):
             keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
-            if not bad and is_uniform(fields):
-                yield Rows(keys, fields)
-            else:
-                for number, sample in enumerate(rows_of(fields, bad)):
-                    if isinstance(sample, Unusable):
-                        problems.add(f"row {row + number}: {sample.reason}")
-                    else:
-                        yield keys[number], sample
+            yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
             row += num_rows
         problems.raise_any()
 
@@ -190,6 +192,8 @@ class ParquetSource:
         names = self._chosen
         if names is None:
             names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
+        optional = self._defaults.values
+        names = tuple(name for name in names if name not in optional or _is_there(arrow, schema, name))
         for name in names:
             if not _is_there(arrow, schema, name):
                 raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
+from cachestream.remote.defaults import Defaults
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.grouping import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
 from cachestream.remote.images import ImageOptions, Size
@@ -49,6 +50,8 @@ class TarSource:
     A unit is such a visit; 0: a whole tar. None: a whole tar, or as large a part of one as lets a
     small cache hold something of 64 tars (of all, where there are fewer).
 
+    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it.
+
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
     Tars are read from begin to end in bounded memory and never unpacked to the disk. A tar that is
@@ -65,7 +68,9 @@ class TarSource:
         samples_per_visit: int | None = None,
         resize: Size | None = None,
         crop: Size | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
+        self._defaults = Defaults(fields)
         images = ImageOptions(resize, crop)
         if samples_per_visit is not None and (type(samples_per_visit) is not int or samples_per_visit < 0):
             raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be 0 or more, or None")
@@ -80,7 +85,7 @@ class TarSource:
         self.listing_digest = self.first_names.digest
         options = [f"decoders={self._decoders.identity}"] if decoders else []
         options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
-        options += images.identity
+        options += [*images.identity, *self._defaults.identity]
         self.fingerprint = "tars:" + "|".join((*self._files.identity, *options))
 
     @property
@@ -148,7 +153,7 @@ class TarSource:
             except SampleError as error:
                 problems.add(str(error))
                 continue
-            yield f"{prefix}#{group.shown_key}", sample
+            yield f"{prefix}#{group.shown_key}", self._defaults.fill(sample)
         problems.raise_any()
 
     def _whole(self, index: int, problems: Problems) -> Iterator[Group]:

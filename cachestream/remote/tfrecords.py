@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
+from cachestream.remote.defaults import Defaults
 from cachestream.remote.example_batches import parse_examples, rows_of
 from cachestream.remote.examples import Feature, parse_example
 from cachestream.remote.extras import require
@@ -47,6 +48,8 @@ class TFRecordSource:
     check_crc: check the CRC-32C of every record. One that does not fit is skipped and counted, one of a
     length ends its file. Needs google-crc32c: `pip install 'cachestream[tfrecord]'`.
 
+    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it.
+
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
     Other arguments, and errors, as for `FileSource`. A file that ends early gives the records before.
@@ -63,7 +66,9 @@ class TFRecordSource:
         storage_options: Mapping[str, Any] | None = None,
         resize: Size | None = None,
         crop: Size | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
+        self._defaults = Defaults(fields)
         self._images = ImageOptions(resize, crop)
         if compression not in _COMPRESSIONS:
             raise ConfigError(f"compression={compression!r}: give 'auto', 'gzip', 'zlib' or None")
@@ -81,7 +86,7 @@ class TFRecordSource:
             "check_crc": check_crc,
         }
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
-        shown += self._images.identity
+        shown += [*self._images.identity, *self._defaults.identity]
         self.fingerprint = "tfrecords:" + "|".join((*self._files.identity, *shown))
 
     @property
@@ -101,7 +106,7 @@ class TFRecordSource:
             checksum = _checksum() if self._check_crc else None
             unpacked = unpacked_records(stream, self._compression, checksum)
             for records in read_records(unpacked, checksum, problems):
-                yield from self._samples(records, key, problems)
+                yield from self._defaults.fill_all(self._samples(records, key, problems))
         problems.raise_any()
 
     # --- samples
@@ -132,7 +137,7 @@ class TFRecordSource:
     def _sample(self, found: dict[str, Feature]) -> dict[str, Any]:
         """The sample of an example with the features `found`."""
         if self._features is None:
-            if not found:
+            if not found and not self._defaults.values:
                 raise ValueError("it has no features")
             return {
                 name: as_it_is(name, feature, self._decode_images, self._images)
@@ -142,6 +147,8 @@ class TFRecordSource:
         for name, kind in self._features.items():
             feature = found.get(name)
             if feature is None:
+                if name in self._defaults.values:
+                    continue
                 raise ValueError(f"no feature '{name}'; there are {', '.join(sorted(found)[:20])}")
             sample[name] = as_kind(name, feature, kind, self._images)
         return sample

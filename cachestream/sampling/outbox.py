@@ -24,7 +24,7 @@ from cachestream.storage.publish import Publisher
 from cachestream.storage.shard import ShardContent
 from cachestream.storage.tables import PassRow
 
-__all__ = ["OpenShard", "Outbox", "StartAgainError"]
+__all__ = ["OpenShard", "Outbox", "StartAgainError", "check_size"]
 
 _TICK_S: Final = 0.25
 _SPACE_WAITS_S: Final = (0.02, 0.5)
@@ -175,8 +175,13 @@ class Outbox:
             return
         if content.num_samples > 1:
             raise StartAgainError
-        if disk_footprint(content.data_bytes) > limit_bytes - MIN_LIMIT_BYTES // 2:
-            raise SampleError(
-                f"one sample of {format_size(content.data_bytes)} is larger than the limit of "
-                f"{format_size(limit_bytes)} allows; raise the limit or crop it in the transform"
-            )
+        check_size(content.data_bytes, limit_bytes)
+
+
+def check_size(nbytes: int, limit_bytes: int) -> None:
+    """Raise SampleError for one sample of `nbytes` that a cache of `limit_bytes` has no room for, however empty it is."""
+    if disk_footprint(nbytes) > limit_bytes - MIN_LIMIT_BYTES // 2:
+        raise SampleError(
+            f"one sample of {format_size(nbytes)} is larger than the limit of "
+            f"{format_size(limit_bytes)} allows; raise the limit or crop it in the transform"
+        )

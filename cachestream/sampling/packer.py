@@ -15,7 +15,9 @@ from cachestream.sampling.records import SMALL_BYTES, Buffer, Record, item_bytes
 from cachestream.sampling.table import Table
 from cachestream.storage.shard import ColumnData, ShardContent, storage_of
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "Part", "keys_of"]
+
+Part = tuple[str, Record] | Table  # a sample with its key, or samples in columns
 
 _FIRST_BYTES: Final = 64 * 1024
 _PENDING_BYTES: Final = 128 * 1024
@@ -166,6 +168,22 @@ class Packer:
         self.num_samples = 0
         self.size_bytes = 0
 
+    def take(self, part: Part, known: Schema | None) -> None:
+        """Add `part`, with integers as floats where `known`, the cache's schema, has these; raises as `add`."""
+        try:
+            self._add_part(part, known)
+        except SchemaMismatchError:
+            if known is None:
+                raise
+            wider = part.widened(known) if isinstance(part, Table) else (part[0], part[1].widened(known))
+            self._add_part(wider, known)
+
+    def _add_part(self, part: Part, known: Schema | None) -> None:
+        if isinstance(part, Table):
+            self.add_table(part, known)
+        else:
+            self.add(*part, known)
+
     def add(self, key: str, record: Record, known: Schema | None) -> None:
         """Add a sample; raises SchemaMismatchError if it fits neither the shard nor `known`, the cache's.
 
@@ -254,3 +272,10 @@ def _integers(name: str, values: npt.NDArray[np.int64]) -> ColumnData:
 def _width(dtype: str) -> int:
     digits = "".join(ch for ch in dtype if ch.isdigit())
     return int(digits) // 8 if digits else 1
+
+
+def keys_of(part: Part) -> list[str]:
+    """The keys of the samples in `part`."""
+    if isinstance(part, Table):
+        return [key.decode("utf-8", "surrogatepass") for key in part.keys]
+    return [part[0]]

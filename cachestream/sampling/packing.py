@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.sampling.coverage import gaps
+from cachestream.sampling.first_samples import FirstSamples, majority
 from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job
 from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.lots import Lot, runs
-from cachestream.sampling.outbox import OpenShard, Outbox
+from cachestream.sampling.outbox import OpenShard, Outbox, check_size
 from cachestream.sampling.pace import is_due, max_age_s, target_bytes
+from cachestream.sampling.packer import Part, keys_of
 from cachestream.sampling.records import to_record
 from cachestream.sampling.table import Table
 from cachestream.storage.board import Slot
@@ -26,6 +28,8 @@ from cachestream.storage.tables import PassRow
 __all__ = ["Packing", "QuarantinedError"]
 
 _FATAL_FAILURES: Final = 1000
+_TICK_S: Final = 0.25
+_USUAL: Final = 40  # shards published: then they are of the usual size
 
 
 class QuarantinedError(SampleError):
@@ -48,9 +52,10 @@ class Packing:
         self.row: PassRow | None = None
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
         self._transform = transform
-        self._pid = os.getpid()
+        self._pid, self._owner = os.getpid(), owner
         self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
         self._open = OpenShard()
+        self._first = FirstSamples() if self._outbox.schema is None else None
         self._limit_bytes = cache.size_limit
         self._limit_until_s = 0.0
         self._started_s = time.monotonic()
@@ -85,15 +90,14 @@ class Packing:
                 self._slot["dropped"] += 1
                 return
             begun_s = time.monotonic()
-            self._open.packer.add(key, to_record(sample), self._outbox.schema)
-            self._slot["pack_s"] += time.monotonic() - begun_s
-            self._slot["samples"] += 1
-        except SchemaMismatchError as error:
-            self._skip("schema", error, key)
+            record = to_record(sample)
         except SampleError as error:
             self._skip("sample", error, key)
         except BaseException as error:  # noqa: BLE001  the user's transform may raise anything; signals raise nothing here
             self._skip("transform", error, key)
+        else:
+            self._take((key, record), record.nbytes)
+            self._slot["pack_s"] += time.monotonic() - begun_s
 
     def _transformed(self, flight: Flight, sample: Any) -> Any:
         assert self._transform is not None
@@ -115,17 +119,73 @@ class Packing:
                 return False
             stop = min(len(table), start - (-self._make_room() // each_bytes))
             begun_s = time.monotonic()
-            try:
-                self._open.packer.add_table(table.cut(start, stop), self._outbox.schema)
-                self._slot["samples"] += stop - start
-            except SchemaMismatchError as error:
-                for key in table.keys[start:stop]:
-                    self._skip("schema", error, key.decode("utf-8", "surrogatepass"))
+            part = table.cut(start, stop)
+            if self._is_large(part.nbytes):
+                stop, part = start + 1, table.cut(start, start + 1)  # rows may be of very different sizes
+            self._take(part, part.nbytes)
             self._slot["pack_s"] += time.monotonic() - begun_s
             for first, last in runs(lot.offsets[start:stop]):
                 self._passed(flight, first, last)
             start = stop
         return True
+
+    def _take(self, part: Part, nbytes: int) -> None:
+        """Pack `part`, or hold it back while the fields of the cache's samples are undecided."""
+        if self._is_large(nbytes):
+            try:
+                check_size(nbytes, self._limit_bytes)
+            except SampleError as error:
+                self._skip("sample", error, keys_of(part)[0])
+                return
+            self.flush()
+            self._open_up()
+        if self._first is None:
+            self._pack(part)
+        else:
+            self._first.add(part, time.monotonic())
+
+    def _is_large(self, nbytes: int) -> bool:
+        """Whether so much needs a shard of its own: an open one holds up to an eighth of the limit."""
+        return nbytes > self._limit_bytes // 4
+
+    def _pack(self, part: Part) -> None:
+        """Add `part` to the open shard; count what does not fit in."""
+        try:
+            self._open.packer.take(part, self._outbox.schema)
+            self._slot["samples"] += len(part) if isinstance(part, Table) else 1
+        except (SchemaMismatchError, MemoryError) as error:
+            kind = "schema" if isinstance(error, SchemaMismatchError) else "transform"
+            for key in keys_of(part):
+                self._skip(kind, error, key)
+
+    def _undecided_s(self) -> float:
+        """For how long samples may still be held back until the next step; 0 where that is due, or none are held."""
+        first = self._first
+        return 0.0 if first is None else first.due_in_s(time.monotonic(), self._target_bytes(_USUAL))
+
+    def _decide_if_due(self) -> bool:
+        """Go on to the next step if it is due; whether no samples are held back any more."""
+        if self._first is not None and not self._undecided_s():
+            if self._first.parts and self._first.others is None:
+                self._vote(self._first)
+            if not self._undecided_s():
+                self._decide()
+        return self._first is None or not self._first.parts
+
+    def _decide(self) -> None:
+        """Pack what was held back, as it fits to what is cached by now, or to the majority."""
+        if self._first is not None and self._first.parts:
+            first = self._first
+            self._vote(first)
+            self._outbox.schema, self._first = self._outbox.schema or majority(first.all_votes), None
+            for part in first.parts:
+                self._pack(part)
+
+    def _vote(self, first: FirstSamples) -> None:
+        """Tell the votes to the other processes, and ask for theirs, and for the cache's schema if there is one by now."""
+        with self._cache.catalogue.transaction() as tables:
+            first.others = tables.vote(self._owner, first.votes)
+        self._outbox.schema = self._cache.schema
 
     def _passed(self, flight: Flight, start: int, stop: int) -> None:
         flight.done = stop
@@ -135,19 +195,21 @@ class Packing:
         """Begin a shard if the open one is full; returns how many more bytes it takes, above 0."""
         # Before a sample and not after: so the end of a unit lies in the shard of its last sample.
         target_bytes = self._target_bytes()
+        self._decide_if_due()
         if self._open.packer.size_bytes >= target_bytes:
             self.flush()
             target_bytes = self._target_bytes()
         self._open_up()
         return target_bytes - self._open.packer.size_bytes
 
-    def _target_bytes(self) -> int:
+    def _target_bytes(self, published: int | None = None) -> int:
         now = time.monotonic()
         if now > self._limit_until_s:  # the limit may be changed while we run
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
         share_bytes = self._limit_bytes // self._job.num_workers
-        return target_bytes(self._outbox.published, self._job.shard_bytes, share_bytes)
+        published = self._outbox.published if published is None else published
+        return target_bytes(published, self._job.shard_bytes, share_bytes)
 
     # --- units
 
@@ -190,7 +252,8 @@ class Packing:
         if self._open.since_s is None or not self._open.has_news:
             return math.inf
         now_s = time.monotonic()
-        return max(0.0, self._open.since_s + max_age_s(now_s - self._started_s) - now_s)
+        due_in_s = self._open.since_s + max_age_s(now_s - self._started_s) - now_s
+        return max(0.0, due_in_s, self._undecided_s())
 
     def flush_if_due(self) -> None:
         """Hand the open shard over if it has waited, or grown, for long enough."""
@@ -198,12 +261,15 @@ class Packing:
         if since_s is None:
             return
         now_s = time.monotonic()
+        if not self._decide_if_due():
+            return
         size_bytes = self._open.packer.size_bytes
         if is_due(size_bytes, now_s - since_s, self._target_bytes(), now_s - self._started_s):
             self.flush()
 
     def flush(self) -> None:
         """Hand over the open shard, or just the progress, to be published."""
+        self._decide()
         if self._open.has_news:
             self._open = self._outbox.send(self._open)
 
@@ -213,5 +279,10 @@ class Packing:
 
     def settle(self) -> None:
         """Publish all there is, and wait until that is done."""
+        first = self._first
+        if first is not None and first.parts and first.others is None:
+            self._vote(first)
+        while not self._decide_if_due() and not self._stop.wait(min(_TICK_S, self._undecided_s())):
+            self._slot["beat_s"] = time.monotonic()
         self.flush()
         self._outbox.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -19,11 +19,13 @@ __all__ = [
     "SMALL_BYTES",
     "Buffer",
     "Record",
+    "as_floats",
     "item_bytes",
     "sorted_names",
     "stored_shape",
     "to_record",
     "torch_name",
+    "widened_schema",
 ]
 
 Buffer = bytes | npt.NDArray[np.uint8]
@@ -67,6 +69,14 @@ class Record:
     @property
     def nbytes(self) -> int:
         return sum(map(len, self.values))
+
+    def widened(self, wanted: Schema) -> Record:
+        """The sample with floats in place of integers where `wanted` has them."""
+        schema, changed = widened_schema(self.schema, wanted)
+        values = list(self.values)
+        for i, before in changed:
+            values[i] = as_floats(np.frombuffer(values[i], np.uint8), before, schema.fields[i].dtype)
+        return Record(schema, tuple(values), self.shapes)
 
 
 # A kind, a torch dtype, the shape of a tensor, and the bytes.
@@ -180,7 +190,7 @@ def _array(name: str, value: Any) -> _Value:
 
 def torch_name(dtype: np.dtype[Any]) -> str | None:
     """The torch dtype that numbers of `dtype`, in any byte order, are stored as; None: there is none."""
-    return _TORCH_NAMES.get(dtype.newbyteorder("<"))
+    return _TORCH_NAMES.get(dtype.newbyteorder("<")) if dtype.kind in "biufc" else None
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -194,6 +204,24 @@ def _describe(value: Any) -> str:
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in a shard of a value of torch dtype `dtype`: complex128 gets a trailing axis of 2."""
     return (*shape, 2) if dtype == "complex128" else shape
+
+
+def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[int, str]]]:
+    """`schema` with floats in place of integers where `wanted` has them: which fields that are, and of what dtype now."""
+    if schema.names != wanted.names:
+        return schema, []
+    pairs = list(zip(schema.fields, wanted.fields, strict=True))
+    changed = [(i, mine.dtype) for i, (mine, other) in enumerate(pairs) if mine.is_widened_to(other)]
+    fields = [
+        replace(mine, dtype=other.dtype) if mine.is_widened_to(other) else mine for mine, other in pairs
+    ]
+    return Schema(tuple(fields), schema.container), changed
+
+
+def as_floats(data: npt.NDArray[np.uint8], before: str, dtype: str) -> npt.NDArray[np.uint8]:
+    """The stored integers `data` (uint8 `[…, nbytes]`) of torch dtype `before` as those of the float `dtype`."""
+    numbers = np.ascontiguousarray(data).view(np.dtype(before).newbyteorder("<"))
+    return numbers.astype(np.dtype(dtype).newbyteorder("<")).view(np.uint8)
 
 
 def item_bytes(dtype: str) -> int:

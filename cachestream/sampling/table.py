@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cachestream.errors import SampleError
 from cachestream.model import Field, Schema
 from cachestream.remote.source import Rows
-from cachestream.sampling.records import sorted_names, torch_name
+from cachestream.sampling.records import as_floats, sorted_names, torch_name, widened_schema
 
 __all__ = ["Table", "to_table"]
 
@@ -44,6 +44,14 @@ class Table:
     def cut(self, start: int, stop: int) -> Table:
         """The samples `start` to `stop`."""
         return Table(self.schema, self.keys[start:stop], tuple(column[start:stop] for column in self.columns))
+
+    def widened(self, wanted: Schema) -> Table:
+        """The samples with floats in place of integers where `wanted` has them."""
+        schema, changed = widened_schema(self.schema, wanted)
+        columns = list(self.columns)
+        for i, before in changed:
+            columns[i] = as_floats(np.asarray(columns[i], np.uint8), before, schema.fields[i].dtype)
+        return Table(schema, self.keys, tuple(columns))
 
     def take(self, indices: Sequence[int]) -> Table:
         """The samples at `indices`."""

@@ -169,6 +169,8 @@ def merge_schema(tables: Tables, schema: Schema) -> int:
     text = merged.to_json()
     if text != known:
         tables.set_meta("schema", text)
+    if known is None:
+        tables.set_meta("votes", "{}")
     return tables.schema_id(schema)
 
 

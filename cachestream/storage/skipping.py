@@ -30,11 +30,11 @@ def warn_of_skipped(cache: Cache) -> None:
     if cache.cache_id in _told:
         return
     with cache.catalogue.reading() as tables:
-        failures = tables.failures()
+        failures, source = tables.failures(), str(tables.meta("source", ""))
         used = tables.totals()[1] + int(tables.meta("evicted_samples", 0))
     if is_much(sum(one.count for one in failures), used):
         _told.add(cache.cache_id)
-        remedy = remedy_for_skipped(failures)
+        remedy = remedy_for_skipped(failures, source)
         logger.warning(
             "%s: %d samples were cached, and %s; %s", cache.path, used, describe_skipped(failures), remedy
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from cachestream.config import format_size
 from cachestream.storage.board import Totals
@@ -134,11 +134,24 @@ def describe_skipped(failures: Sequence[FailureRow]) -> str:
     return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"
 
 
-def remedy_for_skipped(failures: Sequence[FailureRow]) -> str:
-    """What to do about it where too much was skipped; `failures` have the most frequent first."""
+# The kind of source, as its fingerprint begins → the option that makes its samples alike.
+_REMEDIES: Final = {
+    "files:": "leave files of other kinds out with extensions=, ",
+    "tfrecords:": "say what each feature is to be with features=, ",
+    **dict.fromkeys(("parquet:", "mds:", "litdata:"), "choose the columns that all have with columns=, "),
+}
+_WITH_DEFAULTS: Final = (
+    *("files:", "tars:", "tfrecords:", "parquet:", "lines:", "arrow:", "dataset:", "iterable:"),
+)
+
+
+def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
+    """The way out where too much was skipped; `failures` have the most frequent first, `source` is the fingerprint."""
     if failures[0].kind != "schema":
         return "correct what fails and start again"
     return (
-        "the first sample that was cached decides what fields all have: make all alike in transform=, or leave files of "
-        "other kinds out with extensions=; then 'cachestream clear CACHE' and start again"
+        "most of the first samples decided what fields all have: "
+        + "".join(words for kind, words in _REMEDIES.items() if source.startswith(kind))
+        + ("give those that some lack a default with fields=, " if source.startswith(_WITH_DEFAULTS) else "")
+        + "or make all alike in transform=; then 'cachestream clear CACHE' and start again"
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -172,10 +173,20 @@ class Tables(ProgressTables):
         for table in ("passes", "claims", "suspects", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
         self.execute(
-            "DELETE FROM meta WHERE key IN ('schema', 'source', 'transform', 'fill_state', 'fill_message')"
+            "DELETE FROM meta WHERE key IN ('schema', 'source', 'transform', 'fill_state', 'fill_message', 'votes')"
         )
 
     # --- schemas
+
+    def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
+        """Note of which schemas the first samples are that the process `owner` has read; returns what others have noted."""
+        noted: dict[str, list[list[Any]]] = json.loads(self.meta("votes", "{}"))
+        others = [
+            (Schema.from_json(text), count) for name in noted if name != owner for text, count in noted[name]
+        ]
+        noted[owner] = [[schema.to_json(), count] for schema, count in votes]
+        self.set_meta("votes", json.dumps(noted))
+        return others
 
     def schema_id(self, schema: Schema) -> int:
         text = schema.to_json()

@@ -82,6 +82,7 @@ class ColdStart:
         with self._cache.catalogue.reading() as tables:
             failures, message = tables.failures(), str(tables.meta("fill_message", ""))
             hindered = hindrance(self._cache.directory, tables)
+            source = str(tables.meta("source", ""))
         skipped = describe_skipped(failures)
         why = (
             f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
@@ -98,7 +99,7 @@ class ColdStart:
         elif not have and message:
             hint = f"{message}; correct what fails and start again"
         elif sum(one.count for one in failures) > have:
-            hint = f"{skipped}; {remedy_for_skipped(failures)}"
+            hint = f"{skipped}; {remedy_for_skipped(failures, source)}"
         elif ended:
             hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
         else:

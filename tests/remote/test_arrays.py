@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -618,3 +619,19 @@ def test_a_remote_hdf5_file_may_not_lead_to_files_of_this_machine(tmp_path: Path
                 ArraySource(f"memory://arrays/a.h5::/{name}", window=5)
     finally:
         memory.rm("/arrays", recursive=True)
+
+
+@needs_zarr
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", [str, "U5"])
+def test_zarr_arrays_of_texts_are_refused_as_other_dtypes_are(
+    tmp_path: Path, zarr_format: int, dtype: Any
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a type that the format does not name yet
+        array = zarr.create_array(
+            str(tmp_path / "a.zarr"), shape=(4,), chunks=(2,), dtype=dtype, zarr_format=zarr_format
+        )
+        array[:] = "x"
+        with pytest.raises(ConfigError, match=r"a\.zarr: has dtype .*; windows are of numbers or bools"):
+            ArraySource(tmp_path / "a.zarr", window=2)

@@ -60,7 +60,8 @@ def test_only_folders_with_images_count_for_labels(tmp_path: Path, beside: str) 
         put_image(tmp_path / name, 0)
     (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / beside).write_text("{}")
-    source = FileSource(tmp_path)
+    assert FileSource(tmp_path).label_names == ("ant", "bee")
+    source = FileSource(tmp_path, extensions="*")
     assert source.label_names == ("ant", "bee")
     samples = read_all(source)
     assert [samples[key]["label"] for key in ("ant/1.png", "bee/1.png")] == [0, 1]
@@ -81,7 +82,7 @@ def test_labels_can_be_switched_off_or_made_by_a_function_for_every_file(tmp_pat
     put_image(tmp_path / "cat" / "1.png", 0)
     (tmp_path / "cat" / "2.txt").write_text("hello")
     assert all("label" not in sample for sample in read_all(FileSource(tmp_path, label=None)).values())
-    labelled = FileSource(tmp_path, label=lambda path: int(Path(path).stem) * 10)
+    labelled = FileSource(tmp_path, label=lambda path: int(Path(path).stem) * 10, extensions="*")
     assert [sample["label"] for sample in read_all(labelled).values()] == [10, 20]
     assert labelled.fingerprint != FileSource(tmp_path).fingerprint
     with pytest.raises(ConfigError, match="label"):
@@ -102,7 +103,7 @@ def test_every_kind_of_file_has_its_fields(tmp_path: Path) -> None:
     (tmp_path / "e.md").write_text("# hello")
     (tmp_path / "f.bin").write_bytes(b"\0\1")
     (tmp_path / "g.bin").write_bytes(b"")
-    fields = {key: sorted(sample) for key, sample in read_all(FileSource(tmp_path)).items()}
+    fields = {key: sorted(sample) for key, sample in read_all(FileSource(tmp_path, extensions="*")).items()}
     assert fields == {
         "a.png": ["image"],
         "b.npy": ["array"],
@@ -223,3 +224,55 @@ def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str)
     with pytest.raises(SampleError, match=r"/d/missing\.npy: not found") as caught:
         read_all(FileSource(f"{web}/d/missing.npy?X-Signature=CANARY"))
     assert "CANARY" not in str(caught.value)
+
+
+def test_of_a_folder_with_images_these_are_read_and_the_others_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(4):
+        put_image(tmp_path / f"{number}/photo.png", 0)
+        for name in ("metadata.json", "a.json", "notes.txt"):
+            (tmp_path / f"{number}/{name}").write_text("{}")
+    source = FileSource(tmp_path)
+    assert list(read_all(source)) == [f"{number}/photo.png" for number in range(4)]
+    assert repr(source).endswith("4 files, 12 of other kinds left out>")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "images are read, and 12 of 16 files, of other kinds (such as 0/a.json), left out" in said
+    assert "extensions=" in said
+    assert FileSource(tmp_path, extensions="*").num_units == 16
+    assert FileSource([tmp_path / "0/photo.png", tmp_path / "0/a.json"]).num_units == 2, "taken at its word"
+    assert FileSource(tmp_path / "*" / "*.json").num_units == 8
+
+
+def test_of_a_folder_without_images_most_files_decide_and_a_few_images_do_not_count(tmp_path: Path) -> None:
+    for number in range(30):
+        np.save(tmp_path / f"{number}.npy", np.zeros(3))
+    (tmp_path / "README.md").write_text("about it")
+    put_image(tmp_path / "preview.png", 0)
+    source = FileSource(tmp_path)
+    assert source.num_units == 30
+    assert all(list(sample) == ["array"] for sample in read_all(source).values())
+
+
+def test_a_listing_that_goes_on_keeps_the_kind_that_was_chosen(tmp_path: Path) -> None:
+    for folder in ("a", "b", "c"):
+        put_image(tmp_path / folder / "1.png", 0)
+        (tmp_path / folder / "2.json").write_text("{}")
+    source = FileSource(tmp_path, first_names=2)
+    assert source.is_listing
+    assert repr(source).endswith("1 files and more, 1 of other kinds left out>")
+    assert [name for page in source.more_names("a/1.png") for name in page.names] == ["b/1.png", "c/1.png"]
+    assert list(read_all(source)) == ["a/1.png", "b/1.png", "c/1.png"]
+
+
+def test_text_of_another_encoding_is_read_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("grün".encode("latin-1"))
+    (tmp_path / "b.json").write_bytes('{"t": "grün"}'.encode("cp1252"))
+    with pytest.raises(SampleError, match=r"not a usable \.txt file"):
+        read_all(FileSource(tmp_path / "a.txt"))
+    source = FileSource(tmp_path / "a.txt", encoding="latin-1")
+    assert read_all(source) == {"a.txt": {"text": "grün"}}
+    assert source.fingerprint != FileSource(tmp_path / "a.txt").fingerprint
+    assert read_all(FileSource(tmp_path / "b.json", encoding="cp1252")) == {"b.json": {"t": "grün"}}
+    with pytest.raises(ConfigError, match="encoding='klingon'"):
+        FileSource(tmp_path / "a.txt", encoding="klingon")

@@ -235,7 +235,9 @@ def test_a_folder_takes_the_options_of_what_it_holds(tmp_path: Path) -> None:
         open_source(tmp_path, samples_per_visit=10)
     (tmp_path / "a.tar").rename(tmp_path / "a.jpg")
     (tmp_path / "b.parquet").rename(tmp_path / "c.jpg")
-    with pytest.raises(ConfigError, match=r"no argument 'samples_per_visit'; it takes crop, extensions"):
+    with pytest.raises(
+        ConfigError, match=r"no argument 'samples_per_visit'; it takes crop, encoding, extensions"
+    ):
         open_source(tmp_path, samples_per_visit=10)
 
 

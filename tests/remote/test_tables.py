@@ -215,7 +215,10 @@ def test_lists_that_make_no_array_leave_their_row_out(tmp_path: Path) -> None:
     pq.write_table(pa.table({"m": [[[1], [2]], [[1, 2], [3]], [[4, 5]]]}), tmp_path / "a.parquet")
     samples, reason = read_unit(ParquetSource(tmp_path))
     assert [key for key, _ in samples] == ["a.parquet#0", "a.parquet#2"]
-    assert "row 1: column 'm' holds lists of 1 to 2 values, which make no array" in reason
+    assert (
+        "row 1: column 'm' holds lists of 1 to 2 values, which make no array: choose others with columns=[…]"
+        in reason
+    )
 
 
 # --- what is fetched ---------------------------------------------------------------------------

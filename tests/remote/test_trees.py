@@ -80,9 +80,9 @@ def test_a_local_tree_by_folders_is_the_one_at_once(tmp_path: Path) -> None:
     make(tmp_path, "b/2.jpg", "b/1.jpg", "b.txt", "b-/x.jpg", "a/deep/er/z.bin", "a/.hid/x", ".top/x", "c/.x")
     make(tmp_path, os.fsdecode(b"a/\xff\xfe.bin"), "a/größe/ü.npy", "ab/0.jpg")
     (tmp_path / "empty").mkdir()
-    whole = FileSource(tmp_path, first_names=None)
+    whole = FileSource(tmp_path, first_names=None, extensions="*")
     for first_names in (1, 3, 6, 9, "auto"):
-        source = FileSource(tmp_path, first_names=first_names)
+        source = FileSource(tmp_path, first_names=first_names, extensions="*")
         assert source.is_listing == (isinstance(first_names, int) and first_names < 9)
         first = list(source.first_names)
         assert first == list(whole.first_names)[: len(first)]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.remote.source import Rows
 from cachestream.remote.throttle import Throttle
-from tests.sampling.sources import Numbers
+from tests.sampling.sources import Numbers, content
 from tests.sampling.support import DEADLINE_S, failures_of, keys_of, only_once, wait_until
 
 MB = 1_000_000
@@ -245,3 +249,37 @@ def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
         assert worker.status().pass_done is None
     keys = keys_of(cache)
     assert max(keys.values()) == 1
+
+
+@dataclass(frozen=True)
+class OneLarge(Numbers):
+    """Numbers, one of which has `large` bytes."""
+
+    large: int = 0
+
+    def sample(self, unit: int, sample: int) -> tuple[str, dict[str, object]]:
+        key = f"{unit}/{sample}"
+        return key, {"data": content(key, self.large if key == "30/0" else self.nbytes).tobytes()}
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        keys, samples = zip(*self.read(unit, rng), strict=True)
+        yield Rows(keys, {"data": [sample["data"] for sample in samples]})
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize(("large", "fits"), [(20 * MB, False), (6 * MB, True)])
+def test_a_sample_that_the_limit_never_holds_is_skipped_and_the_others_are_read_once(
+    tmp_path: Path, cache: Cache, large: int, fits: bool, in_rows: bool
+) -> None:
+    cache.size_limit = 15 * MB
+    journal = tmp_path / "journal"
+    source = OneLarge(60, 2, 50_000, journal=str(journal), large=large)
+    options: dict[str, Any] = {} if in_rows else {"transform": lambda sample: sample}
+    with cs.start_worker(cache, source, num_workers=2, **options) as worker:
+        within(cache, 15 * MB, lambda: worker.wait(0.0), "the pass is complete")
+    reads = Counter(journal.read_text().split())
+    assert max(reads.values()) <= 2
+    assert only_once(cache) == (source.keys() if fits else source.keys() - {"30/0"})
+    assert failures_of(cache) == ({} if fits else {"sample": 1})
+    for failure in cache.status().failures:
+        assert "one sample of 20 MB is larger than the limit of 15 MB allows" in failure.reason
