@@ -187,7 +187,7 @@ class _S3Stream:
 
 
 def _fetch_opened(remote: Remote, path: str) -> memoryview:
-    file = remote.call(lambda filesystem: filesystem.open(path, "rb", cache_type="none"))
+    file = remote.open(path)
     data = bytearray()
     try:
         bounds.check(getattr(file, "size", None) or 0)

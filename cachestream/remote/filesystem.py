@@ -34,7 +34,7 @@ T = TypeVar("T")
 CALL_BYTES: Final = 8 << 20  # at most, of a driver that shows no bytes before all have come
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver, and to connect, where it has no shorter one
 MAX_CONNECTIONS: Final = (
-    256  # as many as there can be requests: who waits for one would seem to wait for the server
+    256  # as many as there can be requests: to wait for one counts as the server's silence
 )
 LIST_ATTEMPTS: Final = 4
 
@@ -228,9 +228,8 @@ class Remote:
         known = self._known()
         if known is None:
             shared = "::" in self._url or fsspec.get_filesystem_class(self.protocol).async_impl
-            with (
-                self._lock if shared else contextlib.nullcontext()
-            ):  # others are not to wait for a server that is silent
+            # Where each thread has its own, none waits for another one's server, which may be silent.
+            with self._lock if shared else contextlib.nullcontext():
                 known = self._known()  # another thread was first
                 if known is None:
                     caller = Caller()
@@ -249,7 +248,7 @@ class Remote:
         """
         filesystem = self.filesystem()
         begun_s = time.monotonic()
-        pulse.asking(nbytes)
+        pulse.asking(max(1, nbytes))
         try:
             found: T = self._of_thread.caller.run(lambda: work(filesystem), CALL_S)
         except EOFError as error:  # so ftplib says that the server hung up
@@ -264,15 +263,21 @@ class Remote:
         self.pieces.took(nbytes, time.monotonic() - begun_s)
         return found
 
+    def open(self, path: str) -> Any:
+        """A file of this thread's filesystem, for `read` and `close`. It reads ahead as much as the driver likes, until a call is late."""
+        nbytes = self.pieces.nbytes
+        ahead = nbytes if nbytes < CALL_BYTES else None
+        return self.call(lambda filesystem: filesystem.open(path, "rb", block_size=ahead))
+
     def read(self, file: Any, most: int = CALL_BYTES) -> bytes:
-        """The next bytes of a `file` that `call` opened, `most` of them at most; none at its end."""
+        """The next bytes of a `file` that was opened by a `call`, `most` of them at most; none at its end."""
         nbytes = pulse.at_most(min(most, self.pieces.nbytes))
         data: bytes = self.call(lambda _: file.read(nbytes), nbytes)
         pulse.fetched(len(data))
         return data
 
     def close(self, file: Any) -> None:
-        """Let go of a `file` that `call` opened."""
+        """Let go of a `file` that was opened by a `call`."""
         if (caller := getattr(self._of_thread, "caller", None)) is not None:
             caller.run(file.close, CALL_S)
 

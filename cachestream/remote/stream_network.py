@@ -299,9 +299,7 @@ class WebStream(_BodyStream):
             lambda late: late.close(),
         )
         try:
-            if (
-                response.status == 416 and self.size_bytes is None
-            ):  # there is nothing at or after the first byte
+            if response.status == 416 and self.size_bytes is None:  # nothing is there, or after it
                 self.size_bytes = self._offset
                 response.close()
                 return None

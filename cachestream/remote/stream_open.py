@@ -95,7 +95,7 @@ class _OpenedStream(Stream):
     def __init__(self, remote: Remote, path: str, where: str, start: int) -> None:
         super().__init__(where, remote.secrets, start)
         self._remote = remote
-        self._file = remote.call(lambda filesystem: filesystem.open(path, "rb", cache_type="none"))
+        self._file = remote.open(path)
         self.size_bytes = getattr(self._file, "size", None)
         if start:
             self._jump(start)

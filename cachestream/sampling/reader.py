@@ -207,7 +207,7 @@ class UnitReader:
         if self._throttle is not None and number is not None:
             self._local.paid = getattr(self._local, "paid", 0) + nbytes
             self._throttle.spend(nbytes, lambda: self.beat(number))
-        if number is not None:
+        if number is not None and nbytes:
             self._local.flight.asked_s = self._local.flight.asked_s or time.monotonic()
 
     def _refund(self) -> None:
