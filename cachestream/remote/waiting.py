@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -63,7 +64,11 @@ def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], ti
 async def in_time(answer: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
     """The `answer` of a server, of which the first byte comes within `timeout_s` (None: ever); raises TimeoutError."""
     try:
-        return await asyncio.wait_for(answer, timeout_s)
+        if sys.version_info < (3, 11):
+            return await asyncio.wait_for(answer, timeout_s)
+        # In this task: aiohttp loses what came of a body if the server hangs up before the body is read.
+        async with asyncio.timeout(timeout_s):
+            return await answer
     except asyncio.TimeoutError as error:  # in Python 3.10 another class than the built-in one
         if timeout_s is None or error.args:  # the driver's own, which says what was late
             raise
