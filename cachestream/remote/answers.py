@@ -7,13 +7,25 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cachestream.remote import pulse
+from cachestream.remote import bounds, pulse
 from cachestream.remote.retry import ChangedError
 from cachestream.remote.s3 import get_object
 from cachestream.remote.versions import s3_target
+from cachestream.remote.waiting import CONNECT_S, FIRST_BYTE_S, STALL_S, in_time
 
-__all__ = ["Answer", "Facts", "Version", "ask_s3", "ask_web", "close_answer", "is_packed", "parse_range"]
+__all__ = [
+    "Answer",
+    "Facts",
+    "Version",
+    "ask_s3",
+    "ask_web",
+    "close_answer",
+    "is_packed",
+    "open_web",
+    "parse_range",
+]
 
+_PIECE_BYTES: Final = 1 << 20
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -49,8 +61,11 @@ class Version:
             raise ChangedError(f"version {self.facts.version} became {answer.facts.version}")
 
 
-async def ask_s3(filesystem: Any, path: str, range_header: str, out: memoryview | None = None) -> Answer:
-    """The bytes of `range_header` ("bytes=0-99"; "": all) of an object. Raises the driver's errors.
+async def ask_s3(
+    filesystem: Any, path: str, range_header: str, most: int, out: memoryview | None = None
+) -> Answer:
+    """The bytes of `range_header` ("bytes=0-99"; "": all) of an object. Raises the driver's errors, and TooLargeError
+    for an answer of more than `most` bytes.
 
     `out` has room for just the range: they are put there where that is what the server sends.
     """
@@ -59,6 +74,7 @@ async def ask_s3(filesystem: Any, path: str, range_header: str, out: memoryview 
     body = answer["Body"]
     told, length = answer.get("ContentRange"), int(answer["ContentLength"])
     try:
+        bounds.check(length, most)
         if told and out is not None and length == len(out):
             data = await _read_into(body.read, out)
         else:
@@ -70,26 +86,55 @@ async def ask_s3(filesystem: Any, path: str, range_header: str, out: memoryview 
     return _answer(data, told, str(answer.get("ETag", "")))
 
 
-async def ask_web(filesystem: Any, path: str, range_header: str, out: memoryview | None = None) -> Answer:
-    """The same of a file of a web server; a server without ranges sends all of it."""
+async def open_web(filesystem: Any, path: str, range_header: str) -> Any:
+    """The answer of a web server to a request for `range_header` ("": all), with its body to be read."""
+    import aiohttp
+
     session = await filesystem.set_session()
     options = dict(filesystem.kwargs)
     wanted = {"Range": range_header} if range_header else {}
+    # Compressed on the way, the bytes of a range would be others.
     options["headers"] = {**options.get("headers", {}), **wanted, "Accept-Encoding": "identity"}
-    async with session.get(filesystem.encode_url(path), **options) as response:
+    first_byte_s: float | None = None
+    if "timeout" not in options and "timeout" not in filesystem.client_kwargs:  # the user's win
+        options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STALL_S)
+        first_byte_s = FIRST_BYTE_S
+    return await in_time(_get(session, filesystem.encode_url(path), options), first_byte_s)
+
+
+async def _get(session: Any, url: Any, options: dict[str, Any]) -> Any:
+    return await session.get(url, **options)
+
+
+async def ask_web(
+    filesystem: Any, path: str, range_header: str, most: int, out: memoryview | None = None
+) -> Answer:
+    """The same as `ask_s3` of a file of a web server; a server without ranges sends all of it."""
+    async with await open_web(filesystem, path, range_header) as response:
         if response.status != 416:  # that one has a meaning of its own to us
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
         is_packed(response)
         told = response.headers.get("Content-Range") if response.status == 206 else None
-        if told and out is not None and response.content_length == len(out):
+        length = response.content_length
+        bounds.check(length or 0, most)
+        if told and out is not None and length == len(out):
             data = await _read_into(response.content.read, out)
             if len(data) < len(out):
                 raise ConnectionError(f"the body ended after {len(data)} of {len(out)} bytes")
         else:
-            data = await response.read()
+            data = await _read_all(response.content.read, most)
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
     return _answer(data, told, version)
+
+
+async def _read_all(read: Callable[[int], Coroutine[Any, Any, bytes]], most: int) -> memoryview:
+    """Read to the end; raises TooLargeError for more than `most` bytes."""
+    data = bytearray()
+    while part := await read(_PIECE_BYTES):
+        data += part
+        bounds.check(len(data), most)
+    return memoryview(data)
 
 
 async def _read_into(read: Callable[[int], Coroutine[Any, Any, bytes]], out: memoryview) -> memoryview:

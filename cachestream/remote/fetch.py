@@ -1,8 +1,8 @@
 """The bytes of one remote file, each piece reported to `pulse` as it arrives.
 
 Local files are read straight into place. S3 objects come as one stream that is resumed where it broke, of
-one version of the object; what large ones have more comes in parts, several at once. Everything else goes by
-fsspec's `cat_file` or `open`.
+one version of the object; what large ones have more comes in parts, several at once. A web server's come as one stream. Everything
+else goes by fsspec's `cat_file` or `open`. What is above the bound for one object is not read on.
 """
 
 from __future__ import annotations
@@ -10,51 +10,44 @@ from __future__ import annotations
 import os
 import random
 import stat
+from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
 
 from cachestream.errors import SampleError
-from cachestream.remote import pulse
+from cachestream.remote import bounds, pulse
 from cachestream.remote.answers import close_answer, parse_range
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.ranges import Facts, RangedFile
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge, redact
 from cachestream.remote.s3 import get_object
+from cachestream.remote.stream_network import WebStream
 from cachestream.remote.versions import s3_target, version_of
-from cachestream.remote.waiting import run
+from cachestream.remote.waiting import PIECE_S, run
 
 __all__ = ["fetch"]
 
 PIECE_BYTES: Final = 1 << 20  # of a stream, between two reports
-RANGE_BYTES: Final = 8 << 20  # of an object, in one request
+RANGE_BYTES: Final = 8 << 20  # of a local file, between two reports
 STREAM_BYTES: Final = 32 << 20  # of an object of S3, as one stream; the rest in parts
-PIECE_TIMEOUT_S: Final = 60.0  # below 17 kB/s a stream counts as broken
-WHOLE_TIMEOUT_S: Final = 600.0
 RESUMES: Final = 4  # without a piece in between
 
 
 def fetch(remote: Remote, path: str) -> memoryview:
     """All bytes of `path`, writable. Raises the driver's errors: see `retry.map_errors`."""
+    bounds.enter(remote.object_bytes)
     if remote.is_local:
         return _fetch_local(path)
-    filesystem = remote.filesystem()
     if remote.is_s3:
         return _fetch_s3(remote, path)
-    if not filesystem.async_impl:
-        try:
-            return _fetch_opened(filesystem, path)
-        except EOFError as error:  # so ftplib says that the server hung up
-            remote.forget()
-            raise ConnectionError(f"the connection was closed {error}") from error
-        except Exception as error:
-            if classify(error) not in ("missing", "denied"):
-                remote.forget()
-            raise
     if remote.is_web:
-        return _fetch_whole(remote, path)
-    return _fetch_ranges(remote, path)
+        with closing(WebStream(remote, path, redact(path), 0, None)) as stream:
+            return stream.read_whole()
+    if remote.filesystem().async_impl:
+        return _fetch_ranges(remote, path)
+    return _fetch_opened(remote, path)
 
 
 def _fetch_local(path: str) -> memoryview:
@@ -65,6 +58,7 @@ def _fetch_local(path: str) -> memoryview:
         if not stat.S_ISREG(status.st_mode):
             raise SampleError(f"{path}: not a regular file")
         size = status.st_size
+        bounds.check(size)
         buffer = np.empty(size, np.uint8).data
         pulse.asking(size)
         have = 0
@@ -107,6 +101,7 @@ class _S3Stream:
 
     def __init__(self, remote: Remote, path: str) -> None:
         self._filesystem, self._hedge = remote.filesystem(), remote.hedge
+        self._most_bytes = remote.most_bytes
         self._target = s3_target(self._filesystem, path)
         self._body: Any = None
         self._arrived = 0  # in this step; less than `have` where a server begins anew
@@ -124,7 +119,7 @@ class _S3Stream:
             if self._buffer is not None:
                 pulse.asking(min(PIECE_BYTES, self._goal - self.have))
             try:
-                run(self._filesystem.loop, self._advance(), PIECE_TIMEOUT_S)
+                run(self._filesystem.loop, self._advance(), PIECE_S)
             except Exception as error:
                 kind = judge(error)
                 self._drop_body()
@@ -175,6 +170,7 @@ class _S3Stream:
         size = int(answer["ContentLength"]) if told is None else told[1]
         self._goal = size if told is None else min(size, most)
         etag = str(answer.get("ETag") or "")
+        bounds.check(size, self._most_bytes)
         if self._buffer is None:
             self.etag = etag
             self._buffer = np.empty(size, np.uint8).data
@@ -190,48 +186,43 @@ class _S3Stream:
             self._filesystem.loop.call_soon_threadsafe(body.close)
 
 
-def _fetch_opened(filesystem: Any, path: str) -> memoryview:
+def _fetch_opened(remote: Remote, path: str) -> memoryview:
+    file = remote.open(path)
     data = bytearray()
-    with filesystem.open(path, "rb") as file:
-        while piece := file.read(RANGE_BYTES):
+    try:
+        bounds.check(getattr(file, "size", None) or 0)
+        while piece := remote.read(file):
             data += piece
-            pulse.fetched(len(piece))
+            bounds.check(len(data))
+    finally:
+        remote.close(file)
     return memoryview(data)
-
-
-def _fetch_whole(remote: Remote, path: str) -> memoryview:
-    # Not by ranges: a web server may ignore them and send all of it each time.
-    filesystem = remote.filesystem()
-    pulse.asking(min(remote.likely_bytes(), RANGE_BYTES))
-    request = first_answer(remote.hedge, 0, lambda: filesystem._cat_file(path))
-    data = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
-    pulse.fetched(len(data))
-    remote.saw_object(len(data))
-    return memoryview(bytearray(data))
 
 
 def _fetch_ranges(remote: Remote, path: str) -> memoryview:
     filesystem = remote.filesystem()
-    most = pulse.at_most(RANGE_BYTES)
+    most = pulse.at_most(remote.pieces.nbytes)
     pulse.asking(min(remote.likely_bytes(), most))
     request = first_answer(remote.hedge, 0, lambda: filesystem._cat_file(path, start=0, end=most))
     try:
-        head = run(filesystem.loop, request, WHOLE_TIMEOUT_S)
+        head = remote.run(request, most)
     except Exception as error:
         if classify(error) != "range":
             raise
         head = b""  # the object is empty
     pulse.fetched(len(head))
+    bounds.check(len(head))
     if len(head) < most:
         remote.saw_object(len(head))
         return memoryview(bytearray(head))
-    info = run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S)
+    info = remote.run(filesystem._info(path))
+    bounds.check(int(info["size"]))
     buffer = np.empty(int(info["size"]), np.uint8).data
     buffer[:most] = head
     rest, version = RangedFile(remote, path, redact(path)), version_of(info)
     rest.facts = Facts(len(buffer), "|".join(version))
     rest.read_into(most, buffer[most:])
-    now = version_of(run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S))
+    now = version_of(remote.run(filesystem._info(path)))
     if now != version:
         raise ChangedError(f"{version} became {now}")
     remote.saw_object(len(buffer))

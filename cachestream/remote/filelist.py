@@ -19,7 +19,7 @@ from cachestream.remote.listing import list_files
 from cachestream.remote.manifest import Manifest, first_url, path_of
 from cachestream.remote.names import Names, NamesBuilder
 from cachestream.remote.paging import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
-from cachestream.remote.retry import redact
+from cachestream.remote.retry import public_name, redact
 from cachestream.remote.stored import AnyNames
 from cachestream.remote.walking import GoneError, Walk, open_walk
 
@@ -91,6 +91,7 @@ class FileList:
         )
         self._pages: Pages | Walk | None = None
         self._names: AnyNames
+        self._secret_names: Names | None = None
         self.labels: Labels | None = None
         if isinstance(urls, Manifest):
             if urls.label is not None and not labelled:
@@ -107,6 +108,9 @@ class FileList:
             self.shown = redact(patterns[0]) + more
             self._root, self._names = self._list(patterns, preferred, recursive, first_names)
             self.identity = _identity(self.remote, patterns, wanted, recursive)
+        if self.remote.is_web and any("?" in name or "@" in name for name in self._names):
+            self._secret_names = Names(self._names)
+            self._names = Names(map(public_name, self._names))
         scheme = "" if self.remote.is_local or "://" in self._root else f"{self.remote.protocol}://"
         self._shown_root = redact(scheme + self._root)
 
@@ -259,12 +263,12 @@ class FileList:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """The path of file `index` below the root as it was listed."""
+        """The path of file `index` below the root, without the secrets of its URL."""
         return self._names[index] if index < len(self._names) else self.names[index]
 
     def path(self, index: int) -> str:
         """Where file `index` lies, for the driver; may hold secrets."""
-        return self._root + self.name(index)
+        return self._root + (self.name(index) if self._secret_names is None else self._secret_names[index])
 
     def key(self, index: int) -> str:
         """The path of file `index` below the common root of all, without a query."""

@@ -6,10 +6,13 @@ a fork. A `Remote` carries only what it takes to open one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -17,17 +20,22 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
-from cachestream.config import check_mapping
+from cachestream.config import check_mapping, parse_size
 from cachestream.errors import ConfigError
-from cachestream.remote import pulse
+from cachestream.remote import bounds, pulse
 from cachestream.remote.hedge import Hedge
-from cachestream.remote.retry import map_errors, redact, redact_text
+from cachestream.remote.retry import classify, map_errors, redact, redact_text
+from cachestream.remote.waiting import CALL_S, CONNECT_S, FIRST_BYTE_S, STALL_S, Caller, CallPieces, run
 
 __all__ = ["Remote"]
 
-CONNECT_TIMEOUT_S: Final = 5
-READ_TIMEOUT_S: Final = 20
-MAX_CONNECTIONS: Final = 64
+T = TypeVar("T")
+
+CALL_BYTES: Final = 8 << 20  # at most, of a driver that shows no bytes before all have come
+OPEN_TIMEOUT_S: Final = 60.0  # to load a driver, and to connect, where it has no shorter one
+MAX_CONNECTIONS: Final = (
+    256  # as many as there can be requests: to wait for one counts as the server's silence
+)
 LIST_ATTEMPTS: Final = 4
 
 # Values under these names may be shown; all others in storage_options may be secrets.
@@ -61,8 +69,8 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
     are retried by whoever runs the source.
     """
     config = {
-        "connect_timeout": CONNECT_TIMEOUT_S,
-        "read_timeout": READ_TIMEOUT_S,
+        "connect_timeout": CONNECT_S,
+        "read_timeout": STALL_S,
         "max_pool_connections": MAX_CONNECTIONS,
         "retries": {"mode": "standard", "total_max_attempts": attempts},
     }
@@ -73,10 +81,17 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
     }
 
 
+def _keep_deadlines(filesystem: Any) -> None:
+    """Have requests of a driver that uses `requests`, which waits for ever unless it is told otherwise, fail in time."""
+    session: Any = getattr(filesystem, "session", None)
+    if type(session).__module__.partition(".")[0] == "requests":
+        session.request = functools.partial(session.request, timeout=(CONNECT_S, FIRST_BYTE_S))
+
+
 class Remote:
     """Where `url` lies, and the options to open it with.
 
-    The option "hedge" is ours (see `hedge.Hedge.of`), all others are the driver's.
+    The options "hedge" (see `hedge.Hedge.of`) and "max_object_size" (see `bounds`) are ours, all others are the driver's.
 
     Picklable, thread-safe, fork-safe. The URL and the options may hold secrets: no repr, error or
     log shows them.
@@ -92,6 +107,8 @@ class Remote:
         check_mapping("storage_options", storage_options, "{'anon': True}")
         self._options = dict(storage_options or {})
         self._hedge_option = self._options.pop("hedge", None)
+        most = self._options.pop("max_object_size", None)
+        self.object_bytes = bounds.DEFAULT_BYTES if most is None else parse_size(most, "max_object_size")
         self.protocol = get_protocol(url)
         self._check_driver()
         self._reset()
@@ -103,6 +120,7 @@ class Remote:
         self._shared: Any = None
         self.hedge = Hedge.of(self._hedge_option)
         self._usual_bytes = 0.0  # of an object that is read whole
+        self.pieces = CallPieces(CALL_BYTES)
         self._of_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,11 +129,12 @@ class Remote:
             "options": self._options,
             "protocol": self.protocol,
             "hedge": self._hedge_option,
+            "object_bytes": self.object_bytes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
-        self._hedge_option = state["hedge"]
+        self._hedge_option, self.object_bytes = state["hedge"], state["object_bytes"]
         self._reset()
 
     def __repr__(self) -> str:
@@ -163,10 +182,13 @@ class Remote:
             options = _with_s3_limits(options, attempts)
         elif "s3" in options:
             options["s3"] = _with_s3_limits(options["s3"], attempts)
+        if self.protocol == "ftp":
+            options.setdefault("timeout", FIRST_BYTE_S)
         where = redact(self._url)
         with map_errors(where, secrets=self.secrets):
             try:
                 filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
+                _keep_deadlines(filesystem)
                 if self.is_s3:
                     filesystem.retries = attempts
                     filesystem.connect()
@@ -190,29 +212,88 @@ class Remote:
         """A filesystem of one's own that tries each request several times, and this URL's path in it."""
         return self._open(LIST_ATTEMPTS)
 
+    @property
+    def most_bytes(self) -> int:
+        """How many bytes one object may have."""
+        return bounds.smaller(self.object_bytes)
+
     def filesystem(self) -> Any:
         """The filesystem that this process reads with, opened when first asked for.
 
         One for all threads if it is asynchronous; one a thread if it is not, as fsspec's
-        synchronous ones are not thread-safe.
+        synchronous ones are not thread-safe: these are used by `call` alone.
         """
         if self._pid != os.getpid():
             self._reset()
         known = self._known()
         if known is None:
-            with self._lock:
+            shared = "::" in self._url or fsspec.get_filesystem_class(self.protocol).async_impl
+            # Where each thread has its own, none waits for another one's server, which may be silent.
+            with self._lock if shared else contextlib.nullcontext():
                 known = self._known()  # another thread was first
                 if known is None:
-                    known, _ = self._open(attempts=1)
+                    caller = Caller()
+                    known, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
                     if known.async_impl:
                         self._shared = known
                     else:
-                        self._of_thread.filesystem = known
+                        self._of_thread.filesystem, self._of_thread.caller = known, caller
         return known
 
-    def forget(self) -> None:
-        """Open another filesystem when one is asked for again in this thread: some keep one connection, also a dead one."""
-        self._of_thread.filesystem = None
+    def call(self, work: Callable[[Any], T], nbytes: int = 0) -> T:
+        """What `work` makes of this thread's filesystem, which is not asynchronous, within `CALL_S`.
+
+        It asks for `nbytes`. What fails may have spoilt its connection, and some keep one for ever: then another filesystem is
+        opened when there is work again.
+        """
+        filesystem = self.filesystem()
+        begun_s = time.monotonic()
+        pulse.asking(max(1, nbytes))
+        try:
+            found: T = self._of_thread.caller.run(lambda: work(filesystem), CALL_S)
+        except EOFError as error:  # so ftplib says that the server hung up
+            self._forget()
+            raise ConnectionError(f"the connection was closed {error}") from error
+        except Exception as error:
+            if classify(error) not in ("missing", "denied"):
+                self._forget()
+            if isinstance(error, TimeoutError):
+                self.pieces.was_late()
+            raise
+        self.pieces.took(nbytes, time.monotonic() - begun_s)
+        return found
+
+    def open(self, path: str) -> Any:
+        """A file of this thread's filesystem, for `read` and `close`. It reads ahead as much as the driver likes, until a call is late."""
+        nbytes = self.pieces.nbytes
+        ahead = nbytes if nbytes < CALL_BYTES else None
+        return self.call(lambda filesystem: filesystem.open(path, "rb", block_size=ahead))
+
+    def read(self, file: Any, most: int = CALL_BYTES) -> bytes:
+        """The next bytes of a `file` that was opened by a `call`, `most` of them at most; none at its end."""
+        nbytes = pulse.at_most(min(most, self.pieces.nbytes))
+        data: bytes = self.call(lambda _: file.read(nbytes), nbytes)
+        pulse.fetched(len(data))
+        return data
+
+    def close(self, file: Any) -> None:
+        """Let go of a `file` that was opened by a `call`."""
+        if (caller := getattr(self._of_thread, "caller", None)) is not None:
+            caller.run(file.close, CALL_S)
+
+    def run(self, call: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
+        """What a `call` of an asynchronous filesystem, which asks for `nbytes`, gives within `CALL_S`."""
+        begun_s = time.monotonic()
+        try:
+            found: T = run(self.filesystem().loop, call, CALL_S)
+        except TimeoutError:
+            self.pieces.was_late()
+            raise
+        self.pieces.took(nbytes, time.monotonic() - begun_s)
+        return found
+
+    def _forget(self) -> None:
+        self._of_thread.filesystem = self._of_thread.caller = None
 
     def _known(self) -> Any:
         return self._shared if self._shared is not None else getattr(self._of_thread, "filesystem", None)

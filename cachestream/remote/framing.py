@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.remote import bounds
 from cachestream.remote.grouping import Problems
 from cachestream.remote.stream import Stream
 from cachestream.remote.unpack import UnpackedStream
@@ -138,6 +139,12 @@ def _next(stream: Stream, number: int, checksum: Checksum | None, problems: Prob
     if length > MAX_RECORD_BYTES:
         problems.add(f"record {number}: a length of {length} bytes: this is no TFRecord, or damaged from here on")  # fmt: skip
         return None
+    try:
+        bounds.check(length)
+    except bounds.TooLargeError as error:
+        problems.add(f"record {number}: {error}")
+        whole = length + _TAIL_BYTES
+        return Records(number, b"", [], []) if stream.skip(whole) == whole else None
     record = bytes(stream.read(length))
     tail = bytes(stream.read(_TAIL_BYTES))
     if len(tail) < _TAIL_BYTES:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from cachestream.config import format_size
 from cachestream.errors import SampleError
+from cachestream.remote import bounds
 from cachestream.remote.stream import Stream
 from cachestream.remote.tarformat import BLOCK, Member, TarError, TarReader, begin_of_member, find_header
 
 __all__ = ["LOOK_BACK_BYTES", "Group", "Part", "Problems", "read_groups", "seek_member", "split_name"]
 
-MAX_SAMPLE_BYTES: Final = 1 << 30  # of one sample's files together
 MAX_NAME: Final = 4096  # Linux' PATH_MAX
 MAX_REASON: Final = 800
 LOOK_BACK_BYTES: Final = 16 << 10  # for the extended headers of the member at a part's begin
@@ -157,11 +156,12 @@ def _add(group: Group, extension: str, member: Member, reader: TarReader, stream
     if extension in group.files:
         problem = problem or f"two files with the extension .{extension}"
     group.nbytes += member.size_bytes
-    if group.nbytes > MAX_SAMPLE_BYTES:
-        size, most = format_size(group.nbytes), format_size(MAX_SAMPLE_BYTES)
+    try:
+        bounds.check(group.nbytes)
+    except bounds.TooLargeError as error:
         if stream.size_bytes is None:  # to leave it out would mean to unpack all of it
-            raise TarError(f"#{group.shown_key}: a sample of {size} in a packed tar, {most} at most")
-        problem = problem or f"a sample of {size}, {most} at most"
+            raise TarError(f"#{group.shown_key}, in a packed tar: {error}") from error
+        problem = problem or str(error)
     group.problem = group.problem or problem
     if group.problem:
         group.files.clear()

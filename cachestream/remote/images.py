@@ -18,6 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from cachestream.errors import ConfigError
+from cachestream.remote import bounds
 from cachestream.remote.jpegs import JPEG_FORMATS, check_scans, decode_turbo
 
 __all__ = [
@@ -209,6 +210,7 @@ def _check_pixels(width: int, height: int) -> None:
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and width * height > limit:  # Pillow only warns
         raise Image.DecompressionBombError(f"{width} x {height} pixels, {limit} at most")
+    bounds.check(3 * width * height)
 
 
 def _orientation(image: Image.Image) -> int:

@@ -13,17 +13,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import format_size
 from cachestream.errors import SampleError
+from cachestream.remote import bounds
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.grouping import Problems
 from cachestream.remote.stream import Stream
 from cachestream.remote.stream_open import open_stream
 from cachestream.remote.unpack import unpacked
 
-__all__ = ["MAX_ITEM_BYTES", "HeldStream", "ItemFile", "cut_items", "read_items", "read_table"]
+__all__ = ["HeldStream", "ItemFile", "cut_items", "read_items", "read_table"]
 
-MAX_ITEM_BYTES: Final = 1 << 30
 _WORD: Final = 4
 Items = Iterator[tuple[int, memoryview]]
 
@@ -106,9 +105,10 @@ def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems
         if begin < stream.position or end < begin:
             problems.add(f"sample {number}: the table says that it lies at {begin} to {end}: it is damaged")
             return
-        if end - begin > MAX_ITEM_BYTES:
-            size, most = format_size(end - begin), format_size(MAX_ITEM_BYTES)
-            problems.add(f"sample {number}: a sample of {size}, {most} at most")
+        try:
+            bounds.check(end - begin)
+        except bounds.TooLargeError as error:
+            problems.add(f"sample {number}: {error}")
             continue
         stream.skip(begin - stream.position)
         data = stream.read(end - begin)

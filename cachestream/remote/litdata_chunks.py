@@ -11,20 +11,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.config import format_size
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.remote.columns import Columns, Unusable
 from cachestream.remote.extras import require
 from cachestream.remote.grouping import Problems
 from cachestream.remote.images import ImageOptions
-from cachestream.remote.items import MAX_ITEM_BYTES, HeldStream, ItemFile, cut_items, read_table
+from cachestream.remote.items import HeldStream, ItemFile, cut_items, read_table
 from cachestream.remote.stream import Stream
 from cachestream.remote.stream_open import open_stream
 from cachestream.remote.unpack import unpacked
 
 __all__ = ["Rows", "read_chunk", "unpack_item"]
 
-MAX_ROWS_BYTES: Final = 1 << 30  # of a chunk of Arrow's rows, which is held in memory
 _FRAMED: Final = b"LDFZ01\0\0"
 _FRAMED_HEAD: Final = struct.Struct("<8sHHIII")
 _FRAME: Final = struct.Struct("<IIQII")
@@ -82,18 +80,11 @@ def read_chunk(
                 raise SampleError(f"{file.where}: it is not compressed, as the index says it is")
             table = read_table(inner, file.count, 0, file.count)
             if has_rows and table[0] == table[-1]:
-                yield Rows(_rest(inner))
+                yield Rows(inner.read_whole())
             else:
                 yield from cut_items(inner, table, 0, problems)
     except SampleError as error:
         problems.add(str(error))
-
-
-def _rest(stream: Stream) -> memoryview:
-    data = stream.read(MAX_ROWS_BYTES + 1)
-    if len(data) > MAX_ROWS_BYTES:
-        raise SampleError(f"{stream.where}: a table of more than {format_size(MAX_ROWS_BYTES)}")
-    return data
 
 
 def _framed(stream: Stream, count: int, problems: Problems) -> Iterator[tuple[int, memoryview]]:
@@ -126,7 +117,4 @@ def unpack_item(data: memoryview, where: str) -> memoryview:
     stream = unpacked(held)
     if stream is held:
         raise SampleError("it is not compressed by zstd")
-    found = stream.read(MAX_ITEM_BYTES + 1)
-    if len(found) > MAX_ITEM_BYTES:
-        raise SampleError(f"it unpacks to more than {format_size(MAX_ITEM_BYTES)}")
-    return found
+    return stream.read_whole()

@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from cachestream.config import format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.choices import check_columns, identity_of
 from cachestream.remote.extras import require
@@ -25,7 +24,6 @@ from cachestream.remote.stream import Stream
 
 __all__ = ["MDSSource"]
 
-MAX_CHECKED_BYTES: Final = 4 << 30  # of a shard, whose items are named by 32 bits
 MAX_COLUMNS: Final = 10_000
 _PACKERS: Final = ("zstd", "gz", "bz2")  # of those that MDS has; not br and snappy
 _XXHASHES: Final = {
@@ -246,9 +244,7 @@ def _known_hash(shown: str, shard: _Shard) -> tuple[str, str]:
 
 
 def _check_hash(name: str, expected: str, stream: Stream) -> None:
-    data = stream.read(MAX_CHECKED_BYTES + 1)
-    if len(data) > MAX_CHECKED_BYTES:
-        raise SampleError(f"{stream.where}: larger than {format_size(MAX_CHECKED_BYTES)}")
+    data = stream.read_whole()
     found = (_XXHASHES[name](data) if name in _XXHASHES else hashlib.new(name, data)).hexdigest()
     if found != expected:
         raise SampleError(f"{stream.where}: its {name} is not the one in the index: it is damaged")

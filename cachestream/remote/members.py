@@ -7,9 +7,9 @@ import io
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cachestream.config import format_size
 from cachestream.errors import ConfigError
-from cachestream.remote.decode import MAX_ARCHIVE_BYTES, Buffer, decode_json_value, decode_value, decode_with
+from cachestream.remote import bounds
+from cachestream.remote.decode import Buffer, decode_json_value, decode_value, decode_with
 from cachestream.remote.foreign import decode_by_user
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.grouping import Group
@@ -35,9 +35,8 @@ def decode_integer(data: Buffer) -> int:
 def decode_gzip(data: Buffer) -> bytes:
     """The bytes that gzip has packed."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-        found = file.read(MAX_ARCHIVE_BYTES + 1)
-    if len(found) > MAX_ARCHIVE_BYTES:
-        raise ValueError(f"unpacks to more than {format_size(MAX_ARCHIVE_BYTES)}")
+        found = file.read(bounds.most_bytes() + 1)
+    bounds.check(len(found))
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cachestream.config import reject_unknown
+from cachestream.config import check_mapping, reject_unknown
 from cachestream.errors import ConfigError
 from cachestream.remote.arrays import ARRAY_ENDINGS, ArraySource
 from cachestream.remote.arrow_files import ARROW_ENDINGS, ArrowSource, is_saved_dataset
@@ -60,7 +60,7 @@ SOURCE_OPTIONS: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
     *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
-    *("first_names", "check_crc", "check_hashes", "compression", "fields", "encoding"),
+    *("first_names", "check_crc", "check_hashes", "compression", "fields", "encoding", "max_object_size"),
 )
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
@@ -104,7 +104,9 @@ def open_source(what: Any, **options: Any) -> Source:
     A path, a URL, a wildcard or a list of them: by its ending, else by what is listed there, else a `FileSource`; with `window=`,
     or as a dict of them by name, an `ArraySource`; or by `format=`: "mds" and "litdata", which no ending
     tells, "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files". A `Manifest`, or with `manifest=True` (or a dict
-    of its options) a path or URL of one: what it lists, by the ending of the first. A function
+    of its options) a path or URL of one: what it lists, by the ending of the first. With each of these
+    `max_object_size` ("2GB" unless given) is the bound for one object, and the cache's limit is another: a file, the
+    files of a sample in a tar, a record, unpacked; what is above is skipped and counted. A function
     `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
     map-style torch Dataset: a `DatasetSource`. Anything else that can be iterated again and again, such
     as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
@@ -117,11 +119,11 @@ def open_source(what: Any, **options: Any) -> Source:
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
-        return _open_urls(what, options)
+        return _open_urls(what, _bounded(options))
     if "format" in options:
         raise ConfigError(f"format={options['format']!r} is for paths and URLs")
     if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
-        return _make(ArraySource, (what,), options)
+        return _make(ArraySource, (what,), _bounded(options))
     if is_iterable(what):
         return _make(IterableSource, (what,), options)
     if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
@@ -129,6 +131,15 @@ def open_source(what: Any, **options: Any) -> Source:
     if callable(what) and not isinstance(what, type):
         return _make(CallableSource, (what,), options)
     raise ConfigError(f"open_source() cannot read {_describe(what)}")
+
+
+def _bounded(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with the bound for one object where all sources of URLs take it: what reads objects has it."""
+    most = options.pop("max_object_size", None)
+    if most is not None:
+        check_mapping("storage_options", options.get("storage_options"), "{'anon': True}")
+        options["storage_options"] = {**(options.get("storage_options") or {}), "max_object_size": most}
+    return options
 
 
 def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:

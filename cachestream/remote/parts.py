@@ -7,6 +7,7 @@ import concurrent.futures
 import random
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -18,16 +19,15 @@ from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
 from cachestream.remote.versions import version_of
-from cachestream.remote.waiting import result_of
+from cachestream.remote.waiting import CALL_S, for_bytes_s, result_of
 
-__all__ = ["ATTEMPTS", "PARALLEL", "PART_BYTES", "PART_TIMEOUT_S", "RemoteParts", "Span", "submit"]
+__all__ = ["ATTEMPTS", "PARALLEL", "PART_BYTES", "RemoteParts", "Span", "submit"]
 
 T = TypeVar("T")
 Span = tuple[int, int]
 
 PART_BYTES: Final = 4 << 20
 PARALLEL: Final = 4
-PART_TIMEOUT_S: Final = 300.0  # a stalled connection is noticed sooner, by the driver
 ATTEMPTS: Final = 4
 
 
@@ -53,9 +53,9 @@ class RemoteParts:
             return self._version.facts
         filesystem = self._remote.filesystem()
         if filesystem.async_impl:
-            info = result_of(submit(filesystem, filesystem._info(self._path)), PART_TIMEOUT_S)
+            info = self._remote.run(filesystem._info(self._path))
         else:
-            info = filesystem.info(self._path)
+            info = self._remote.call(lambda filesystem: filesystem.info(self._path))
         return Facts(int(info["size"]), "|".join(version_of(info)))
 
     def one(self, range_header: str) -> bytes | memoryview:
@@ -71,7 +71,7 @@ class RemoteParts:
         filesystem = self._remote.filesystem()
         try:
             answer: Answer = result_of(
-                submit(filesystem, self._request(filesystem, range_header, 0)), PART_TIMEOUT_S
+                submit(filesystem, self._request(filesystem, range_header, 0)), for_bytes_s(PART_BYTES)
             )
         except Exception as error:
             if classify(error) != "range":
@@ -90,7 +90,7 @@ class RemoteParts:
         """The bytes of each span."""
         filesystem = self._remote.filesystem()
         if not filesystem.async_impl:
-            return list(self._read_opened(filesystem, spans))
+            return self._read_opened(spans)
         outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
         self._arrive(filesystem, spans, outs)
         return outs
@@ -110,7 +110,8 @@ class RemoteParts:
         retried from outside, with the whole unit's back-off.
         """
         pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
-        todo = deque(_cuts(spans, outs))
+        part_bytes = PART_BYTES if self.tells_all else min(PART_BYTES, self._remote.pieces.nbytes)
+        todo = deque(_cuts(spans, outs, pulse.at_most(part_bytes)))
         came, failures, delays = begun, 0, backoff_delays(random)
         try:
             while pending or todo:
@@ -120,8 +121,10 @@ class RemoteParts:
                     pending.append((span, out, submit(filesystem, self._part(filesystem, span, out))))
                 span, out, future = pending[0]
                 try:
-                    answer = result_of(future, PART_TIMEOUT_S)
+                    answer = result_of(future, for_bytes_s(len(out)) if self.tells_all else CALL_S)
                 except Exception as error:
+                    if isinstance(error, TimeoutError):
+                        self._remote.pieces.was_late()
                     failures, kind = failures + 1, judge(error)
                     if kind == "range" and self._version.facts is not None:
                         raise ChangedError("the file is shorter now") from None
@@ -141,15 +144,11 @@ class RemoteParts:
     async def _part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
         start, stop = span
         if self.tells_all:
-            wanted = self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
-            return await asyncio.wait_for(wanted, PART_TIMEOUT_S)
-        data: bytes = await asyncio.wait_for(
-            first_answer(
-                self._remote.hedge,
-                stop - start,
-                lambda: filesystem._cat_file(self._path, start=start, end=stop),
-            ),
-            PART_TIMEOUT_S,
+            return await self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
+        data: bytes = await first_answer(
+            self._remote.hedge,
+            stop - start,
+            lambda: filesystem._cat_file(self._path, start=start, end=stop),
         )
         return Answer(start, data, None)
 
@@ -159,7 +158,10 @@ class RemoteParts:
         ask = ask_s3 if self._remote.is_s3 else ask_web
         hedge = self._remote.hedge
         into = out if hedge is None else None  # two answers may be of two versions
-        return await first_answer(hedge, nbytes, lambda: ask(filesystem, self._path, range_header, into))
+        most = self._remote.most_bytes if nbytes == 0 else max(nbytes, self._remote.most_bytes)
+        return await first_answer(
+            hedge, nbytes, lambda: ask(filesystem, self._path, range_header, most, into)
+        )
 
     def _settle(self, answer: Answer, span: Span, out: memoryview) -> None:
         """See that `out` has the bytes of `span`: a server without ranges sends all of the file."""
@@ -171,25 +173,34 @@ class RemoteParts:
             raise self._truncated(answer.start + len(answer.data), stop)
         out[:] = data
 
-    def _read_opened(self, filesystem: Any, spans: Sequence[Span]) -> Iterator[memoryview]:
-        with filesystem.open(self._path, "rb", cache_type="none") as file:
+    def _read_opened(self, spans: Sequence[Span]) -> list[memoryview]:
+        remote, found = self._remote, list[memoryview]()
+        file = remote.call(lambda filesystem: filesystem.open(self._path, "rb", cache_type="none"))
+        try:
             for start, stop in spans:
-                file.seek(start)
+                remote.call(partial(_seek, file, start))
                 data = bytearray()
-                while piece := file.read(min(PART_BYTES, stop - start - len(data))):
+                while len(data) < stop - start and (piece := remote.read(file, stop - start - len(data))):
                     data += piece
-                    pulse.fetched(len(piece))
                 if len(data) < stop - start:
                     raise self._truncated(start + len(data), stop)
-                yield memoryview(data)
+                found.append(memoryview(data))
+        finally:
+            remote.close(file)
+        return found
 
     def _truncated(self, have: int, want: int) -> SampleError:
         return SampleError(f"{self._shown}: ends after {have} of at least {want} bytes")
 
 
-def _cuts(spans: Sequence[Span], outs: Sequence[memoryview]) -> Iterator[tuple[Span, memoryview]]:
+def _seek(file: Any, start: int, _filesystem: Any) -> None:
+    file.seek(start)
+
+
+def _cuts(
+    spans: Sequence[Span], outs: Sequence[memoryview], part_bytes: int
+) -> Iterator[tuple[Span, memoryview]]:
     """The parts that are asked for one by one, and where each goes."""
-    part_bytes = pulse.at_most(PART_BYTES)
     for (start, stop), out in zip(spans, outs, strict=True):
         for cut in range(start, stop, part_bytes):
             end = min(cut + part_bytes, stop)

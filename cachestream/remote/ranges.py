@@ -17,8 +17,9 @@ from cachestream.remote.answers import Facts, Version, ask_s3, ask_web
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.localparts import LocalParts
-from cachestream.remote.parts import ATTEMPTS, PART_BYTES, PART_TIMEOUT_S, RemoteParts, Span, submit
+from cachestream.remote.parts import ATTEMPTS, PART_BYTES, RemoteParts, Span, submit
 from cachestream.remote.retry import backoff_delays, judge
+from cachestream.remote.waiting import CALL_S, for_bytes_s, in_time
 
 __all__ = ["Facts", "RangedFile", "fetch_object", "merge_spans", "patiently"]
 
@@ -145,9 +146,11 @@ async def fetch_object(
     """
     filesystem = remote.filesystem()
     if not filesystem.async_impl:
-        data: bytes | memoryview = filesystem.cat_file(path, start=start, end=stop)
+        data: bytes | memoryview = remote.call(lambda one: one.cat_file(path, start=start, end=stop))
     else:
-        request = asyncio.wait_for(_object(remote, filesystem, path, start, stop), PART_TIMEOUT_S)
+        tells_all = remote.is_s3 or remote.is_web
+        deadline_s = for_bytes_s(PART_BYTES) if tells_all else CALL_S
+        request = in_time(_object(remote, filesystem, path, start, stop), deadline_s)
         likely = min(remote.likely_bytes(), PART_BYTES)
         pulse.asking(likely if start is None or stop is None else stop - start)
         data = await asyncio.wrap_future(submit(filesystem, request))
@@ -169,7 +172,9 @@ async def _object(
         header = f"bytes={start}" if start is not None and start < 0 else f"bytes={start or 0}-{last}"
     ask = ask_s3 if remote.is_s3 else ask_web
     nbytes = stop - start if start is not None and stop is not None else 0
-    answer = await first_answer(remote.hedge, nbytes, lambda: ask(filesystem, path, header))
+    answer = await first_answer(
+        remote.hedge, nbytes, lambda: ask(filesystem, path, header, remote.most_bytes)
+    )
     if start is not None and start < 0:
         return answer.data[start:]
     first = (start or 0) - answer.start

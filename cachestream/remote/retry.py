@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal, Protocol
 
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.remote import pulse
+from cachestream.remote.bounds import TooLargeError
 
 __all__ = [
     "ChangedError",
@@ -22,6 +24,7 @@ __all__ = [
     "classify",
     "judge",
     "map_errors",
+    "public_name",
     "redact",
     "redact_text",
 ]
@@ -218,6 +221,11 @@ _SECRET_IN_TEXT: Final = re.compile(
     r"(?i)\b([\w\-]*(?:signature|secret|token|passw(?:or)?d|credential|api[_-]?key|access[_-]?key))\b(\W{0,3}[=:]\s*)"
     r"['\"]?[^\s'\"&,)}]+"
 )
+# Parts of a query by which S3, Google, Azure, CloudFront and others are told who may read, and until when.
+_SIGNS: Final = re.compile(
+    r"(?i)(x-(amz|goog|oss|cos|ms|obs)-[\w-]*|[\w-]*(signature|token|secret|passw(or)?d|credential|api[_-]?key|accesskeyid|accessid)"
+    r"|s(ig|e|t|p|v|r|pr|ks|kv|ke|kt|koid|ktid)|expires?|policy|key-pair-id|auth(orization)?)="
+)
 
 
 def redact(url: str) -> str:
@@ -237,6 +245,17 @@ def _redact_one(url: str) -> str:
     if scheme.lower() in ("http", "https"):
         rest = rest.partition("#")[0]
     return f"{scheme}://{authority.rpartition('@')[2]}{rest}"
+
+
+def public_name(name: str) -> str:
+    """The name of a file on the web, a URL or the end of one, without user-info and query.
+
+    Of a query that tells more than who may read, a digest remains: it may name the object.
+    """
+    path, _, query = name.partition("?")
+    told = "&".join(part for part in query.split("&") if part and not _SIGNS.match(part))
+    digest = f"?{hashlib.blake2b(told.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
+    return redact(path) + (digest if told else "")
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
@@ -320,19 +339,31 @@ def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] =
     SourceUnavailableError for what passes by itself (throttling, timeouts, resets, DNS, refused
     connections, broken bodies); SourceError for the rest. With `one_of_many`, an object that is
     missing, forbidden or unreadable by itself is a SampleError; bad credentials and a missing
-    bucket remain SourceErrors, since they hold for all objects. The original is not chained: its
-    text may hold a signed URL.
+    bucket remain SourceErrors, since they hold for all objects. The original is nowhere in what is raised, not even as
+    its context: its text may hold a signed URL.
     """
     try:
         yield
-    except CacheStreamError:
+    except CacheStreamError as error:
+        error.__cause__ = error.__context__ = None
         raise
     except Exception as error:  # noqa: BLE001  drivers share no base class but this one
-        kind = judge(error)
-        reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
-        message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
-        if kind in ("unavailable", "changed"):
-            raise SourceUnavailableError(message) from None
-        if one_of_many and kind not in ("credentials", "bucket"):
-            raise SampleError(message) from None
-        raise SourceError(message) from None
+        mapped = _mapped(error, what, one_of_many, secrets)
+        try:
+            raise mapped from None
+        finally:
+            mapped.__context__ = None
+
+
+def _mapped(error: Exception, what: str, one_of_many: bool, secrets: Iterable[str]) -> SourceError:
+    """What `map_errors` raises for `error`."""
+    if isinstance(error, TooLargeError):
+        return SampleError(f"{what}: {error}")
+    kind = judge(error)
+    reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
+    message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
+    if kind in ("unavailable", "changed"):
+        return SourceUnavailableError(message)
+    if one_of_many and kind not in ("credentials", "bucket"):
+        return SampleError(message)
+    return SourceError(message)

@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 __all__ = ["get_object"]
 
+from cachestream.remote.waiting import FIRST_BYTE_S, STALL_S, in_time
+
 logger = logging.getLogger("cachestream")
 
 MAX_STRIKES: Final = 3  # in a row: answers that only the client got
@@ -74,7 +76,9 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     Raises the errors of s3fs.
     """
     if "VersionId" in target or not wanted.keys() <= {"Range", "IfMatch"}:
-        found: dict[str, Any] = await filesystem._call_s3("get_object", **target, **wanted)
+        found: dict[str, Any] = await in_time(
+            filesystem._call_s3("get_object", **target, **wanted), _first_byte_s(filesystem)
+        )
         return found
     await filesystem.set_session()
     client = await filesystem.get_s3(target["Bucket"])
@@ -85,7 +89,8 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     failed = False
     if bucket.pattern is not None and bucket.strikes < MAX_STRIKES:
         try:
-            answer = await _get(client, bucket.pattern, target["Key"], wanted)
+            asking = _get(client, bucket.pattern, target["Key"], wanted)
+            answer = await in_time(asking, _first_byte_s(filesystem))
         except (
             AttributeError,
             TypeError,
@@ -99,12 +104,19 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     asked = _Asked(target["Key"])
     token = _asked.set(asked)
     try:
-        found = await filesystem._call_s3("get_object", **target, **wanted)
+        asking = filesystem._call_s3("get_object", **target, **wanted)
+        found = await in_time(asking, _first_byte_s(filesystem))
     finally:
         _asked.reset(token)
     bucket.pattern = asked.pattern
     bucket.strikes += failed
     return found
+
+
+def _first_byte_s(filesystem: Any) -> float:
+    """The deadline for the first byte: the user's own, where one was given for reads."""
+    read_s = float(filesystem.config_kwargs.get("read_timeout", STALL_S))
+    return FIRST_BYTE_S if read_s == STALL_S else read_s
 
 
 # --- the first request -------------------------------------------------------------------------

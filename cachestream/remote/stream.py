@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from cachestream.remote import bounds
 from cachestream.remote.retry import map_errors
 
 __all__ = ["PIECE_BYTES", "Stream"]
@@ -71,6 +72,15 @@ class Stream:
             have += len(part)
         self.position += have
         return _join(parts, have)
+
+    def read_whole(self) -> memoryview:
+        """All the rest, writable; raises SampleError where that is above the bound for one object."""
+        most = bounds.most_bytes()
+        self.push_back(self.take())  # the size is known by then, if it is told
+        data = self.read(most + 1) if (self.size_bytes or 0) <= most else memoryview(b"")
+        with map_errors(self.where, one_of_many=True):
+            bounds.check(max(len(data), self.size_bytes or 0))
+        return data
 
     def take(self) -> memoryview:
         """What is there already of the bytes that come next, or the next piece of them; empty at the end alone."""

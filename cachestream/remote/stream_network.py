@@ -13,22 +13,25 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from cachestream.remote import pulse
-from cachestream.remote.answers import close_answer, is_packed, parse_range
-from cachestream.remote.filesystem import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Remote
+from cachestream.remote.answers import close_answer, is_packed, open_web, parse_range
+from cachestream.remote.filesystem import Remote
 from cachestream.remote.hedge import first_answer
 from cachestream.remote.retry import ChangedError, backoff_delays, classify, judge
 from cachestream.remote.s3 import get_object
 from cachestream.remote.stream import PIECE_BYTES, Stream
 from cachestream.remote.versions import s3_target, version_of
-from cachestream.remote.waiting import result_of
+from cachestream.remote.waiting import CALL_S, PIECE_S, result_of
 
 __all__ = ["RangeStream", "S3Stream", "WebStream"]
 
 RANGE_BYTES: Final = 4 << 20  # in one request, where each piece is one
-PIECE_TIMEOUT_S: Final = 60.0
-PIECE_S: Final = 0.1  # after which a piece goes on with what there is
+ENOUGH_S: Final = 0.1  # after which a piece goes on with what there is
 BEYOND_BYTES: Final = 32 << 10  # asked for first past what was likely; then as much as came so far
 RESUMES: Final = 8  # without a byte in between; about a minute, as to begin anew costs all that came
+
+
+class _TooSlowError(TimeoutError):
+    """Bytes come, but hardly any."""
 
 
 class _AsyncStream(Stream):
@@ -49,11 +52,16 @@ class _AsyncStream(Stream):
         self._likely_stop = likely_stop
         self._version: Any = None
         self._begun = False
+        self._slow_s, self._slow_bytes = 0.0, 0  # waited for less than a piece
         self._pending: concurrent.futures.Future[bytes | bytearray] | None = None
 
     def _next(self) -> Coroutine[Any, Any, bytes | bytearray]:
         """Get a piece from `_offset` on; empty at the end."""
         raise NotImplementedError
+
+    def _deadline_s(self) -> float:
+        """How long a piece may take; less than its parts have."""
+        return CALL_S + PIECE_S
 
     def _stop(self, nbytes: int) -> int:
         """How far to ask for about `nbytes` more."""
@@ -78,6 +86,8 @@ class _AsyncStream(Stream):
             pending.cancel()
 
     def _next_piece(self) -> memoryview:
+        if self._offset == self.size_bytes:
+            return memoryview(b"")
         piece = self._patiently()
         self._begun = self._begun or len(piece) > 0
         self._offset += len(piece)
@@ -93,10 +103,17 @@ class _AsyncStream(Stream):
         """What is next on its way; asked for again where it broke. Empty at the end."""
         failures, delays = 0, backoff_delays(random)
         while True:
+            asked_s = time.monotonic()
             try:
-                piece: bytes | bytearray = result_of(self._ask(), PIECE_TIMEOUT_S)
+                piece: bytes | bytearray = result_of(self._ask(), self._deadline_s())
+                self._see_speed(len(piece), time.monotonic() - asked_s)
+            except _TooSlowError:
+                self._drop()
+                raise
             except Exception as error:
                 self._drop()
+                if isinstance(error, TimeoutError):
+                    self._remote.pieces.was_late()
                 # What never began is retried from outside, with the whole unit's back-off.
                 if not self._begun or judge(error) != "unavailable" or failures >= RESUMES:
                     raise
@@ -105,6 +122,14 @@ class _AsyncStream(Stream):
             else:
                 self._pending = None
                 return piece
+
+    def _see_speed(self, nbytes: int, waited_s: float) -> None:
+        """Raise a TimeoutError where so little comes that all of it would take for ever."""
+        self._slow_s, self._slow_bytes = self._slow_s + waited_s, self._slow_bytes + nbytes
+        if self._slow_bytes >= PIECE_BYTES:
+            self._slow_s, self._slow_bytes = 0.0, 0
+        elif self._slow_s > PIECE_S:
+            raise _TooSlowError(f"only {self._slow_bytes} bytes came within {self._slow_s:.0f} s")
 
     def _jump(self, nbytes: int) -> None:
         self._drop()
@@ -124,14 +149,15 @@ class RangeStream(_AsyncStream):
 
     _piece_bytes = RANGE_BYTES
 
+    def _deadline_s(self) -> float:
+        return CALL_S
+
     async def _next(self) -> bytes | bytearray:
         if self.size_bytes is None:
             info = await self._filesystem._info(self._path)
             self.size_bytes, self._version = int(info["size"]), version_of(info)
-        begin, end = (
-            self._offset,
-            self._stop(pulse.at_most(self._piece_bytes if self._begun else PIECE_BYTES)),
-        )
+        most = min(self._piece_bytes if self._begun else PIECE_BYTES, self._remote.pieces.nbytes)
+        begin, end = self._offset, self._stop(pulse.at_most(most))
         if end <= begin:
             return b""
         data: bytes = await first_answer(
@@ -190,7 +216,7 @@ class _BodyStream(_AsyncStream):
     async def _read(self, body: Any, data: bytearray) -> bool:
         """Add a piece of `body` to `data`; whether that was its end."""
         # Under a limit the requests are small, and each piece is paid for as if it were a whole one.
-        patience_s = PIECE_S if pulse.at_most() == pulse.NO_LIMIT_BYTES else PIECE_TIMEOUT_S
+        patience_s = ENOUGH_S if pulse.at_most() == pulse.NO_LIMIT_BYTES else PIECE_S
         enough_s = time.monotonic() + patience_s
         while len(data) < PIECE_BYTES and not (data and time.monotonic() > enough_s):
             part = await body.read(PIECE_BYTES - len(data))
@@ -263,21 +289,20 @@ class WebStream(_BodyStream):
     _is_packed = False  # on its way: only all of it can be unpacked
 
     async def _open(self, stop: int | None) -> Any:
-        import aiohttp
-
-        session = await self._filesystem.set_session()
-        options = dict(self._filesystem.kwargs)
-        # Compressed on the way, the bytes of a range would be others.
-        options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
+        byte_range = ""
         if (self._offset or stop is not None) and not self._is_packed:
-            last = "" if stop is None else max(self._offset, stop - 1)
-            options["headers"]["Range"] = f"bytes={self._offset}-{last}"
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-        url, options = self._filesystem.encode_url(self._path), {"timeout": limits, **options}
+            byte_range = f"bytes={self._offset}-{'' if stop is None else max(self._offset, stop - 1)}"
         response = await first_answer(
-            self._hedge, 0, lambda: _get_url(session, url, options), lambda late: late.close()
+            self._hedge,
+            0,
+            lambda: open_web(self._filesystem, self._path, byte_range),
+            lambda late: late.close(),
         )
         try:
+            if response.status == 416 and self.size_bytes is None:  # nothing is there, or after it
+                self.size_bytes = self._offset
+                response.close()
+                return None
             self._filesystem._raise_not_found_for_status(response, self._path)
             told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
             length = response.headers.get("Content-Length") if told is None else told[1]
@@ -296,7 +321,3 @@ class WebStream(_BodyStream):
     def _close_body(self, body: Any) -> None:
         if self._response is not None and self._response.content is body:
             self._response.close()
-
-
-async def _get_url(session: Any, url: Any, options: dict[str, Any]) -> Any:
-    return await session.get(url, **options)

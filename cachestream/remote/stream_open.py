@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from cachestream.errors import SampleError
-from cachestream.remote import pulse
+from cachestream.remote import bounds, pulse
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.retry import map_errors
 from cachestream.remote.stream import PIECE_BYTES, Stream
-from cachestream.remote.stream_network import PIECE_TIMEOUT_S, RangeStream, S3Stream, WebStream
-from cachestream.remote.waiting import run
+from cachestream.remote.stream_network import RangeStream, S3Stream, WebStream
 
 __all__ = ["open_stream", "size_of"]
 
@@ -26,21 +24,19 @@ def open_stream(
     remote: Remote, path: str, where: str, start: int = 0, likely_stop: int | None = None
 ) -> Iterator[Stream]:
     """`path` from byte `start` on; `where` names it in messages. Bytes past `likely_stop` are not fetched ahead."""
-    secrets = remote.secrets
-    with map_errors(where, one_of_many=True, secrets=secrets):
+    bounds.enter(remote.object_bytes)
+    with map_errors(where, one_of_many=True, secrets=remote.secrets):
         stream: Stream
         if remote.is_local:
             stream = _LocalStream(path, where, start)
+        elif not remote.filesystem().async_impl:
+            stream = _OpenedStream(remote, path, where, start)
+        elif remote.is_web:
+            stream = WebStream(remote, path, where, start, likely_stop)
+        elif remote.is_s3:
+            stream = S3Stream(remote, path, where, start, likely_stop)
         else:
-            filesystem = remote.filesystem()
-            if not filesystem.async_impl:
-                stream = _OpenedStream(filesystem, path, where, secrets, start)
-            elif remote.is_web:
-                stream = WebStream(remote, path, where, start, likely_stop)
-            elif remote.is_s3:
-                stream = S3Stream(remote, path, where, start, likely_stop)
-            else:
-                stream = RangeStream(remote, path, where, start, likely_stop)
+            stream = RangeStream(remote, path, where, start, likely_stop)
     try:
         yield stream
     finally:
@@ -54,9 +50,9 @@ def size_of(remote: Remote, path: str, where: str) -> int:
             return os.stat(path).st_size
         filesystem = remote.filesystem()
         if filesystem.async_impl:
-            info = run(filesystem.loop, filesystem._info(path), PIECE_TIMEOUT_S)
+            info = remote.run(filesystem._info(path))
         else:
-            info = filesystem.info(path)
+            info = remote.call(lambda filesystem: filesystem.info(path))
     size = info.get("size")
     if size is None:
         raise SampleError(f"{where}: the server does not tell its size, which reading it in parts needs")
@@ -96,20 +92,19 @@ class _LocalStream(Stream):
 class _OpenedStream(Stream):
     """Through the file object of a filesystem that is not asynchronous."""
 
-    def __init__(self, filesystem: Any, path: str, where: str, secrets: Iterable[str], start: int) -> None:
-        super().__init__(where, secrets, start)
-        self._file = filesystem.open(path, "rb")
+    def __init__(self, remote: Remote, path: str, where: str, start: int) -> None:
+        super().__init__(where, remote.secrets, start)
+        self._remote = remote
+        self._file = remote.open(path)
         self.size_bytes = getattr(self._file, "size", None)
         if start:
-            self._file.seek(start)
+            self._jump(start)
 
     def _next_piece(self) -> memoryview:
-        data = self._file.read(PIECE_BYTES)
-        pulse.fetched(len(data))
-        return memoryview(bytearray(data))
+        return memoryview(bytearray(self._remote.read(self._file)))
 
     def _jump(self, nbytes: int) -> None:
-        self._file.seek(nbytes, os.SEEK_CUR)
+        self._remote.call(lambda _: self._file.seek(nbytes, os.SEEK_CUR))
 
     def close(self) -> None:
-        self._file.close()
+        self._remote.close(self._file)

@@ -23,7 +23,7 @@ from cachestream.remote.listing import MAGIC, expand_braces, local_path
 from cachestream.remote.paging import Page
 from cachestream.remote.retry import map_errors, redact
 from cachestream.remote.trees import Folder, LocalFolders, in_order
-from cachestream.remote.waiting import result_of, run_blocking
+from cachestream.remote.waiting import Caller, result_of
 
 __all__ = ["GoneError", "Walk", "open_walk"]
 
@@ -153,7 +153,7 @@ class _Asking:
     def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:
         filesystem = self._filesystem
         if not filesystem.async_impl:  # and not to be used by two threads at once
-            return run_blocking(lambda: list(filesystem.ls(path, detail=True)), FOLDER_TIMEOUT_S)
+            return Caller().run(lambda: list(filesystem.ls(path, detail=True)), FOLDER_TIMEOUT_S)
         for one in (folder, *following):
             if one not in self._ahead:
                 asked = filesystem._ls((self._walk.root + one).rstrip("/"), detail=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
+from cachestream.remote.retry import redact_text
 from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import Death, Suspicion, hanging_positions, suspicions
 from cachestream.sampling.job import write_frame
@@ -95,8 +96,11 @@ def end_process(process: subprocess.Popen[bytes] | Forked) -> None:
 
 
 def words_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """What a process says, line by line. One that never ends its line comes in pieces: memory is bounded."""
-    return iter(lambda: stream.readline(_LAST_WORDS_BYTES), b"")
+    """What a process says, line by line, without the secrets of URLs. One that never ends its line comes in pieces: memory
+    is bounded.
+    """
+    for line in iter(lambda: stream.readline(_LAST_WORDS_BYTES), b""):
+        yield redact_text(line.decode("utf-8", "replace")).encode()
 
 
 class Child:

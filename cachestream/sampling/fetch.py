@@ -113,6 +113,7 @@ class Fetcher:
                 self._aside.append(flight)
                 flight.aside = True
                 self._room.notify_all()
+                self._turn.notify_all()
 
     def wake(self, now_s: float) -> None:
         """Have those that were put aside read again whose time has come."""
@@ -174,12 +175,14 @@ class Fetcher:
             except LaterError:
                 with self._lock:
                     self.reading -= 1
+                    flight.reading = False
                     self._asleep.append(flight)
                 continue
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
             with self._lock:
                 self.reading -= 1
+                flight.reading = False
                 flight.error = error
                 flight.finished = True
                 self._tell(flight)
@@ -187,11 +190,14 @@ class Fetcher:
     def _take(self, number: int) -> Flight | None:
         with self._lock:
             while not self._stopped:
-                if number >= self.active:
+                # Threads that wait for an answer to what was put aside leave the others no fewer.
+                if number >= self.active + sum(flight.reading for flight in self._aside):
                     self._turn.wait()
                 elif self._todo:
                     self.reading += 1
-                    return self._todo.popleft()
+                    flight = self._todo.popleft()
+                    flight.reading = True
+                    return flight
                 else:
                     self._units.wait()
             return None

@@ -140,8 +140,7 @@ class Filler:
         now_s, flight = time.monotonic(), self._fetcher.awaited
         if self._alone is None and not (self._todo and self._is_suspect(self._todo[0])):
             self._fetcher.wake(now_s)
-        silence = None if flight is None else flight.silence
-        if flight is None or silence is None or not silence.is_long(now_s, self._job.hang_timeout_s):
+        if flight is None or not flight.silent(now_s, self._job.hang_timeout_s):
             return
         if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(flight):
             self._fetcher.put_aside(flight)

@@ -24,8 +24,8 @@ class Flight:
     has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
     in other shards; all before the offset `done` has been dealt with.
 
-    All before the offset `came` has been read. While it does not answer it has a `silence`, and is tried again after the
-    `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.
+    All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent nothing; 0
+    where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.
     """
 
     position: int
@@ -40,6 +40,8 @@ class Flight:
     finished: bool = False
     error: BaseException | None = None
     came: int = 0
+    reading: bool = False
+    asked_s: float = 0.0
     silence: Silence | None = None
     delays: Iterator[float] | None = None
     aside: bool = False
@@ -50,6 +52,13 @@ class Flight:
     def is_awaited(self) -> bool:
         """Whether nothing of it has come that was not delivered."""
         return not self.lots and not self.finished
+
+    def silent(self, now_s: float, hang_timeout_s: float) -> bool:
+        """Whether it has not answered for long: in its attempts so far, or in the one that goes on."""
+        if self.silence is None and self.asked_s:
+            since = Silence(self.asked_s, f"unit {self.unit}: no answer yet")
+            self.silence = since if since.is_long(now_s, hang_timeout_s) else None
+        return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
 
     def heard(self, lot: Lot) -> None:
         """The remote answers."""

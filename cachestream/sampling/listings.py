@@ -96,6 +96,16 @@ class Listings:
                 remove_if_there(path)
         self.clean()
 
+    def forget_secrets(self) -> None:
+        """Forget listings in which an earlier release left the queries of URLs, which may be signed."""
+        for path in (self.current, *self._earlier_marks()):
+            mark, names = read_mark(path), StoredNames(path)
+            if mark is None or "http" not in mark.fingerprint or names.look() is None:
+                continue
+            if any("=" in name.partition("?")[2] for name in names):
+                remove_if_there(path)
+        self.clean()
+
     def drop_next(self) -> None:
         remove_if_there(self.next)
         self.clean()

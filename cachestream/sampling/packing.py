@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
+from cachestream.remote import bounds
 from cachestream.sampling.coverage import gaps
 from cachestream.sampling.first_samples import FirstSamples, majority
 from cachestream.sampling.flight import Flight
@@ -57,6 +58,7 @@ class Packing:
         self._open = OpenShard()
         self._first = FirstSamples() if self._outbox.schema is None else None
         self._limit_bytes = cache.size_limit
+        bounds.limit_to(self._limit_bytes)
         self._limit_until_s = 0.0
         self._started_s = time.monotonic()
 
@@ -207,6 +209,7 @@ class Packing:
         if now > self._limit_until_s:  # the limit may be changed while we run
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
+            bounds.limit_to(self._limit_bytes)
         share_bytes = self._limit_bytes // self._job.num_workers
         published = self._outbox.published if published is None else published
         return target_bytes(published, self._job.shard_bytes, share_bytes)

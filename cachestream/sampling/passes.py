@@ -68,6 +68,7 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
     """
     listings = Listings(cache.directory)
     was_complete = False
+    listings.forget_secrets()
     with cache.catalogue.reading() as tables:
         was_cleared = not tables.passes()
     if was_cleared:

@@ -84,7 +84,7 @@ class UnitReader:
         after the samples that came through: a unit gives the same samples again. One that was put aside ends by
         LaterError then; one that does not answer while its remote gives others, by SampleError in the end.
         """
-        self._local.number = number
+        self._local.number, self._local.flight = number, flight
         slot = self._slot
         self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
         slot["flights"][number] = flight.position + 1
@@ -107,6 +107,7 @@ class UnitReader:
         finally:
             end_if_forked(self._pid)
             self._refund()
+            flight.asked_s = 0.0
             slot["flights"][number] = 0
 
     def _fell_silent(self, flight: Flight, reason: str, began_s: float) -> float:
@@ -191,6 +192,7 @@ class UnitReader:
         self.beat(number)
         if not nbytes:
             return
+        self._local.flight.asked_s = 0.0
         self._local.fetched += nbytes
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
@@ -205,6 +207,8 @@ class UnitReader:
         if self._throttle is not None and number is not None:
             self._local.paid = getattr(self._local, "paid", 0) + nbytes
             self._throttle.spend(nbytes, lambda: self.beat(number))
+        if number is not None and nbytes:
+            self._local.flight.asked_s = self._local.flight.asked_s or time.monotonic()
 
     def _refund(self) -> None:
         """Give back what was paid for bytes that never came."""

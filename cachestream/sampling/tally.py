@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cachestream.model import Span
+from cachestream.remote.retry import redact_text
 from cachestream.sampling.coverage import END
 from cachestream.storage.publish import Progress
 from cachestream.storage.tables import FailureRow
@@ -63,7 +64,7 @@ class Tally:
         Messages begin with the place as a rule ("s3://bucket/a.jpg: truncated"): the place becomes the example, so
         that those of one reason are counted together.
         """
-        text = str(error).strip() or "no message"
+        text, example = redact_text(str(error).strip()) or "no message", redact_text(example)
         place, colon, rest = text.partition(": ")
         if colon and rest and kind == "sample" and ("/" in place or place == example):
             text, example = rest, place

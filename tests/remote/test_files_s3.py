@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
-from cachestream.remote import fetch, filesystem, pulse
+from cachestream.remote import fetch, filesystem, pulse, waiting
 from cachestream.remote.files import FileSource
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
@@ -206,7 +206,7 @@ def test_options_of_the_user_win_over_ours(s3_server: S3Server, bucket: Path) ->
     source = FileSource(f"s3://{bucket.name}", storage_options=options)
     read_one(source)
     config = source._remote.filesystem()._s3.meta.config
-    assert (config.read_timeout, config.connect_timeout) == (3, filesystem.CONNECT_TIMEOUT_S)
+    assert (config.read_timeout, config.connect_timeout) == (3, waiting.CONNECT_S)
     assert options["config_kwargs"] == {"read_timeout": 3}
 
 
@@ -331,7 +331,7 @@ def test_a_trickling_body_is_given_up(
     source = source_through(s3_proxy, s3_server, s3_bucket)
     s3_proxy.bytes_per_s = 200_000
     with monkeypatch.context() as patch:
-        patch.setattr(fetch, "PIECE_TIMEOUT_S", 0.5)
+        patch.setattr(fetch, "PIECE_S", 0.5)
         patch.setattr(fetch, "RESUMES", 1)
         with pytest.raises(SourceUnavailableError, match="no answer within"):
             read_one(source)

@@ -20,6 +20,7 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream.errors import ConfigError, SampleError
+from cachestream.remote import bounds
 from cachestream.remote.litdata import LitDataSource
 from cachestream.remote.litdata_leaves import leaf_names
 from cachestream.remote.litdata_nested import parse_nested
@@ -379,9 +380,9 @@ def test_an_item_that_unpacks_to_far_too_much_is_a_problem_in_bounded_memory(
     bomb = zstandard.ZstdCompressor().compress(bytes(256 << 20))
     assert len(bomb) < 100_000
     (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 12 + len(bomb)) + bomb)
-    monkeypatch.setattr("cachestream.remote.litdata_chunks.MAX_ITEM_BYTES", 8 << 20)
+    monkeypatch.setattr(bounds, "_limit_bytes", 8 << 20)
     tracemalloc.start()
-    with pytest.raises(SampleError, match=r"sample 0: it unpacks to more than 8\.39 MB"):
+    with pytest.raises(SampleError, match=r"sample 0: .*more than 8\.39 MB in one object"):
         read(LitDataSource(folder), 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

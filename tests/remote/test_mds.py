@@ -361,7 +361,7 @@ def forged(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([12, 4_000_000_000], "a sample of 4 GB"),
+        ([12, 4_000_000_000], "more than 2 GB in one object"),
         ([4_000_000_000, 4_000_000_010], "ends in the middle"),
         ([0, 20], "the table says that it lies at 0 to 20"),
         ([20, 12], "lies at 20 to 12"),

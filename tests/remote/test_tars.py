@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from cachestream.errors import ConfigError, SampleError, SourceError
-from cachestream.remote import grouping, pulse
+from cachestream.remote import pulse
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.grouping import split_name
 from cachestream.remote.stream_open import open_stream
@@ -263,14 +263,11 @@ def test_a_large_tar_is_read_in_little_memory_each_byte_once(tmp_path: Path, fet
     assert max(fetched) <= 1 << 20
 
 
-def test_what_is_left_out_of_a_local_tar_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetched: list[int]
-) -> None:
+def test_what_is_left_out_of_a_local_tar_is_not_read(tmp_path: Path, fetched: list[int]) -> None:
     make(tmp_path / "1.tar", [("a.bin", bytes(40 << 20)), ("b.txt", b"x")])
-    monkeypatch.setattr(grouping, "MAX_SAMPLE_BYTES", 1 << 20)
-    found, problem = read_unit(TarSource(tmp_path))
+    found, problem = read_unit(TarSource(tmp_path, storage_options={"max_object_size": 1 << 20}))
     assert found == {"1.tar#b": {"txt": "x"}}
-    assert "1.tar#a: a sample of 41.9 MB, 1.05 MB at most" in problem
+    assert "1.tar#a: more than 1.05 MB in one object; raise max_object_size=" in problem
     assert sum(fetched) < 4 << 20
 
 

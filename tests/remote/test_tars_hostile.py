@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachestream.errors import SampleError, SourceError
-from cachestream.remote import grouping, unpack
+from cachestream.remote import bounds, unpack
 from cachestream.remote.tarformat import BLOCK
 from cachestream.remote.tars import TarSource
 from tests.remote.tarmaking import add, make, numbered, read_all, read_unit, tar_bytes
@@ -291,7 +291,7 @@ def test_an_extended_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
 def test_a_packed_bomb_is_given_up_at_the_bound_in_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
 ) -> None:
-    monkeypatch.setattr(grouping, "MAX_SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(bounds, "_limit_bytes", 4 << 20)
     data = pack(tar_bytes([("a.txt", b"1"), ("b.bin", bytes(64 << 20)), ("c.txt", b"2")]))
     assert len(data) < 1 << 20
     tracemalloc.start()
@@ -301,7 +301,7 @@ def test_a_packed_bomb_is_given_up_at_the_bound_in_little_memory(
     finally:
         tracemalloc.stop()
     assert found == {"1.tar#a": {"txt": "1"}}
-    assert "#b: a sample of 67.1 MB in a packed tar, 4.19 MB at most" in problem
+    assert "#b, in a packed tar: more than 4.19 MB in one object; raise the cache's size_limit" in problem
     assert peak_bytes < 24 << 20
 
 

@@ -120,7 +120,7 @@ def test_small_visits_fetch_little_that_belongs_to_others(
 def test_the_first_samples_of_a_tar_come_while_the_rest_is_on_its_way(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_network, "PIECE_S", 0.0)  # the network is slow
+    monkeypatch.setattr(stream_network, "ENOUGH_S", 0.0)  # the network is slow
     source = source_through(s3_proxy, s3_server, bucket)
     s3_proxy.bytes_allowed = 400_000
     samples = source.read(0, RNG)
@@ -285,7 +285,7 @@ def test_a_part_of_a_web_file_that_was_packed_on_its_way_is_refused(web: str, tm
     url = f"{web}/a.npy.gz?sig=CANARY"
     remote = Remote(url)
     with pytest.raises(ValueError, match="Content-Encoding: gzip"):
-        run(remote.filesystem().loop, ask_web(remote.filesystem(), url, "bytes=50-60"), 30)
+        run(remote.filesystem().loop, ask_web(remote.filesystem(), url, "bytes=50-60", 1 << 20), 30)
     message = r"a\.npy\.gz: .*have the server send the file without"
     with (
         open_stream(remote, url, "a.npy.gz", 50) as stream,

@@ -13,6 +13,7 @@ import cachestream as cs
 from cachestream import Cache
 from tests.sampling.sources import Mute
 from tests.sampling.support import DEADLINE_S, failures_of, only_once, sampling_pids, wait_until
+from tests.support.unruly import run_unruly_server
 
 
 def muted(tmp_path: Path, which: str, samples: int = 4, units: int = 60) -> Mute:
@@ -112,3 +113,16 @@ def test_one_source_of_a_mix_that_is_away_is_waited_for_although_the_other_answe
         assert worker.wait(DEADLINE_S)
     assert failures_of(cache) == {}
     assert cache.num_samples == 4 * (4 + 40)
+
+
+def test_web_servers_that_accept_and_never_answer_hold_up_no_others(cache: Cache) -> None:
+    with run_unruly_server() as server:
+        urls = [f"{server.url}/good/{number}.bin" for number in range(300)]
+        silent = [f"{server.url}/silent/{number}.bin" for number in range(4)]
+        source = cs.open_source([*urls, *silent])
+        with cs.start_worker(cache, source, num_workers=1) as worker:
+            wait_until(lambda: cache.num_samples == 300, "the others are cached", 150.0)
+            assert worker.is_alive()
+            assert not cache.status().failures, "those that are silent are not given up yet"
+            wait_until(lambda: "silent/" in cache.status().remote_message, "what does not answer is named")
+        assert len(only_once(cache)) == 300
