@@ -136,7 +136,7 @@ def worker(
 ) -> None:
     """Fill CACHE from SOURCE.
 
-    Runs until all of SOURCE was read once, or Ctrl-C; with --detach in the background, until it is stopped.
+    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it; with --detach in the background, until it is stopped.
     Started again, it goes on where it stopped.
     """
     function = None if transform is None else load(transform, "--transform")

@@ -213,7 +213,7 @@ class _Shelf:
                 tables.set_meta("source", self._fingerprint)
                 pass_id = self._passes[fill["plan"]] = tables.earlier_pass(fill["plan"], fill["length"])
         spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
-        shard_id = self._publisher.publish(made, spans, Progress(pass_id))
+        shard_id = self._publisher.publish(made, spans, Progress(pass_id), spare_unused=False)
         if shard_id is None:
             shortage = self._cache.admission.shortage(made.data_bytes)
             raise CacheFullError(

@@ -116,7 +116,8 @@ def bottleneck(totals: Totals) -> list[tuple[str, float]]:
 def one_line(status: CacheStatus, rates: Rates | None = None) -> str:
     """The status as one line of a log."""
     skipped = f", {status.skipped} skipped" if status.skipped else ""
-    told = "".join(f"; {message}" for message in (status.disk_message, status.remote_message) if message)
+    why = status.fill_message if status.fill_state in ("filling", "full") else ""
+    told = "".join(f"; {message}" for message in (why, status.disk_message, status.remote_message) if message)
     return f"{status}{skipped}{f', {rates}' if rates else ''}{told}"
 
 
@@ -189,7 +190,8 @@ def _sizes(status: CacheStatus) -> str:
 
 
 def _evicted(status: CacheStatus) -> str:
-    return f", {status.evicted_samples:,} evicted so far" if status.evicted_samples else ""
+    unused = f", {status.evicted_unused_samples:,} of them unused" if status.evicted_unused_samples else ""
+    return f", {status.evicted_samples:,} evicted so far{unused}" if status.evicted_samples else ""
 
 
 def _progress(status: CacheStatus) -> RenderableType:

@@ -82,7 +82,7 @@ def say_what_there_is(status: CacheStatus) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Show the filling on stderr until the worker has nothing left to do, or has ended.
+    """Show the filling on stderr until the worker has nothing left to do, or has ended; one of a full cache goes on.
 
     Raises WorkerError, with the traceback from the background, if it failed.
     """
@@ -91,13 +91,25 @@ def follow(worker: Worker) -> None:
         with Live(console=console, auto_refresh=False) as live:
             ended = False
             while not ended:
-                ended = worker.wait(_LOOK_S)
+                ended = _has_ended(worker, _LOOK_S)
                 status = worker.status()
                 live.update(status_view(status, rates.add(time.monotonic(), status.worker)), refresh=True)
     else:
-        while not worker.wait(_LINE_S):
+        while not _has_ended(worker, _LINE_S):
             status = worker.status()
             console.print(one_line(status, rates.add(time.monotonic(), status.worker)), soft_wrap=True)
+
+
+def _has_ended(worker: Worker, timeout_s: float) -> bool:
+    """Wait for the end of the pass or of the worker; False at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while worker.wait(max(0.0, deadline_s - time.monotonic())):
+        if worker.cache.fill_state() != "full" or not worker.is_alive():
+            return True
+        if time.monotonic() >= deadline_s:
+            break
+        time.sleep(min(_LOOK_S, timeout_s))
+    return False
 
 
 def say(line: str) -> None:

@@ -29,9 +29,10 @@ def metrics(
     and `skipped_samples` (since the loader was made), `samples_per_s` and `data_wait_share` (of this epoch: 0.1 is
     a tenth of the time spent waiting for data), `data_wait_s`, `epoch_gap_s`, `prepare_s`, `reuse_factor` (samples
     drawn over distinct ones). Of the cache: `cache_samples`, `cache_shards`, `cache_bytes`, `cache_limit_bytes`,
-    `cache_used_share`, `cache_leased_bytes`, `evicted_samples`, `failed_samples`, `quarantined_shards`, `fill_pass`
+    `cache_used_share`, `cache_leased_bytes`, `evicted_samples`, `evicted_unused_samples` (before an epoch used them),
+    `failed_samples`, `quarantined_shards`, `epoch_waits` (how often a full cache waited for the next epoch), `fill_pass`
     and `fill_pass_done` (the share; not there for a source without an end). Of the running worker, zeros without
-    one: `fill_samples_per_s`, `fill_bytes_per_s`, `fill_restarts`, `fill_processes`.
+    one: `fill_samples_per_s`, `fill_bytes_per_s`, `fill_space_wait_s`, `fill_restarts`, `fill_processes`.
 
     A call reads the cache's catalogue: milliseconds, so every few steps rather than every step.
     Raises ConfigError without either of them, CacheError when the cache cannot be read.
@@ -78,11 +79,14 @@ def _of_cache(status: CacheStatus) -> dict[str, float]:
         "cache_used_share": status.size_bytes / max(1, status.size_limit),
         "cache_leased_bytes": status.leased_bytes,
         "evicted_samples": status.evicted_samples,
+        "evicted_unused_samples": status.evicted_unused_samples,
         "failed_samples": status.skipped,
         "quarantined_shards": status.quarantined,
+        "epoch_waits": status.epoch_waits,
         "fill_pass": status.pass_number,
         "fill_samples_per_s": 0.0 if worker is None else worker.samples_per_s,
         "fill_bytes_per_s": 0.0 if worker is None else worker.fetched_bytes_per_s,
+        "fill_space_wait_s": 0.0 if worker is None else worker.totals.space_wait_s,
         "fill_restarts": 0 if worker is None else worker.restarts,
         "fill_processes": 0 if worker is None else len(worker.states),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from cachestream.sampling.tally import Tally
 from cachestream.storage.admission import disk_footprint
 from cachestream.storage.board import NO_SPACE, WRITING, Slot, board_text
 from cachestream.storage.cache import Cache
+from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.opening import MIN_LIMIT_BYTES
 from cachestream.storage.publish import Publisher
 from cachestream.storage.shard import ShardContent
@@ -27,7 +29,8 @@ from cachestream.storage.tables import PassRow
 __all__ = ["OpenShard", "Outbox", "StartAgainError", "check_size"]
 
 _TICK_S: Final = 0.25
-_SPACE_WAITS_S: Final = (0.02, 0.5)
+_SPACE_WAITS_S: Final = (0.02, 1.0)
+_LOOK_S: Final = 0.05
 
 
 class StartAgainError(Exception):
@@ -152,11 +155,22 @@ class Outbox:
                 self._tell(refusal)
             check()
             self._slot["state"] = NO_SPACE
-            if self._stop.wait(wait_s):
+            begun_s = time.monotonic()
+            if self._wait_for_space(begun_s + wait_s):
                 self._gave_up = True
                 return False
-            self._slot["space_wait_s"] += wait_s
+            self._slot["space_wait_s"] += time.monotonic() - begun_s
             wait_s = min(longest_s, 2 * wait_s)
+
+    def _wait_for_space(self, until_s: float) -> bool:
+        """Wait until then, or until an epoch begins or ends, which makes room; whether to stop."""
+        leases = self._cache.directory.leases
+        with translated_disk_errors(leases):
+            seen_ns = os.stat(leases).st_mtime_ns
+            while (left_s := until_s - time.monotonic()) > 0 and os.stat(leases).st_mtime_ns == seen_ns:
+                if self._stop.wait(min(left_s, _LOOK_S)):
+                    return True
+        return self._stop.is_set()
 
     def _tell(self, refusal: str) -> None:
         """Let all know what the disk says: on the board, which takes it also where there is no space, and once in the log."""

@@ -206,7 +206,7 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
     owner = Owner(cache.directory, f"order-{secrets.token_hex(6)}")
     try:
         size_bytes = disk_footprint(drawn.nbytes + 4096)
-        reserved = cache.admission.reserve(size_bytes, owner.name)
+        reserved = cache.admission.reserve(size_bytes, owner.name, spare_unused=False)
         if reserved is None:
             raise CacheFullError(
                 f"no space for the order of {len(drawn)} units: {cache.admission.shortage(size_bytes)}"

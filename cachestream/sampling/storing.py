@@ -51,7 +51,11 @@ class Store:
         admission = self.cache.admission
         name_bytes = sum(map(len, map(os.fsencode, names)))
         need_bytes = sum(map(admission.footprint, (name_bytes, 8 * (len(names) + 1), 4096)))
-        while (reserved := admission.reserve(need_bytes, self.owner, may_evict=self.may_evict)) is None:
+        while (
+            reserved := admission.reserve(
+                need_bytes, self.owner, may_evict=self.may_evict, spare_unused=False
+            )
+        ) is None:
             if self.wait(_SPACE_TICK_S):
                 return
         try:

@@ -40,11 +40,11 @@ from cachestream.sampling.order import all_units, check_drawn
 from cachestream.sampling.passes import go_on
 from cachestream.sampling.process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 from cachestream.sampling.wardens import Wardens
-from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
+from cachestream.storage.board import NO_SPACE, STATE_NAMES, WRITING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.history import History
 from cachestream.storage.locks import HeldFile
-from cachestream.storage.looking import shortage_of_disk
+from cachestream.storage.looking import RESTS, WAITS, shortage_of_disk
 from cachestream.storage.status import describe_skipped
 
 __all__ = ["Supervisor"]
@@ -55,7 +55,7 @@ _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
 _LATER_PAUSE_S: Final = 2.0
 _SAY_AGAIN_S: Final = 60.0
-_TRIED_AGAIN_S: Final = 2.0  # by then all who wait for space have seen whether there is some
+_TRIED_AGAIN_S: Final = 3.0  # by then all who wait for space have seen whether there is some
 
 logger = logging.getLogger("cachestream.worker")
 
@@ -96,7 +96,7 @@ class Supervisor:
         self._sampler: Any = None
         self._leaving: HeldFile | None = None
         self._resting = False
-        self._state = ""
+        self._state = self._message = ""
         self._stop = threading.Event()
         self._housekeeping_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
@@ -121,7 +121,7 @@ class Supervisor:
             self._give_up(str(error) or type(error).__name__, words)
             return 1
         try:
-            if self._state == "filling":
+            if self._state == "filling" or self._message == RESTS:
                 self._say("stopped")
         except CacheFullError:
             logger.exception("the end could not be recorded")
@@ -215,7 +215,7 @@ class Supervisor:
             if child.start_at_s is not None and now_s >= child.start_at_s:
                 child.start(now_s)
         if not self._resting:
-            self._say("full" if self._is_full(now_s) else "filling")
+            self._say(*self._how_full(now_s))
 
     def _reap(self, child: Child, now_s: float) -> None:
         ended = child.reap(now_s)
@@ -315,17 +315,26 @@ class Supervisor:
             sampler.set_epoch(ordinal)
         return check_drawn(sampler, job.num_units, job.partition)
 
-    def _is_full(self, now_s: float) -> bool:
-        if self._job.when_full == "evict" and self._cache.eviction != "none":
-            return False
-        running = [child.index for child in self._children if child.running]
+    def _how_full(self, now_s: float) -> tuple[str, str]:
+        """The state of the filling while it is not over, and what it waits for when all processes wait for space."""
         states = self._board.states()
-        if not running or any(states[index] != STATE_NAMES[NO_SPACE] for index in running):
-            return False
+        running = {states[child.index] for child in self._children if child.running}
+        if not running or running - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
+            return "filling", ""
+        if STATE_NAMES[WRITING] in running:  # it may be about to find that there is none
+            return self._state, self._message
+        evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
         with self._cache.catalogue.reading() as tables:
-            if shortage_of_disk(self._cache.directory, tables):  # by others: it may be over at any time
-                self._short_s = now_s
-        return now_s - self._short_s > _TRIED_AGAIN_S
+            is_short = bool(
+                shortage_of_disk(self._cache.directory, tables)
+            )  # by others: it may be over at any time
+            has_room = tables.meta("fill_state") != self._state  # whoever made some has said so
+            is_used = evicts and self._cache.admission.leases.count() > 0
+        if is_short or has_room or is_used:
+            self._short_s = now_s
+        if now_s - self._short_s > _TRIED_AGAIN_S:
+            return "full", RESTS if evicts else ""
+        return "filling", WAITS if is_used and not is_short else ""
 
     def _keep_house(self) -> None:
         self._cache.enforce_limit()
@@ -343,13 +352,14 @@ class Supervisor:
         )
 
     def _say(self, state: str, message: str = "", words: str = "") -> None:
-        if state == self._state:
+        if (state, message) == (self._state, self._message):
             return
         with self._cache.catalogue.transaction() as tables:
             tables.set_meta("fill_state", state)
             tables.set_meta("fill_message", message)
             tables.set_meta("fill_traceback", words)
-        self._state = state
+            tables.add("epoch_waits", int(message == WAITS))
+        self._state, self._message = state, message
 
     def _end(self) -> None:
         self._lister.stop()

@@ -70,7 +70,8 @@ class Worker:
         return self.cache.has_worker()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the pass over the remote is complete, or the worker has ended; False at the deadline.
+        """Wait until the pass over the remote is complete, or the cache is full and rests (see `status`: the rest comes as
+        epochs use what there is, or the limit is raised), or the worker has ended; False at the deadline.
 
         The next pass, over what was evicted, may be under way then. Logs a warning if more than 1 % of the samples were
         skipped. Raises WorkerError, with the traceback from the background, if the worker crashed.
@@ -85,7 +86,7 @@ class Worker:
             first = first or last
             if state == "failed":
                 self._raise_failure()
-            if state == "complete" or last not in (0, first):
+            if state in ("complete", "full") or last not in (0, first):
                 warn_of_skipped(self.cache)
                 return True
             if not alive and not self.is_alive():
@@ -216,7 +217,7 @@ def start_worker(
             units, or a curriculum: weights as a function of the progress in passes, by which units come once a pass.
         seed: of the order, and of the generators that sources get.
         bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
-        when_full: "evict", "wait" until the limit is raised, or "stop".
+        when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64.
         hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not answer for a

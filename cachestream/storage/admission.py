@@ -129,11 +129,14 @@ class Admission:
         """The most that a file of `size_bytes` occupies on this disk."""
         return disk_footprint(size_bytes, self._block_bytes)
 
-    def reserve(self, size_bytes: int, owner: str, *, may_evict: bool = True) -> int | None:
+    def reserve(
+        self, size_bytes: int, owner: str, *, may_evict: bool = True, spare_unused: bool = True
+    ) -> int | None:
         """Promise `size_bytes` of disk to a new shard; its id, or None when there is no space now.
 
-        Evicts what the policy gives for it, except leased shards. The caller then writes the file,
-        and turns the reservation into a shard or cancels it.
+        Evicts what the policy gives for it, except leased shards and those that no epoch has used: each of these
+        would be fetched for nothing. Without `spare_unused` also such: for what is no shard, and on request. The
+        caller then writes the file, and turns the reservation into a shard or cancels it.
         """
         self.clear_dead(owner)
         with self._catalogue.transaction() as tables:
@@ -141,7 +144,7 @@ class Admission:
             short_bytes = size_bytes - room.free_bytes
             if 0 < short_bytes <= tables.reserved_bytes()[1]:
                 return None  # others are unlinking as much: evicting more would only empty the cache
-            victims = self._victims(tables, short_bytes) if may_evict else []
+            victims = self._victims(tables, short_bytes, used_only=spare_unused) if may_evict else []
             if victims is None or size_bytes > room.free_bytes + sum(v.size_bytes for v in victims):
                 return None
             shard_id = tables.add("last_shard_id", 1)
@@ -173,12 +176,15 @@ class Admission:
         with self._catalogue.transaction() as tables:
             room = self.room(tables)
             surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+            surplus -= tables.reserved_bytes()[1]  # others are unlinking as much
             victims: list[ShardRow] = []
             with contextlib.closing(self._evictable(tables, policy)) as candidates:
                 while surplus > 0 and (row := next(candidates, None)) is not None:
                     victims.append(row)
                     surplus -= row.size_bytes
             self._doom(tables, victims, owner)
+            if victims:
+                tables.go_on_filling()
         self._unlink([row.id for row in victims], owner)
         return sum(row.size_bytes for row in victims)
 
@@ -253,19 +259,22 @@ class Admission:
             text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
         return text
 
-    def _victims(self, tables: Tables, need_bytes: int) -> list[ShardRow] | None:
+    def _victims(self, tables: Tables, need_bytes: int, *, used_only: bool) -> list[ShardRow] | None:
         if need_bytes <= 0:
             return []
-        with contextlib.closing(self._evictable(tables, None)) as candidates:
+        with contextlib.closing(self._evictable(tables, None, used_only=used_only)) as candidates:
             return choose_victims(candidates, need_bytes)
 
-    def _evictable(self, tables: Tables, policy: EvictionPolicy | None) -> Generator[ShardRow, None, None]:
+    def _evictable(
+        self, tables: Tables, policy: EvictionPolicy | None, *, used_only: bool = False
+    ) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy
         ranges = self._leases.leased()
         if callable(policy):
-            yield from in_order(policy, list(_outside(ranges, tables.shards())))
+            rows = list(_outside(ranges, tables.shards(used_only=used_only)))
+            yield from in_order(policy, rows) if rows else ()
         elif policy != "none":
-            with contextlib.closing(tables.shards(policy, but=ranges)) as candidates:
+            with contextlib.closing(tables.shards(policy, but=ranges, used_only=used_only)) as candidates:
                 yield from _outside(ranges, candidates)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
@@ -277,6 +286,7 @@ class Admission:
         tables.add("evicted_shards", len(victims))
         tables.add("evicted_samples", sum(row.num_samples for row in victims))
         tables.add("evicted_bytes", sum(row.size_bytes for row in victims))
+        tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
 
     def _abandoned(self, tables: Tables) -> list[int]:
         """The reservations of processes that are gone, and those that this one has left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
 from cachestream.model import Schema, Snapshot
 from cachestream.storage import snapshots
-from cachestream.storage.admission import Admission
+from cachestream.storage.admission import HEADROOM_BYTES, Admission
 from cachestream.storage.directory import Directory, open_directory
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.leases import Lease
@@ -153,6 +153,7 @@ class Cache:
     def _store(self, name: str, setting: int | str) -> None:
         with self.catalogue.transaction() as tables:
             tables.set_meta(name, setting)
+            tables.go_on_filling()
         save_settings(self.directory, self.catalogue)
 
     def fill_state(self) -> str:
@@ -177,7 +178,7 @@ class Cache:
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self.directory, self.catalogue, self.admission, count, timeout_s)
+        return wait_for_samples(self.directory, self.catalogue, count, timeout_s)
 
     # --- epochs
 
@@ -191,15 +192,21 @@ class Cache:
         return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover))
 
     def take_snapshot(
-        self, epoch_size: int | None = None, turnover: float = 0.0, least: int = 0
+        self,
+        epoch_size: int | None = None,
+        turnover: float = 0.0,
+        least: int = 0,
+        mine: Collection[str] = (),
     ) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that keeps them. Less is left out for the `turnover` where
-        fewer than `least` samples would remain.
+        fewer than `least` samples would remain; `mine` are the paths of leases that whoever takes this one lets go soon.
         """
         count = None if epoch_size is None else check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
         with self.catalogue.transaction() as tables:
-            excluded = shards_to_leave(tables, self.directory, self.admission, turnover, least)
+            excluded = shards_to_leave(
+                tables, self.directory, self.admission, turnover, least, epoch_size=count, mine=mine
+            )
             return snapshots.take_snapshot(tables, self.admission.leases, self.path, count, excluded)
 
     def retake_snapshot(
@@ -223,8 +230,11 @@ class Cache:
         return self._space.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
-        """Evict what is over the limit, as leases allow; returns the bytes freed."""
-        return self._space.enforce_limit()
+        """Evict what is over the limit, as leases allow; returns the bytes freed.
+
+        A part of what is kept free for leases and logs may be taken by these: nothing has to go for that.
+        """
+        return self._space.enforce_limit(HEADROOM_BYTES // 2)
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
         """Put a damaged shard aside: its row goes, and the worker will fetch its samples again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
@@ -101,6 +102,19 @@ class Leases:
                 live[name] = _read_ranges(path) if ranges is None else ranges
         self._ranges = live
         return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *live.values()]))
+
+    def holders(self, ids: IntArray, but: Collection[str] = ()) -> IntArray:
+        """How many leases hold each of the shards `ids`, int64 `[n]`, those at the paths `but` not counted.
+
+        Called within a write transaction, as `leased`.
+        """
+        self.leased()
+        counts = np.zeros(len(ids), np.int64)
+        others = self._ranges.keys() - {os.path.basename(path) for path in but}
+        for ranges in (self._ranges[name] for name in others):  # of one lease they are disjoint and ascending
+            place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
+            counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
+        return counts
 
     def look(self) -> tuple[int, IntArray]:
         """How many leases live processes hold, and on which ranges: without clearing, for a status."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, Final
 
 from cachestream.config import format_size
 from cachestream.model import Schema
@@ -19,6 +19,8 @@ from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import Tables
 
 __all__ = [
+    "RESTS",
+    "WAITS",
     "has_worker",
     "hindrance",
     "occupied_bytes",
@@ -29,6 +31,11 @@ __all__ = [
 ]
 
 
+# Why nothing is fetched into a full cache that evicts: "full" without an epoch in use, "filling" with one.
+RESTS: Final = "full: rests until an epoch uses it"
+WAITS: Final = "waiting for the next epoch"
+
+
 def has_worker(directory: Directory) -> bool:
     """Whether a worker is running for the cache, in any process."""
     return is_held(directory.worker_file("supervisor.lock"))
@@ -37,7 +44,8 @@ def has_worker(directory: Directory) -> bool:
 def state_of_filling(directory: Directory, tables: Tables) -> str:
     """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
     state = str(tables.meta("fill_state", "none"))
-    return "stopped" if state == "filling" and not has_worker(directory) else state
+    goes_on = state == "filling" or (state == "full" and tables.meta("fill_message") == RESTS)
+    return "stopped" if goes_on and not has_worker(directory) else state
 
 
 def shortage_of_disk(directory: Directory, tables: Tables) -> str:
@@ -104,12 +112,14 @@ def read_status(
         reserved_bytes=reserved_bytes,
         evicted_shards=meta.get("evicted_shards", 0),
         evicted_samples=meta.get("evicted_samples", 0),
+        evicted_unused_samples=meta.get("evicted_unused_samples", 0),
+        epoch_waits=meta.get("epoch_waits", 0),
         snapshots=meta.get("clock", 0),
         schema=_schema_text(meta),
         source=meta.get("source"),
         num_units=None if current is None else current.length,
         fill_state=fill_state,
-        fill_message=meta.get("fill_message", ""),
+        fill_message="" if fill_state == "stopped" else meta.get("fill_message", ""),
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
         pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
         is_listing=is_listing,

@@ -60,7 +60,13 @@ class Publisher:
             self._catalogue_id = tables.meta("catalogue_id")
 
     def publish(
-        self, content: ShardContent, spans: Sequence[Span], progress: Progress, *, may_evict: bool = True
+        self,
+        content: ShardContent,
+        spans: Sequence[Span],
+        progress: Progress,
+        *,
+        may_evict: bool = True,
+        spare_unused: bool = True,
     ) -> int | None:
         """Write `content` as a new shard and commit `progress` with it.
 
@@ -71,7 +77,9 @@ class Publisher:
         header = encode_header(content)
         size_bytes = len(header) + content.data_bytes
         footprint = self._admission.footprint(size_bytes)
-        shard_id = self._admission.reserve(footprint, self._owner, may_evict=may_evict)
+        shard_id = self._admission.reserve(
+            footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
+        )
         if shard_id is None:
             return None
         try:

@@ -38,14 +38,16 @@ class Space:
         with self._owner("evict") as name:
             return self._admission.evict(to_bytes, name, policy)
 
-    def enforce_limit(self) -> int:
-        """Evict what is over the limit, as leases allow; returns the bytes freed."""
+    def enforce_limit(self, slack_bytes: int = 0) -> int:
+        """Evict what is over the limit by more than `slack_bytes`, as leases allow; returns the bytes freed."""
         with self._catalogue.reading() as tables:
             room, size_limit = self._admission.room(tables), int(tables.meta("size_limit"))
             keeps = self._admission.policy(tables) == "none"
+            going_bytes = tables.reserved_bytes()[1]
         # Nothing but a lower limit evicts under "none": not other programs that fill the disk.
         limit_bytes = size_limit if keeps else room.limit_bytes
-        if room.used_bytes <= limit_bytes:
+        slack_bytes = slack_bytes if limit_bytes == size_limit else 0
+        if room.used_bytes - going_bytes <= limit_bytes + slack_bytes:
             return 0
         return self.evict(limit_bytes, "lru" if keeps else None)
 

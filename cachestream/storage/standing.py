@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Standing"]
 
 _STANDS_S: Final = 10.0
+_GIVEN: Final = 8  # more epochs than one loader ever has open
 
 
 @dataclass(slots=True)
@@ -53,23 +54,29 @@ class Standing:
         self._cache = cache
         self._clock = clock
         self._last: _Taken | None = None
+        self._given: list[str] = []  # paths of the leases of the last epochs
 
     def take(self, epoch_size: int | None, turnover: float, least: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
         if epoch_size is not None or self._cache.has_worker():
             self.settle()
-            return self._cache.take_snapshot(epoch_size, turnover, least)
+            return self._take(epoch_size, turnover, least)
         again = self._again()
         if again is not None:
             return again
         self.settle()
         self._enforce_limit()  # what the epoch before last held may go now
         before = self._cache.catalogue.revision()
-        snapshot, lease = self._cache.take_snapshot(None, turnover, least)
+        snapshot, lease = self._take(None, turnover, least)
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
             self._last = _Taken(snapshot, mine, now, self._clock() + _STANDS_S)
+        return snapshot, lease
+
+    def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
+        snapshot, lease = self._cache.take_snapshot(epoch_size, turnover, least, self._given)
+        self._given = [*self._given[1 - _GIVEN :], lease.path]
         return snapshot, lease
 
     def close(self) -> None:

@@ -39,8 +39,10 @@ class WorkerStatus:
 class CacheStatus:
     """A cache at one moment.
 
-    `size_bytes` is what the whole directory occupies on disk. `fill_state` is "filling", "complete",
-    "full", "stopped", "failed" or "none". `pass_number` counts passes over the remote from 1 (0: none
+    `size_bytes` is what the whole directory occupies on disk. `evicted_unused_samples` were evicted before an epoch used
+    them, which only a lower limit, `min_free` and `evict` do. `fill_state` is "filling", "complete",
+    "full", "stopped", "failed" or "none"; `fill_message` says why, or what it waits for, and `epoch_waits` how often
+    that was the next epoch. `pass_number` counts passes over the remote from 1 (0: none
     yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
     source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full,
     `remote_message` what the worker waits for that does not answer.
@@ -59,6 +61,8 @@ class CacheStatus:
     reserved_bytes: int
     evicted_shards: int
     evicted_samples: int
+    evicted_unused_samples: int
+    epoch_waits: int
     snapshots: int
     schema: str | None
     source: str | None

@@ -87,6 +87,10 @@ class Tables(ProgressTables):
         self.set_meta(key, value)
         return value
 
+    def go_on_filling(self) -> None:
+        """A full cache has room again: it is not known any more to be full."""
+        self.execute("UPDATE meta SET value = 'filling' WHERE key = 'fill_state' AND value = 'full'")
+
     # --- shards
 
     def totals(self) -> tuple[int, int, int]:
@@ -94,15 +98,17 @@ class Tables(ProgressTables):
         row = self.execute("SELECT shards, samples, size_bytes FROM totals").fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
-    def shards(self, policy: str = "fifo", but: IntArray | None = None) -> Generator[ShardRow, None, None]:
-        """All shards in the order of a named eviction policy, first to go first.
+    def shards(
+        self, policy: str = "fifo", but: IntArray | None = None, *, used_only: bool = False
+    ) -> Generator[ShardRow, None, None]:
+        """All shards, or those that some epoch has used, in the order of a named eviction policy, first to go first.
 
         Without those in `but`, ranges `[n, 2]` of ids (first, last); of many ranges some are left to the
         caller to leave out. SQLite sorts, so only the rows that are asked for become objects.
         """
         order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
         ranges = [] if but is None else but[:_MAX_RANGES].tolist()
-        where = " AND ".join(["id NOT BETWEEN ? AND ?"] * len(ranges)) or "1"
+        where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
         cursor = self.execute(
             f"SELECT {_ROW} FROM shards WHERE {where} ORDER BY {order or 'id'}",
             list(chain.from_iterable(ranges)),

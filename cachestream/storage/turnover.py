@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from cachestream.model import IntArray
 from cachestream.storage.admission import Admission, Room
 from cachestream.storage.directory import Directory
 from cachestream.storage.eviction import in_order
-from cachestream.storage.looking import state_of_filling
+from cachestream.storage.looking import WAITS, state_of_filling
 from cachestream.storage.tables import Tables
 
 __all__ = ["Filling", "bytes_to_leave", "leave_out", "shards_to_leave"]
@@ -28,15 +29,16 @@ class Filling:
     lost: bool
 
 
-def bytes_to_leave(room: Room, turnover: float, filling: Filling) -> int:
+def bytes_to_leave(room: Room, turnover: float, filling: Filling, largest_bytes: int = 0) -> int:
     """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
 
     The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
     until full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would
-    freeze the fill, or evict what was never seen). Nothing is left out while the rest of the remote
-    will fit anyway.
+    freeze the fill, or evict what was never seen), and room for one shard, of `largest_bytes`: less than that is
+    not free. Nothing is left out while the rest of the remote will fit anyway.
     """
-    wanted = int(turnover * room.limit_bytes) - max(0, room.free_bytes)
+    free_bytes = room.free_bytes if room.free_bytes >= largest_bytes else 0
+    wanted = max(int(turnover * room.limit_bytes), largest_bytes) - max(0, free_bytes)
     if wanted <= 0 or filling.length == 0:
         return 0
     if not filling.lost and filling.length is not None and filling.done:
@@ -62,19 +64,29 @@ def leave_out(
 
 
 def shards_to_leave(
-    tables: Tables, directory: Directory, admission: Admission, turnover: float, least: int = 0
+    tables: Tables,
+    directory: Directory,
+    admission: Admission,
+    turnover: float,
+    least: int = 0,
+    *,
+    epoch_size: int | None = None,
+    mine: Collection[str] = (),
 ) -> IntArray:
-    """The ids of the shards that the next epoch leaves out, those that eviction would take first: what is over a limit that
-    was lowered, or else epoch after epoch would hold it; and the `turnover` share of a full cache, where the filling goes on.
-    Less of both where the epoch would have fewer than `least` samples.
+    """The ids of the shards that the next epoch leaves out: what is over a limit that was lowered, or else epoch after epoch
+    would hold it; and the `turnover` share of a full cache, where the filling goes on. Less of both where the epoch would
+    have fewer than `least` samples.
+
+    Those that nobody holds go first, then those that fewest others hold, in the order of eviction: what several trainers
+    leave to the filling has to be the same. The leases at the paths `mine` end with the epoch before. What that one has
+    left is soon replaced by a filling that has waited since the last snapshot, and does not count towards this share.
     """
     policy, room = admission.policy(tables), admission.room(tables)
     # Under "none" a lower limit evicts, but not other programs that fill the disk.
     limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
-    leave_bytes = max(0, room.used_bytes - limit_bytes)
-    if turnover and policy != "none" and state_of_filling(directory, tables) == "filling":
-        leave_bytes += _left_to_filling(tables, room, turnover)
-    if not leave_bytes:
+    surplus_bytes = max(0, room.used_bytes - limit_bytes)
+    turns_over = turnover and policy != "none" and state_of_filling(directory, tables) == "filling"
+    if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
     if policy == "none":
         policy = "lru"
@@ -88,10 +100,25 @@ def shards_to_leave(
         ids, sizes, uses, counts = tables.shard_columns(
             "id", "size_bytes", "uses", "num_samples", policy=policy
         )
+    is_free = admission.leases.holders(ids) == 0
+    order = np.argsort(np.where(is_free, -1, admission.leases.holders(ids, mine)), kind="stable")
+    ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
+    leave_bytes = surplus_bytes
+    if turns_over:
+        leave_bytes += _left_to_filling(tables, room, turnover, int(sizes.max(initial=0)))
+        if leave_bytes and _has_waited(tables) and (epoch_size is None or epoch_size >= int(counts.sum())):
+            leave_bytes += int(sizes[is_free & (uses > 0)].sum())
     return leave_out(ids, sizes, uses, counts, leave_bytes, least)
 
 
-def _left_to_filling(tables: Tables, room: Room, turnover: float) -> int:
+def _has_waited(tables: Tables) -> bool:
+    """Whether the filling has waited for an epoch since this was asked last."""
+    waits, before = int(tables.meta("epoch_waits", 0)), int(tables.meta("epoch_waits_seen", 0))
+    tables.set_meta("epoch_waits_seen", waits)
+    return waits > before or tables.meta("fill_message") == WAITS
+
+
+def _left_to_filling(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
     passes = tables.passes()
     if not passes:
         return 0
@@ -101,4 +128,4 @@ def _left_to_filling(tables: Tables, room: Room, turnover: float) -> int:
         shard_bytes=tables.totals()[2],
         lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
     )
-    return bytes_to_leave(room, turnover, filling)
+    return bytes_to_leave(room, turnover, filling, largest_bytes)

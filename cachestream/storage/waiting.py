@@ -7,9 +7,7 @@ from typing import Final
 
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
-from cachestream.storage.admission import Admission
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.churn import Churn
 from cachestream.storage.directory import Directory
 from cachestream.storage.looking import hindrance, state_of_filling
 from cachestream.storage.status import describe_skipped
@@ -23,7 +21,6 @@ _ENDED: Final = ("complete", "full", "failed")
 def wait_for_samples(
     directory: Directory,
     catalogue: Catalogue,
-    admission: Admission,
     min_samples: int,
     timeout_s: float | None,
 ) -> int:
@@ -33,7 +30,6 @@ def wait_for_samples(
     ended with fewer, or no more fit.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    churn = Churn(catalogue, admission)
     while True:
         with catalogue.reading() as tables:
             have = tables.totals()[1]
@@ -43,13 +39,13 @@ def wait_for_samples(
             late = deadline is not None and time.monotonic() >= deadline
             if state in _ENDED or late:
                 message = message or hindrance(directory, tables) or describe_skipped(tables.failures())
-        if state in _ENDED:
-            why = f"the filling is {state}"
-        elif churn.is_over(have):
+        if state == "full":
             with catalogue.reading() as tables:
                 limit = format_size(int(tables.meta("size_limit")))
             why = f"no more fit into its size_limit of {limit}"
             message = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
+        elif state in _ENDED:
+            why = f"the filling is {state}"
         elif late:
             why = f"after {timeout_s:g} s the filling is '{state}'"
         else:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
-from cachestream.storage.churn import Churn
 from cachestream.storage.looking import hindrance
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import describe_skipped, remedy_for_skipped
@@ -50,18 +49,16 @@ class ColdStart:
         # A moment before the trainer gives up waiting for its batch: this error says more.
         give_up_s, speak_s = 0.9 * settings.timeout_s, _SILENT_S
         waited_s, looked_s = 0.0, time.monotonic()
-        churn = Churn(self._cache.catalogue, self._cache.admission)
         while (have := self._cache.num_samples) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
             late = waited_s > give_up_s
-            no_room = churn.is_over(have)
-            if ended or late or no_room:
+            if ended or late:
                 # Asked again: the last samples may have come between the count and the state.
                 have = self._cache.num_samples
                 if have >= least:
                     return
-                raise NotEnoughSamplesError(self._too_few(have, least, "full" if no_room else state, ended))
+                raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
             if not have and waited_s > speak_s:
                 self._tell_why_none()
                 speak_s = math.inf

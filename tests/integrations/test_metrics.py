@@ -35,6 +35,8 @@ def test_the_metrics_of_a_loader_are_numbers_under_one_prefix_and_those_of_its_c
         "cache_limit_bytes": 100_000_000,
         "fill_processes": 0,
         "evicted_samples": 0,
+        "evicted_unused_samples": 0,
+        "epoch_waits": 0,
     }
     assert {name: found[f"cachestream/{name}"] for name in expected} == expected
     assert 0 <= found["cachestream/data_wait_share"] <= 1

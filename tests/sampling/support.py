@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachestream import Cache
+from cachestream import Cache, NotEnoughSamplesError
 from cachestream.remote.stored import file_names, read_mark
 from cachestream.sampling.listings import Listings
 from cachestream.storage.board import Board
@@ -36,6 +36,25 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = DE
             raise AssertionError(f"after {timeout_s:.0f} s still not so: {what}")
         _pause.wait(0.01)
     return time.monotonic() - begun_s
+
+
+@contextmanager
+def in_use(cache: Cache) -> Iterator[None]:
+    """Somebody takes one epoch after the other of all that is cached: a full cache turns over."""
+    stop = threading.Event()
+
+    def use() -> None:
+        while not stop.wait(0.05):
+            with suppress(NotEnoughSamplesError):
+                cache.take_snapshot()[1].release()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def keys_of(cache: Cache) -> Counter[str]:

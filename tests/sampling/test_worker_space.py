@@ -17,8 +17,9 @@ import cachestream as cs
 from cachestream import Cache
 from cachestream.remote.source import Rows
 from cachestream.remote.throttle import Throttle
+from cachestream.storage.looking import RESTS, WAITS
 from tests.sampling.sources import Numbers, content
-from tests.sampling.support import DEADLINE_S, failures_of, keys_of, only_once, wait_until
+from tests.sampling.support import DEADLINE_S, failures_of, in_use, keys_of, only_once, wait_until
 
 MB = 1_000_000
 
@@ -56,12 +57,44 @@ def test_data_larger_than_the_cache_turns_over_within_the_limit_and_no_key_comes
     cache.size_limit = 4 * MB
     journal = tmp_path / "journal"
     source = Numbers(400, nbytes=20_000, journal=str(journal))  # 8 MB
-    with cs.start_worker(cache, source, num_workers=2):
+    with cs.start_worker(cache, source, num_workers=2), in_use(cache):
         within(cache, 4 * MB, lambda: cache.status().pass_number >= 3, "a third pass")
         for _ in range(20):
             only_once(cache)
     assert failures_of(cache) == {}
     assert set(map(int, journal.read_text().split())) == set(range(400))
+    assert cache.status().evicted_unused_samples == 0
+
+
+def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
+    tmp_path: Path, cache: Cache
+) -> None:
+    cache.size_limit = 2 * MB
+    journal = tmp_path / "journal"
+    with cs.start_worker(cache, Numbers(None, nbytes=10_000, journal=str(journal)), num_workers=2) as worker:
+        assert worker.wait(DEADLINE_S), "nothing more comes by itself"
+        assert (cache.fill_state(), cache.status().fill_message) == ("full", RESTS)
+        with pytest.raises(cs.NotEnoughSamplesError, match="no more fit into its size_limit of 2 MB"):
+            cache.wait(10_000, DEADLINE_S)
+        time.sleep(1.0)  # what was in flight has come
+        read, have = journal.read_text(), cache.num_samples
+        time.sleep(2.0)
+        assert (journal.read_text(), cache.num_samples, evicted(cache)) == (read, have, 0)
+        _, first = cache.take_snapshot(turnover=0.25)
+        wait_until(
+            lambda: cache.status().fill_message == WAITS, "an epoch uses it all: the next one is waited for"
+        )
+        assert cache.fill_state() == "filling"
+        assert evicted(cache) == 0
+        snapshot, second = cache.take_snapshot(turnover=0.25)
+        assert 0.5 * have < snapshot.num_samples < 0.8 * have
+        first.release()
+        wait_until(lambda: evicted(cache) >= 0.2 * have, "what the second one left is replaced")
+        wait_until(lambda: cache.status().epoch_waits >= 2, "and then the third one is waited for")
+        second.release()
+    status = cache.status()
+    assert status.evicted_unused_samples == 0
+    assert (status.fill_state, status.fill_message) == ("stopped", "")
 
 
 def test_a_pass_fetches_only_what_is_not_cached(tmp_path: Path, cache: Cache) -> None:
@@ -156,7 +189,11 @@ def test_eviction_none_fills_once(tmp_path: Path, cache: Cache) -> None:
 def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) -> None:
     source = Numbers(600, nbytes=10_000)
     newest_first = Cache(cache.path, 3 * MB, eviction=lambda rows: sorted(rows, key=lambda row: -row.id))
-    with newest_first, cs.start_worker(newest_first, source, num_workers=1, shard_size="200KB"):
+    with (
+        newest_first,
+        cs.start_worker(newest_first, source, num_workers=1, shard_size="200KB"),
+        in_use(cache),
+    ):
         within(cache, 3 * MB, lambda: evicted(cache) > 50, "something was evicted")
         with cache.catalogue.reading() as tables:
             assert 1 in tables.shard_ids(), "the oldest stays"
@@ -165,7 +202,7 @@ def test_an_eviction_function_of_main_decides_in_the_background(cache: Cache) ->
 def test_the_limit_may_be_lowered_and_raised_while_the_worker_runs(cache: Cache) -> None:
     cache.size_limit = 8 * MB
     source = Numbers(None, nbytes=10_000)
-    with cs.start_worker(cache, source, num_workers=2, shard_size="1MB"):
+    with cs.start_worker(cache, source, num_workers=2, shard_size="1MB"), in_use(cache):
         within(cache, 8 * MB, lambda: evicted(cache) > 0, "it is full")
         cache.size_limit = 2 * MB
         assert disk_bytes(cache.path) <= 2 * MB, "lowered means evicted, also what was being written"
@@ -181,7 +218,7 @@ def test_leased_shards_are_waited_for_and_filling_goes_on_when_they_are_free(cac
     leases = []
     try:
         with cs.start_worker(cache, Numbers(None, nbytes=10_000), num_workers=1) as worker:
-            within(cache, 2 * MB, lambda: evicted(cache) > 0, "it is full")
+            within(cache, 2 * MB, lambda: cache.fill_state() == "full", "it is full")
 
             def waits() -> bool:
                 leases.append(cache.take_snapshot()[1])  # until what comes in is leased, too
@@ -243,7 +280,7 @@ def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
     def draw(rng: np.random.Generator) -> dict[str, object]:
         return {"window": rng.random(500)}
 
-    with cs.start_worker(cache, cs.CallableSource(draw), num_workers=2) as worker:
+    with cs.start_worker(cache, cs.CallableSource(draw), num_workers=2) as worker, in_use(cache):
         within(cache, 2 * MB, lambda: evicted(cache) > 100, "it turns over")
         assert not worker.wait(0.0)
         assert worker.status().pass_done is None

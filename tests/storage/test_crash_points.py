@@ -25,6 +25,7 @@ from tests.storage.support import (
     keys_in,
     new_cache,
     publish,
+    use_all,
 )
 
 SHARD_BYTES = 100_000
@@ -42,6 +43,7 @@ def template(fast_path: Path) -> Path:
             tables.insert_claim(1, 0, 1000, "nobody")
         for number in range(FIRST):
             publish(cache, shard(number))
+        use_all(cache)
     return path
 
 

@@ -19,7 +19,18 @@ from cachestream.storage import space
 from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, describe_shortage, in_order
-from tests.storage.support import DEADLINE_S, content, insert_rows, new_cache, publish, shard_ids, wait_until
+from cachestream.storage.locks import lock_file
+from cachestream.storage.standing import Standing
+from tests.storage.support import (
+    DEADLINE_S,
+    content,
+    insert_rows,
+    new_cache,
+    publish,
+    shard_ids,
+    use_all,
+    wait_until,
+)
 
 rows = st.lists(
     st.builds(
@@ -209,6 +220,7 @@ def test_a_function_evicts_in_a_real_cache_and_nonsense_from_it_changes_nothing(
         publish(cache, content(0, size_bytes=80_000))
     ids = shard_ids(cache)
     assert len(ids) >= 3
+    use_all(cache)
     assert cache.evict(to=0) > 0
     assert shard_ids(cache) == [i for i in ids if i != 3]
     for answers[0] in (None, "raise"):
@@ -238,3 +250,83 @@ def test_lowering_the_limit_waits_for_what_is_being_written(
         lowering.join(DEADLINE_S)
         assert not lowering.is_alive()
         owner.release()
+
+
+def newest_first(rows: Sequence[ShardRow]) -> list[ShardRow]:
+    return sorted(rows, key=lambda row: -row.id)
+
+
+def fill_up(cache: Cache, size_bytes: int = 80_000) -> list[int]:
+    """Publish until nothing fits any more."""
+    while publish(cache, content(0, size_bytes=size_bytes)) is not None:
+        pass
+    return shard_ids(cache)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", newest_first])
+def test_a_shard_that_no_epoch_has_used_is_no_victim(make_cache: Callable[..., Cache], policy: Any) -> None:
+    cache = make_cache("1MB", eviction=policy)
+    before = fill_up(cache)
+    assert len(before) >= 3
+    assert cache.status().evicted_shards == 0
+    with cache.catalogue.transaction() as tables:
+        tables.mark_used(np.array([[before[1], before[1]]]))
+    after = fill_up(cache)
+    assert set(before) - set(after) == {before[1]}, "the used one alone"
+    assert cache.status().evicted_unused_samples == 0
+    cache.evict(to=0)  # asked for by hand
+    assert shard_ids(cache) == []
+    status = cache.status()
+    assert status.evicted_unused_samples == status.evicted_samples - 3, "all but those of the used one"
+
+
+def test_a_lowered_limit_evicts_what_no_epoch_has_used_and_counts_it(
+    make_cache: Callable[..., Cache],
+) -> None:
+    cache = make_cache("2MB")
+    fill_up(cache)
+    cache.size_limit = "1MB"
+    assert cache.status().evicted_unused_samples == cache.status().evicted_samples > 0
+    assert cache.size_bytes <= 1_000_000
+
+
+def test_a_limit_is_not_enforced_for_the_blocks_of_a_lease(make_cache: Callable[..., Cache]) -> None:
+    """Each epoch has a lease: a shard would have to go for it that no epoch has used."""
+    cache = make_cache("1MB")
+    fill_up(cache, 80_000)
+    ids = fill_up(cache, 4_000)
+    with cache.catalogue.transaction():
+        leases = [cache.admission.leases.create(np.array([[1, 1]])) for _ in range(8)]
+    with cache.catalogue.reading() as tables:
+        assert cache.admission.room(tables).free_bytes < 0
+    assert cache.enforce_limit() == 0
+    assert shard_ids(cache) == ids
+    for lease in leases:
+        lease.release()
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", newest_first])
+def test_two_trainers_leave_the_same_shards_to_the_filling(
+    make_cache: Callable[..., Cache], policy: Any
+) -> None:
+    """What one of them holds cannot be replaced, whatever the other one leaves out."""
+    cache = make_cache("2MB", eviction=policy)
+    fill_up(cache)
+    filling = lock_file(cache.directory.worker_file("supervisor.lock"))
+    assert filling is not None
+    with cache.catalogue.transaction() as tables:
+        tables.insert_pass("{}", None, 0)
+        tables.set_meta("fill_state", "filling")
+    trainers = [Standing(cache), Standing(cache)]
+    held: list[Any] = [None, None]
+    for turn in range(8):
+        snapshot, lease = trainers[turn % 2].take(None, 0.25)
+        if held[turn % 2] is not None:
+            held[turn % 2][1].release()
+        held[turn % 2] = snapshot, lease
+        if turn >= 3:
+            left = [set(shard_ids(cache)) - set(taken.shard_ids.tolist()) for taken, _ in held]
+            assert len(left[0] & left[1]) * 80_000 > 0.2 * cache.size_limit, f"turn {turn}: {left}"
+    for _, lease in held:
+        lease.release()
+    filling.release(unlink=True)

@@ -21,7 +21,17 @@ from cachestream.storage.admission import Admission, Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from tests.storage.steps import Action, Steps, copy_of, steps_of
-from tests.storage.support import Line, assert_sound, content, fork, keys_in, leftovers, new_cache, publish
+from tests.storage.support import (
+    Line,
+    assert_sound,
+    content,
+    fork,
+    keys_in,
+    leftovers,
+    new_cache,
+    publish,
+    use_all,
+)
 
 SHARD_BYTES = 100_000
 FIRST = 6
@@ -35,6 +45,7 @@ def template(fast_path: Path) -> Path:
     with new_cache(path, "3MB") as cache:
         for number in range(FIRST):
             publish(cache, content(10 * number, size_bytes=SHARD_BYTES))
+        use_all(cache)
         with cache.catalogue.transaction() as tables:
             tables.set_meta("size_limit", cache.admission.room(tables).used_bytes + 20_000)
     return path
@@ -219,6 +230,7 @@ def on_disk(small_disk: Path) -> Cache:
     cache = new_cache(small_disk / "cache", "20MB")
     for number in range(8):
         publish(cache, content(10 * number, size_bytes=300_000))
+    use_all(cache)
     return cache
 
 
@@ -236,8 +248,8 @@ def test_a_disk_that_fills_up_between_reserving_and_writing(
 ) -> None:
     real = Admission.reserve
 
-    def reserve(self: Admission, size_bytes: int, owner: str, *, may_evict: bool = True) -> int | None:
-        shard_id = real(self, size_bytes, owner, may_evict=may_evict)
+    def reserve(self: Admission, size_bytes: int, owner: str, **named: bool) -> int | None:
+        shard_id = real(self, size_bytes, owner, **named)
         fill_disk(small_disk, leave_bytes=100_000)
         return shard_id
 

@@ -95,6 +95,14 @@ def test_a_share_is_left_out_only_where_the_filling_needs_it(
     assert bytes_to_leave(Room(1000, 1000 - free), turnover, filling) == leave
 
 
+@pytest.mark.parametrize(("free", "largest", "leave"), [(100, 120, 250), (100, 100, 150), (0, 400, 400)])
+def test_the_share_has_room_for_a_shard_and_what_is_free_counts_only_where_one_fits(
+    free: int, largest: int, leave: int
+) -> None:
+    filling = Filling(10, None, 500, lost=True)
+    assert bytes_to_leave(Room(1000, 1000 - free), 0.25, filling, largest) == leave
+
+
 @given(ids=st.sets(st.integers(1, 60), min_size=1, max_size=30).map(sorted), data=st.data())
 def test_the_ranges_of_a_lease_hold_the_chosen_and_no_other_shard_that_is_there(
     ids: list[int], data: st.DataObject

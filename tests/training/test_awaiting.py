@@ -11,7 +11,6 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache, EpochLoader, NotEnoughSamplesError
-from cachestream.storage.churn import Churn, Look, counts_from
 from cachestream.storage.skipping import is_much
 from tests.sampling.support import wait_until
 
@@ -111,49 +110,13 @@ def test_a_checkpoint_of_a_cache_that_was_cleared_since_waits_for_the_worker(cac
             assert len(list(loader)) == 10
 
 
-FULL = Look(evicted_samples=100, size_limit=3_000_000, tells=True)
-
-
-@pytest.mark.parametrize(
-    ("now", "counted"),
-    [
-        (Look(120, 3_000_000, tells=True), 20),
-        (Look(120, 3_000_000, tells=False), 0),
-        (Look(120, 4_000_000, tells=True), 0),
-    ],
-)
-def test_what_is_evicted_counts_only_under_one_limit_and_for_want_of_room_alone(
-    now: Look, counted: int
-) -> None:
-    assert now.evicted_samples - counts_from(FULL, now).evicted_samples == counted
-
-
-def test_while_a_lease_takes_of_the_room_evictions_tell_nothing(cache: Cache) -> None:
-    cache.size_limit = 3_000_000
-    samples = [{"x": np.zeros(100_000, np.uint8)} for _ in range(100)]
-    with cs.start_worker(cache, samples, num_workers=1):
-        cache.wait(1, DEADLINE_S)
-        churn = Churn(cache.catalogue, cache.admission)
-        with cache.snapshot():
-            before = cache.status().evicted_samples
-            over: list[bool] = []
-
-            def has_turned() -> bool:
-                over.append(churn.is_over(cache.num_samples))
-                return cache.status().evicted_samples > before + 100
-
-            wait_until(has_turned, "the rest comes and goes")
-            assert not any(over)
-        wait_until(lambda: churn.is_over(cache.num_samples), "as much has come and gone without a lease")
-
-
 def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> None:
     def draw(rng: np.random.Generator) -> dict[str, Any]:
         return {"x": rng.random(1250)}
 
     cache.size_limit = "2MB"
     with cs.start_worker(cache, cs.CallableSource(draw), num_workers=1, shard_size="100KB"):
-        wait_until(lambda: cache.status().evicted_samples > 100, "the cache is full, and turns over")
+        wait_until(lambda: cache.fill_state() == "full", "the cache is full")
         batch_size = cache.num_samples * 3 // 4
         with EpochLoader(cache, batch_size, turnover=0.6, timeout_s=DEADLINE_S) as loader:
             for _ in range(4):
