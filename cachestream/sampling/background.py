@@ -7,11 +7,12 @@ import logging.handlers
 import os
 import sys
 import traceback
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
 from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
-from cachestream.private import open_private
+from cachestream.private import move, open_private
 from cachestream.sampling.forkserver import ForkServer
 from cachestream.sampling.job import Job, read_frame, unpack, write_frame
 from cachestream.sampling.kinship import name_process
@@ -92,6 +93,13 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
+
+    def doRollover(self) -> None:  # noqa: N802  logging's name
+        if self.stream is not None:
+            self.stream.close()
+        with suppress(OSError):
+            move(self.baseFilename, self.baseFilename + ".1")
+        self.stream = self._open()
 
 
 def _open_log(cache: Cache) -> None:

@@ -7,8 +7,10 @@ transaction read still holds when it commits.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
+import stat
 import threading
 import urllib.parse
 import weakref
@@ -20,6 +22,7 @@ from cachestream.errors import CacheError, CacheVersionError
 from cachestream.private import open_private
 from cachestream.storage.faults import (
     CatalogueDamagedError,
+    disk_error,
     translated_disk_errors,
     translated_sql_errors,
     unwritable,
@@ -193,6 +196,7 @@ class Catalogue:
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
     def _connected(self) -> sqlite3.Connection:
+        _refuse_strangers(self.path)
         if self._connection is not None and file_identity(self.path) != self._identity:
             self.close()
         if self._suspect or self._connection is None:
@@ -229,6 +233,9 @@ class Catalogue:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")  # nothing is written outside of the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            (opened,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list").fetchone()
+            if opened != os.fsencode(self.path):  # SQLite has followed a link that came since we looked
+                raise disk_error(self.path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
             self._check_version(connection)
         except BaseException:
             connection.close()
@@ -270,6 +277,23 @@ class Catalogue:
         if self._connection is not None:
             _abandoned.append(self._connection)
             self._connection = None
+
+
+def _refuse_strangers(path: str) -> None:
+    """Raise CacheError for links, which SQLite follows, and for a journal that, run by root, it would give away."""
+    owner = None
+    for name in (path, path + "-journal"):
+        try:
+            info = os.lstat(name)
+        except OSError:
+            continue
+        if stat.S_ISLNK(info.st_mode):
+            raise disk_error(name, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
+        owner = info.st_uid if owner is None else owner
+        if info.st_uid != owner and os.geteuid() == 0:
+            raise CacheError(
+                f"{name} belongs to another user than the catalogue (uid {info.st_uid}); remove it"
+            )
 
 
 def _is_blank(path: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 from cachestream.config import parse_path
 from cachestream.errors import ConfigError
 from cachestream.mounts import filesystem_of, is_network_filesystem
-from cachestream.private import give_to_owner
+from cachestream.private import make_private_folder, remove
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import shard_path
 
@@ -111,14 +111,14 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
             "choose a directory on a local disk of this machine"
         )
     directory = Directory(root)
-    if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
-        _create_folders(directory)
     for name in _FOLDERS:
         if os.path.islink(os.path.join(root, name)):
             raise ConfigError(
                 f"{root}/{name} is a symbolic link, and what lies behind it cannot be held within the limit; "
                 "remove it, or put the whole cache there"
             )
+    if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
+        _create_folders(directory)
     return directory
 
 
@@ -132,9 +132,7 @@ def _create_folders(directory: Directory) -> None:
     for name in _FOLDERS:
         path = os.path.join(directory.root, name)
         with translated_disk_errors(path, "creating it"):
-            os.makedirs(path, mode=0o700, exist_ok=True)
-        if os.geteuid() == 0:
-            give_to_owner(path, directory.root)
+            make_private_folder(path)
 
 
 def _check_owner(root: str) -> None:
@@ -201,7 +199,7 @@ def size_of_file(path: str) -> int:
 def remove_if_there(path: str) -> bool:
     """Remove the file at `path`; whether it was there."""
     try:
-        os.unlink(path)
+        remove(path)
     except FileNotFoundError:
         return False
     return True
@@ -215,7 +213,7 @@ def free_bytes(root: str) -> int:
 
 def sync_folder(folder: str) -> None:
     """Make renames and unlinks in `folder` survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
-from cachestream.private import open_private
+from cachestream.private import open_private, remove
 
 __all__ = [
     "CatalogueDamagedError",
@@ -118,7 +118,7 @@ def _refusal(path: str) -> OSError | None:
     try:
         fd = open_private(probe, os.O_WRONLY | os.O_CREAT)
         try:
-            os.unlink(probe)  # nothing is left of it, wherever this process dies
+            remove(probe)  # nothing is left of it, wherever this process dies
             os.pwrite(fd, bytes(_PROBE_BYTES), os.stat(path).st_size)
             os.fsync(fd)
         finally:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheLockedError, ConfigError
-from cachestream.private import open_private
+from cachestream.private import move, open_private, remove
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import (
     Directory,
@@ -107,9 +107,9 @@ def _keep_aside(directory: Directory, limit_bytes: int) -> None:
         # The new one will take as much again, and a journal as large.
         used += overhead_bytes(directory) + 2 * size_of_file(directory.catalogue)
         if used <= limit_bytes:
-            os.replace(directory.catalogue, aside)
+            move(directory.catalogue, aside)
         else:
-            os.unlink(directory.catalogue)
+            remove(directory.catalogue)
         # SQLite would not apply it to an empty file; but why take the risk.
         remove_if_there(directory.catalogue + "-journal")
 
@@ -164,7 +164,7 @@ def _save(directory: Directory, text: str) -> None:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(temporary, directory.settings)
+                move(temporary, directory.settings)
                 return
             except FileNotFoundError:
                 continue  # a worker that is just starting took it for a dead process's

@@ -12,7 +12,7 @@ from typing import Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.model import Schema, ShardRow, Span
-from cachestream.private import open_private
+from cachestream.private import move, open_private
 from cachestream.storage.admission import BLOCK_BYTES, Admission
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
@@ -135,7 +135,7 @@ class Publisher:
                 occupied = _check_occupied(temporary, fd, most_bytes)
             finally:
                 os.close(fd)
-            os.rename(temporary, shard_path(self._directory.root, shard_id))
+            move(temporary, shard_path(self._directory.root, shard_id))
             sync_folder(self._directory.shards)
         # Some disks say what a file occupies only later (ZFS), or compress it: count all of it.
         return max(occupied, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
