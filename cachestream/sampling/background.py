@@ -21,7 +21,7 @@ from cachestream.sampling.supervisor import Supervisor
 from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import remove_if_there
-from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.faults import CatalogueDamagedError, translated_disk_errors
 from cachestream.storage.locks import HeldFile, lock_file
 
 __all__ = ["main"]
@@ -60,7 +60,10 @@ def _begin(server: ForkServer) -> Supervisor | None:
         removed = cache.recover()
         _forget_debts(cache)
         supervisor = Supervisor(job, cache, lock, server)
-        has_more = begin(cache, job, supervisor.draw)
+        try:
+            has_more = begin(cache, job, supervisor.draw)
+        except CatalogueDamagedError:  # which has it rebuilt by the next use
+            has_more = begin(cache, job, supervisor.draw)
         supervisor.start(is_complete=not has_more)
         write_frame(answer, "ready")
     except CacheStreamError as error:

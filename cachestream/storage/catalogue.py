@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from cachestream.errors import CacheError, CacheVersionError
+from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
 from cachestream.private import open_private
+from cachestream.storage.books import SENSELESS, has_our_layout, nonsense
 from cachestream.storage.faults import (
     CatalogueDamagedError,
     disk_error,
@@ -72,7 +73,8 @@ class Catalogue:
         self._read_only = False
         self._openings = self._commits = 0
         self._suspect = False
-        self._healing = False
+        self._condemned: tuple[int, int] | None = None
+        self._healing = self._judging = False
         with _forking:
             _catalogues.add(self)
 
@@ -107,10 +109,12 @@ class Catalogue:
                     return False
                 if application != APPLICATION_ID:
                     raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
+                if thoroughly and self._condemned == self._identity:
+                    raise CatalogueDamagedError(f"{self.path} was found to be damaged")
                 look = "integrity_check(1)" if thoroughly else "quick_check(1)"
                 problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
-                tables.meta("cache_id")
-                tables.totals()
+                if problem == "ok":
+                    problem = self._nonsense() or "ok"
         except CatalogueDamagedError:
             self.close()
             raise
@@ -164,12 +168,24 @@ class Catalogue:
                 result = str(tables.execute("PRAGMA integrity_check(1)").fetchone()[0])
         except CatalogueDamagedError as error:
             return str(error)
-        return None if result == "ok" else result
+        return self._nonsense() if result == "ok" else result
 
-    def heal(self) -> None:
-        """Have a damaged file replaced now."""
+    def _nonsense(self) -> str | None:
+        """What of the content cannot be true, if anything."""
+        self._judging = True
+        try:
+            with self.reading() as tables:
+                return nonsense(tables)
+        except (CatalogueDamagedError, SchemaMismatchError, *SENSELESS) as error:
+            return str(error)
+        finally:
+            self._judging = False
+
+    def heal(self, *, condemned: bool = False) -> None:
+        """Have a damaged file replaced now; one that is `condemned`, though it looks sound."""
         with self._lock:
             self._suspect = True
+            self._condemned = file_identity(self.path) if condemned else self._condemned
             self._mend()
 
     def close(self) -> None:
@@ -246,7 +262,11 @@ class Catalogue:
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if application == APPLICATION_ID and version > SCHEMA_VERSION:
+        if application != APPLICATION_ID or version == SCHEMA_VERSION:
+            return
+        if has_our_layout(Tables(connection)):  # no version but this one makes it: a bit has flipped
+            raise CatalogueDamagedError(f"{self.path} is damaged (its version is {version})")
+        if version > SCHEMA_VERSION:
             raise CacheVersionError(
                 f"{self.path} was written by a newer cachestream (catalogue version {version}, "
                 f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
@@ -268,8 +288,16 @@ class Catalogue:
             ):
                 yield
         except CatalogueDamagedError:
-            self._suspect = True
+            self._suspect, self._condemned = True, self._identity
             raise
+        except SENSELESS as error:  # by a value that is damaged, or of the code that runs in the transaction
+            problem = None if self._judging or isinstance(error, CacheStreamError) else self._nonsense()
+            if problem is None:
+                raise
+            self._suspect, self._condemned = True, self._identity
+            raise CatalogueDamagedError(
+                f"{self.path} is damaged ({problem}); run 'cachestream verify CACHE --repair'"
+            ) from error
 
     def _forget_parent(self) -> None:
         """In a forked child."""

@@ -16,8 +16,10 @@ from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import shard_path
 
 __all__ = [
+    "BLOCK_BYTES",
     "Directory",
     "allocated_bytes",
+    "booked_bytes",
     "free_bytes",
     "open_directory",
     "overhead_bytes",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+BLOCK_BYTES: Final = 4096
 _MOST_PATH_BYTES: Final = 500  # SQLite takes 512, and adds to them
 _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
@@ -149,6 +152,11 @@ def _check_owner(root: str) -> None:
         raise ConfigError(
             f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
         )
+
+
+def booked_bytes(info: os.stat_result) -> int:
+    """What a file counts: some disks say only later what it occupies (ZFS), or compress it, so no less than its bytes."""
+    return max(allocated_bytes(info), -(-info.st_size // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def allocated_bytes(info: os.stat_result) -> int:

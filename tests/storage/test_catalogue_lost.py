@@ -263,6 +263,7 @@ def test_a_catalogue_of_a_newer_version_is_refused_and_left_alone(filled: Cache)
     filled.close()
     other = sqlite3.connect(filled.catalogue.path)
     other.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    other.execute("CREATE TABLE of_that_version (x)")  # with ours alone it would be a flipped bit
     other.commit()
     other.close()
     before = Path(filled.catalogue.path).read_bytes()
