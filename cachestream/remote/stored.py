@@ -18,7 +18,7 @@ from typing import Any, Final, overload
 import numpy as np
 
 from cachestream.errors import SourceError
-from cachestream.private import open_private
+from cachestream.private import move, open_private
 from cachestream.remote.names import Names
 
 __all__ = ["AnyNames", "Mark", "NamesWriter", "StoredNames", "read_mark"]
@@ -176,7 +176,7 @@ class NamesWriter:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(self._path + ".new", self._path)
+        move(self._path + ".new", self._path)
         self.mark = mark
 
     def close(self) -> None:

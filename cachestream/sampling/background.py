@@ -7,11 +7,12 @@ import logging.handlers
 import os
 import sys
 import traceback
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
 from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
-from cachestream.private import open_private
+from cachestream.private import move, open_private
 from cachestream.sampling.forkserver import ForkServer
 from cachestream.sampling.job import Job, read_frame, unpack, write_frame
 from cachestream.sampling.kinship import name_process
@@ -20,7 +21,7 @@ from cachestream.sampling.supervisor import Supervisor
 from cachestream.sampling.surroundings import begin_clean, let_go_of_terminal
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import remove_if_there
-from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.faults import CatalogueDamagedError, translated_disk_errors
 from cachestream.storage.locks import HeldFile, lock_file
 
 __all__ = ["main"]
@@ -59,7 +60,10 @@ def _begin(server: ForkServer) -> Supervisor | None:
         removed = cache.recover()
         _forget_debts(cache)
         supervisor = Supervisor(job, cache, lock, server)
-        has_more = begin(cache, job, supervisor.draw)
+        try:
+            has_more = begin(cache, job, supervisor.draw)
+        except CatalogueDamagedError:  # which has it rebuilt by the next use
+            has_more = begin(cache, job, supervisor.draw)
         supervisor.start(is_complete=not has_more)
         write_frame(answer, "ready")
     except CacheStreamError as error:
@@ -92,6 +96,13 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
+
+    def doRollover(self) -> None:  # noqa: N802  logging's name
+        if self.stream is not None:
+            self.stream.close()
+        with suppress(OSError):
+            move(self.baseFilename, self.baseFilename + ".1")
+        self.stream = self._open()
 
 
 def _open_log(cache: Cache) -> None:

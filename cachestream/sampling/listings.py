@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from cachestream.private import move
 from cachestream.remote.stored import AnyNames, Mark, StoredNames, file_names, read_mark
 from cachestream.sampling.job import Job
 from cachestream.sampling.order import PassPlan
@@ -71,14 +72,14 @@ class Listings:
     def promote(self) -> None:
         """Read by the next listing from now on. No sampling process may run."""
         self.retire()
-        os.replace(self.next, self.current)
+        move(self.next, self.current)
         self.clean()
 
     def retire(self) -> None:
         """Keep the current listing as an earlier one: what is cached of it is found by its names."""
         mark = read_mark(self.current)
         if mark is not None:
-            os.replace(self.current, self.directory.worker_file(f"{mark.stem}.json"))
+            move(self.current, self.directory.worker_file(f"{mark.stem}.json"))
 
     def earlier(self) -> list[StoredNames]:
         """Earlier listings, the last one first."""

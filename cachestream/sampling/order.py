@@ -21,10 +21,12 @@ from cachestream.model import IntArray
 from cachestream.permutation import Permutation, mix_key
 from cachestream.sampling.partition import Partition
 from cachestream.sampling.segments import PASS_KEY, Segments
+from cachestream.storage.faults import CatalogueDamagedError
 
 __all__ = ["Order", "PassPlan"]
 
 _WEIGHT_KEY: Final = 2
+_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,20 @@ class PassPlan:
 
     @classmethod
     def from_json(cls, text: str) -> PassPlan:
-        values: list[Any] = json.loads(text)
-        # Passes of the whole source, by one node alone, have none of the last ones.
-        values += [None, "", [], False][len(values) - 6 :]
-        kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
-        partition = None if share is None else Partition(*share)
-        ends = tuple(map(int, segments))
-        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, ends, growing)
+        try:
+            values: list[Any] = json.loads(text)
+            # Passes of the whole source, by one node alone, have none of the last ones.
+            values += [None, "", [], False][len(values) - 6 :]
+            kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
+            partition = None if share is None else Partition(*share)
+            counts = (seed, ordinal, num_units or 0, length or 0, *segments, *(share or ()))
+            if kind not in _KINDS or not all(type(count) is int for count in counts):
+                raise ValueError(f"the order is {kind!r} of {counts}")
+        except (ValueError, TypeError) as error:
+            raise CatalogueDamagedError(
+                f"the pass {text[:100]!r} makes no sense ({error}); run 'cachestream verify CACHE --repair'"
+            ) from error
+        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, tuple(segments), growing)
 
     @property
     def share(self) -> int | None:

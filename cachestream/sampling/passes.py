@@ -13,7 +13,7 @@ import numpy as np
 
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.model import IntArray, Schema
-from cachestream.private import open_private
+from cachestream.private import move, open_private, remove
 from cachestream.remote.names import Names
 from cachestream.sampling.job import Job
 from cachestream.sampling.listings import Listings
@@ -197,7 +197,7 @@ def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
     names = {os.path.basename(order_file(directory, ordinal)) for ordinal in kept}
     for name in os.listdir(directory.worker):
         if name.startswith("order-") and name not in names:
-            os.unlink(directory.worker_file(name))
+            remove(directory.worker_file(name))
 
 
 def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
@@ -219,7 +219,7 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
                 np.save(file, drawn)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(path + ".new", path)
+            move(path + ".new", path)
         finally:
             cache.admission.cancel(reserved, owner.name)
     finally:

@@ -51,6 +51,7 @@ __all__ = ["Supervisor"]
 
 _TICK_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
+_BOOKS_S: Final = 60.0
 _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
 _LATER_PAUSE_S: Final = 2.0
@@ -98,7 +99,7 @@ class Supervisor:
         self._resting = False
         self._state = self._message = ""
         self._stop = threading.Event()
-        self._housekeeping_at_s = 0.0
+        self._housekeeping_at_s = self._books_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -337,6 +338,10 @@ class Supervisor:
         return "filling", WAITS if is_used and not is_short else ""
 
     def _keep_house(self) -> None:
+        if (now_s := time.monotonic()) >= self._books_at_s:
+            self._books_at_s = now_s + _BOOKS_S
+            if (problem := self._cache.check_books()) is not None:
+                logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
         with self._cache.catalogue.reading() as tables:
             meta = tables.all_meta()

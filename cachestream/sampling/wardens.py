@@ -17,7 +17,7 @@ from typing import Final
 
 from cachestream.errors import CacheLockedError
 from cachestream.private import open_private
-from cachestream.storage.directory import Directory
+from cachestream.storage.directory import Directory, remove_if_there
 from cachestream.storage.locks import HeldFile, is_held, lock_file
 
 __all__ = ["LINGER_AT_MOST_S", "Wardens"]
@@ -72,8 +72,7 @@ class Wardens:
                 anybody = True
             else:
                 self._linger(_milliseconds(name) / 1000)
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
+                remove_if_there(path)
         return not anybody
 
     def _linger(self, linger_s: float) -> None:
@@ -106,14 +105,12 @@ class Wardens:
         """Forget what was asked of the worker before."""
         self._linger_no_more()
         for name in ("stop", "detached"):
-            with suppress(FileNotFoundError):
-                os.unlink(self._directory.worker_file(name))
+            remove_if_there(self._directory.worker_file(name))
 
     def _linger_no_more(self) -> None:
         for name in os.listdir(self._directory.worker):
             if name.startswith(_LINGER):
-                with suppress(FileNotFoundError):
-                    os.unlink(self._directory.worker_file(name))
+                remove_if_there(self._directory.worker_file(name))
 
     def _ask(self, name: str) -> None:
         path = self._directory.worker_file(name)

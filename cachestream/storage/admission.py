@@ -21,6 +21,7 @@ from cachestream.errors import CacheLockedError
 from cachestream.model import IntArray, ShardRow
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import (
+    BLOCK_BYTES,
     Directory,
     free_bytes,
     overhead_bytes,
@@ -36,7 +37,6 @@ from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import Reservation, Tables
 
 __all__ = [
-    "BLOCK_BYTES",
     "HEADROOM_BYTES",
     "Admission",
     "Owner",
@@ -46,7 +46,6 @@ __all__ = [
     "owner_is_alive",
 ]
 
-BLOCK_BYTES: Final = 4096
 # What the worker's log, board and history, new rows and new leases may take between two reservations.
 HEADROOM_BYTES: Final = 256 * 1024
 _BLOCKS_PER_INDEX: Final = 256  # fewer than any disk maps with one block, however scattered the file is

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
+from cachestream.errors import CacheError
 from cachestream.model import Schema, Snapshot
 from cachestream.storage import snapshots
 from cachestream.storage.admission import HEADROOM_BYTES, Admission
@@ -23,7 +26,7 @@ from cachestream.storage.space import Space
 from cachestream.storage.status import CacheStatus, VerifyReport
 from cachestream.storage.tables import Tables
 from cachestream.storage.turnover import shards_to_leave
-from cachestream.storage.verify import Checker, remove_leftovers
+from cachestream.storage.verify import Checker, check_books, remove_leftovers
 from cachestream.storage.waiting import wait_for_samples
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from cachestream.training.dataset import EpochDataset
 
 __all__ = ["Cache"]
+
+logger = logging.getLogger("cachestream")
 
 
 class Cache:
@@ -74,6 +79,9 @@ class Cache:
         self._space = Space(self.directory, self.catalogue, self.admission)
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
+        with suppress(CacheError):  # where nothing can be written, or not now
+            if (problem := self.check_books()) is not None:
+                logger.warning("%s: %s; corrected", self.path, problem)
         if size_limit is not None:
             self._space.shrink()
 
@@ -110,7 +118,7 @@ class Cache:
         """The fields of a sample; None while the cache is empty."""
         with self.catalogue.reading() as tables:
             text = tables.meta("schema")
-        return None if text is None else Schema.from_json(text)
+            return None if text is None else Schema.from_json(text)
 
     @property
     def eviction(self) -> EvictionPolicy:
@@ -250,6 +258,10 @@ class Cache:
         """
         checker = Checker(self.directory, self.catalogue, self.admission, self.quarantine)
         return checker.verify(repair, on_progress)
+
+    def check_books(self) -> str | None:
+        """Correct what the catalogue says of the shards' sizes, by their files; returns what was wrong, if anything."""
+        return check_books(self.directory, self.catalogue, correct=True)
 
     def recover(self) -> int:
         """Clear what writers that died left behind; returns the number of files removed."""

@@ -7,8 +7,10 @@ transaction read still holds when it commits.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
+import stat
 import threading
 import urllib.parse
 import weakref
@@ -16,10 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from cachestream.errors import CacheError, CacheVersionError
+from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
 from cachestream.private import open_private
+from cachestream.storage.books import SENSELESS, has_our_layout, nonsense
 from cachestream.storage.faults import (
     CatalogueDamagedError,
+    disk_error,
     translated_disk_errors,
     translated_sql_errors,
     unwritable,
@@ -69,7 +73,8 @@ class Catalogue:
         self._read_only = False
         self._openings = self._commits = 0
         self._suspect = False
-        self._healing = False
+        self._condemned: tuple[int, int] | None = None
+        self._healing = self._judging = False
         with _forking:
             _catalogues.add(self)
 
@@ -104,10 +109,12 @@ class Catalogue:
                     return False
                 if application != APPLICATION_ID:
                     raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
+                if thoroughly and self._condemned == self._identity:
+                    raise CatalogueDamagedError(f"{self.path} was found to be damaged")
                 look = "integrity_check(1)" if thoroughly else "quick_check(1)"
                 problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
-                tables.meta("cache_id")
-                tables.totals()
+                if problem == "ok":
+                    problem = self._nonsense() or "ok"
         except CatalogueDamagedError:
             self.close()
             raise
@@ -161,12 +168,24 @@ class Catalogue:
                 result = str(tables.execute("PRAGMA integrity_check(1)").fetchone()[0])
         except CatalogueDamagedError as error:
             return str(error)
-        return None if result == "ok" else result
+        return self._nonsense() if result == "ok" else result
 
-    def heal(self) -> None:
-        """Have a damaged file replaced now."""
+    def _nonsense(self) -> str | None:
+        """What of the content cannot be true, if anything."""
+        self._judging = True
+        try:
+            with self.reading() as tables:
+                return nonsense(tables)
+        except (CatalogueDamagedError, SchemaMismatchError, *SENSELESS) as error:
+            return str(error)
+        finally:
+            self._judging = False
+
+    def heal(self, *, condemned: bool = False) -> None:
+        """Have a damaged file replaced now; one that is `condemned`, though it looks sound."""
         with self._lock:
             self._suspect = True
+            self._condemned = file_identity(self.path) if condemned else self._condemned
             self._mend()
 
     def close(self) -> None:
@@ -193,6 +212,7 @@ class Catalogue:
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
     def _connected(self) -> sqlite3.Connection:
+        _refuse_strangers(self.path)
         if self._connection is not None and file_identity(self.path) != self._identity:
             self.close()
         if self._suspect or self._connection is None:
@@ -229,6 +249,9 @@ class Catalogue:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")  # nothing is written outside of the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            (opened,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list").fetchone()
+            if opened != os.fsencode(self.path):  # SQLite has followed a link that came since we looked
+                raise disk_error(self.path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
             self._check_version(connection)
         except BaseException:
             connection.close()
@@ -239,7 +262,11 @@ class Catalogue:
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if application == APPLICATION_ID and version > SCHEMA_VERSION:
+        if application != APPLICATION_ID or version == SCHEMA_VERSION:
+            return
+        if has_our_layout(Tables(connection)):  # no version but this one makes it: a bit has flipped
+            raise CatalogueDamagedError(f"{self.path} is damaged (its version is {version})")
+        if version > SCHEMA_VERSION:
             raise CacheVersionError(
                 f"{self.path} was written by a newer cachestream (catalogue version {version}, "
                 f"this one reads up to {SCHEMA_VERSION}); upgrade cachestream or use another directory"
@@ -261,8 +288,16 @@ class Catalogue:
             ):
                 yield
         except CatalogueDamagedError:
-            self._suspect = True
+            self._suspect, self._condemned = True, self._identity
             raise
+        except SENSELESS as error:  # by a value that is damaged, or of the code that runs in the transaction
+            problem = None if self._judging or isinstance(error, CacheStreamError) else self._nonsense()
+            if problem is None:
+                raise
+            self._suspect, self._condemned = True, self._identity
+            raise CatalogueDamagedError(
+                f"{self.path} is damaged ({problem}); run 'cachestream verify CACHE --repair'"
+            ) from error
 
     def _forget_parent(self) -> None:
         """In a forked child."""
@@ -270,6 +305,23 @@ class Catalogue:
         if self._connection is not None:
             _abandoned.append(self._connection)
             self._connection = None
+
+
+def _refuse_strangers(path: str) -> None:
+    """Raise CacheError for links, which SQLite follows, and for a journal that, run by root, it would give away."""
+    owner = None
+    for name in (path, path + "-journal"):
+        try:
+            info = os.lstat(name)
+        except OSError:
+            continue
+        if stat.S_ISLNK(info.st_mode):
+            raise disk_error(name, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
+        owner = info.st_uid if owner is None else owner
+        if info.st_uid != owner and os.geteuid() == 0:
+            raise CacheError(
+                f"{name} belongs to another user than the catalogue (uid {info.st_uid}); remove it"
+            )
 
 
 def _is_blank(path: str) -> bool:

@@ -11,13 +11,15 @@ from typing import Final
 from cachestream.config import parse_path
 from cachestream.errors import ConfigError
 from cachestream.mounts import filesystem_of, is_network_filesystem
-from cachestream.private import give_to_owner
+from cachestream.private import make_private_folder, remove
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import shard_path
 
 __all__ = [
+    "BLOCK_BYTES",
     "Directory",
     "allocated_bytes",
+    "booked_bytes",
     "free_bytes",
     "open_directory",
     "overhead_bytes",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+BLOCK_BYTES: Final = 4096
 _MOST_PATH_BYTES: Final = 500  # SQLite takes 512, and adds to them
 _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
@@ -111,14 +114,14 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
             "choose a directory on a local disk of this machine"
         )
     directory = Directory(root)
-    if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
-        _create_folders(directory)
     for name in _FOLDERS:
         if os.path.islink(os.path.join(root, name)):
             raise ConfigError(
                 f"{root}/{name} is a symbolic link, and what lies behind it cannot be held within the limit; "
                 "remove it, or put the whole cache there"
             )
+    if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
+        _create_folders(directory)
     return directory
 
 
@@ -132,9 +135,7 @@ def _create_folders(directory: Directory) -> None:
     for name in _FOLDERS:
         path = os.path.join(directory.root, name)
         with translated_disk_errors(path, "creating it"):
-            os.makedirs(path, mode=0o700, exist_ok=True)
-        if os.geteuid() == 0:
-            give_to_owner(path, directory.root)
+            make_private_folder(path)
 
 
 def _check_owner(root: str) -> None:
@@ -151,6 +152,11 @@ def _check_owner(root: str) -> None:
         raise ConfigError(
             f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
         )
+
+
+def booked_bytes(info: os.stat_result) -> int:
+    """What a file counts: some disks say only later what it occupies (ZFS), or compress it, so no less than its bytes."""
+    return max(allocated_bytes(info), -(-info.st_size // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def allocated_bytes(info: os.stat_result) -> int:
@@ -201,7 +207,7 @@ def size_of_file(path: str) -> int:
 def remove_if_there(path: str) -> bool:
     """Remove the file at `path`; whether it was there."""
     try:
-        os.unlink(path)
+        remove(path)
     except FileNotFoundError:
         return False
     return True
@@ -215,7 +221,7 @@ def free_bytes(root: str) -> int:
 
 def sync_folder(folder: str) -> None:
     """Make renames and unlinks in `folder` survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

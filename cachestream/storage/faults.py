@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
-from cachestream.private import open_private
+from cachestream.private import open_private, remove
 
 __all__ = [
     "CatalogueDamagedError",
@@ -27,6 +27,11 @@ _FULL: Final = {
 }
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
 _PROBE_BYTES: Final = 4096
+# What SQLite says of a page that is no page, of a statement that does not fit its tables, and of rows that contradict.
+_DAMAGE: Final = (
+    "not a database", "malformed", "encrypted", "no such", "has no column", "decode to UTF-8", "constraint failed",
+    "unsupported file format", "mismatch",
+)  # fmt: skip
 _TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -95,7 +100,7 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
                 f"{path} was locked by another process for {timeout_s:.0f} s; "
                 "look for a stopped or swapping process that uses this cache, then try again"
             ) from error
-        if any(word in text for word in ("not a database", "malformed", "encrypted", "no such table")):
+        if any(word in text for word in _DAMAGE):
             raise CatalogueDamagedError(
                 f"{path} is damaged ({text}); run 'cachestream verify CACHE --repair'"
             ) from error
@@ -118,7 +123,7 @@ def _refusal(path: str) -> OSError | None:
     try:
         fd = open_private(probe, os.O_WRONLY | os.O_CREAT)
         try:
-            os.unlink(probe)  # nothing is left of it, wherever this process dies
+            remove(probe)  # nothing is left of it, wherever this process dies
             os.pwrite(fd, bytes(_PROBE_BYTES), os.stat(path).st_size)
             os.fsync(fd)
         finally:

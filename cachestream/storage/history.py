@@ -6,7 +6,6 @@ full every other row goes.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.private import open_private
+from cachestream.private import move, open_private
 from cachestream.storage.directory import remove_if_there
 from cachestream.storage.faults import translated_disk_errors
 
@@ -67,7 +66,7 @@ class History:
             try:
                 with open(temporary, "wb", opener=open_private) as file:
                     file.write(rows.tobytes())
-                os.replace(temporary, self._path)
+                move(temporary, self._path)
             finally:
                 remove_if_there(temporary)
         self._rows = len(rows)

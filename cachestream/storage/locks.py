@@ -13,7 +13,7 @@ import threading
 import time
 
 from cachestream.errors import CacheFullError, CacheLockedError
-from cachestream.private import open_private
+from cachestream.private import open_private, remove
 from cachestream.storage.faults import disk_error
 
 __all__ = ["HeldFile", "file_identity", "is_held", "lock_file", "remove_unheld"]
@@ -76,7 +76,7 @@ class HeldFile:
             _held.discard(self)
             try:
                 if unlink:
-                    os.unlink(self.path)
+                    remove(self.path)
             except OSError:
                 pass
             finally:

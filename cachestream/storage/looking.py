@@ -96,6 +96,7 @@ def read_status(
         positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
         disk_message = shortage_of_disk(directory, tables)
+        schema_text = _schema_text(meta)
     current = passes[-1] if passes else None
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
     return CacheStatus(
@@ -115,7 +116,7 @@ def read_status(
         evicted_unused_samples=meta.get("evicted_unused_samples", 0),
         epoch_waits=meta.get("epoch_waits", 0),
         snapshots=meta.get("clock", 0),
-        schema=_schema_text(meta),
+        schema=schema_text,
         source=meta.get("source"),
         num_units=None if current is None else current.length,
         fill_state=fill_state,

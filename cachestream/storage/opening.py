@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
+import xxhash
+
 from cachestream.config import format_size, parse_size
-from cachestream.errors import CacheLockedError, ConfigError
-from cachestream.private import open_private
+from cachestream.errors import CacheError, CacheLockedError, ConfigError
+from cachestream.private import move, open_private, remove
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import (
     Directory,
@@ -34,7 +38,11 @@ MIN_LIMIT_BYTES: Final = 1_000_000
 DEFAULT_MIN_FREE: Final = "1GB"
 _OPEN_TIMEOUT_S: Final = 60.0
 _SAVES: Final = 3
+_SAVING_S: Final = 1.0
 _SAVED: Final = ("cache_id", "size_limit", "min_free", "eviction")
+
+
+logger = logging.getLogger("cachestream")
 
 
 def parse_limit(size_limit: int | str) -> int:
@@ -61,6 +69,8 @@ def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
         usable = False
     if not usable:
         catalogue.heal()
+    with suppress(CacheError):  # where nothing can be written, or not now
+        _compare_settings(directory, catalogue)
     stored = _stored(catalogue)
     changed = {key: value for key, value in given.items() if value is not None and stored.get(key) != value}
     if changed:
@@ -69,6 +79,30 @@ def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
                 tables.set_meta(key, value)
         save_settings(directory, catalogue)
     return catalogue
+
+
+def _compare_settings(directory: Directory, catalogue: Catalogue) -> None:
+    """Hold the settings against their copy, which is sealed: a limit that rests on one number may be any number.
+
+    Where they differ for longer than it takes to store one after the other, the copy holds.
+    """
+    deadline_s = time.monotonic() + _SAVING_S
+    while True:
+        stored, saved = _stored(catalogue), _sealed_settings(directory)
+        wrong = [key for key in _SAVED if saved is not None and stored.get(key) != saved[key]]
+        if saved is not None and not wrong:
+            return
+        if saved is None or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.02)  # another process may be setting it
+    if saved is not None:
+        logger.warning(
+            "%s: the catalogue and cache.json differ in %s; the latter holds", directory.root, wrong
+        )
+        with catalogue.transaction() as tables:
+            for key in wrong:
+                tables.set_meta(key, saved[key])
+    save_settings(directory, catalogue)
 
 
 def _stored(catalogue: Catalogue) -> dict[str, Any]:
@@ -107,9 +141,9 @@ def _keep_aside(directory: Directory, limit_bytes: int) -> None:
         # The new one will take as much again, and a journal as large.
         used += overhead_bytes(directory) + 2 * size_of_file(directory.catalogue)
         if used <= limit_bytes:
-            os.replace(directory.catalogue, aside)
+            move(directory.catalogue, aside)
         else:
-            os.unlink(directory.catalogue)
+            remove(directory.catalogue)
         # SQLite would not apply it to an empty file; but why take the risk.
         remove_if_there(directory.catalogue + "-journal")
 
@@ -126,8 +160,7 @@ def _default_settings(directory: Directory) -> dict[str, Any]:
 def _saved_settings(directory: Directory) -> dict[str, Any]:
     """What the copy of the settings says, as far as it makes sense."""
     try:
-        with open(directory.settings, encoding="utf-8") as file:
-            saved = json.load(file)
+        saved = _read_settings(directory)
         sound = {
             "cache_id": isinstance(saved["cache_id"], str),
             "size_limit": type(saved["size_limit"]) is int and saved["size_limit"] >= MIN_LIMIT_BYTES,
@@ -137,6 +170,25 @@ def _saved_settings(directory: Directory) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
     return {key: saved[key] for key, good in sound.items() if good}
+
+
+def _read_settings(directory: Directory) -> Any:
+    with open(directory.settings, encoding="utf-8", opener=open_private) as file:
+        return json.load(file)
+
+
+def _sealed_settings(directory: Directory) -> dict[str, Any] | None:
+    """The copy of the settings; None where there is none that is as it was written."""
+    try:
+        saved = _read_settings(directory)
+        settings = {key: saved[key] for key in _SAVED}
+        return settings if saved["xxh3"] == _seal(settings) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _seal(settings: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(settings).encode())
 
 
 def save_settings(directory: Directory, catalogue: Catalogue) -> None:
@@ -152,7 +204,8 @@ def save_settings(directory: Directory, catalogue: Catalogue) -> None:
 
 def _to_be_saved(catalogue: Catalogue) -> str:
     stored = _stored(catalogue)
-    return json.dumps({"format": "cachestream", **{key: stored[key] for key in _SAVED}})
+    settings = {key: stored[key] for key in _SAVED}
+    return json.dumps({"format": "cachestream", **settings, "xxh3": _seal(settings)})
 
 
 def _save(directory: Directory, text: str) -> None:
@@ -164,7 +217,7 @@ def _save(directory: Directory, text: str) -> None:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(temporary, directory.settings)
+                move(temporary, directory.settings)
                 return
             except FileNotFoundError:
                 continue  # a worker that is just starting took it for a dead process's

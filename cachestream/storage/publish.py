@@ -12,10 +12,10 @@ from typing import Final
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.model import Schema, ShardRow, Span
-from cachestream.private import open_private
-from cachestream.storage.admission import BLOCK_BYTES, Admission
+from cachestream.private import move, open_private
+from cachestream.storage.admission import Admission
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import Directory, allocated_bytes, sync_folder
+from cachestream.storage.directory import Directory, allocated_bytes, booked_bytes, sync_folder
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow, Tables
@@ -140,13 +140,13 @@ class Publisher:
                     _write_all(fd, column.data.data)
                 # After a failed fsync the pages are marked clean: never again, the file goes.
                 os.fsync(fd)
-                occupied = _check_occupied(temporary, fd, most_bytes)
+                _check_occupied(temporary, fd, most_bytes)
+                booked = booked_bytes(os.fstat(fd))
             finally:
                 os.close(fd)
-            os.rename(temporary, shard_path(self._directory.root, shard_id))
+            move(temporary, shard_path(self._directory.root, shard_id))
             sync_folder(self._directory.shards)
-        # Some disks say what a file occupies only later (ZFS), or compress it: count all of it.
-        return max(occupied, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        return booked
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
@@ -160,14 +160,13 @@ def _allocate(fd: int, size_bytes: int) -> None:
             raise
 
 
-def _check_occupied(path: str, fd: int, most_bytes: int) -> int:
+def _check_occupied(path: str, fd: int, most_bytes: int) -> None:
     occupied = allocated_bytes(os.fstat(fd))
     if occupied > most_bytes:
         raise CacheError(
             f"{path} occupies {occupied} bytes on this disk, more than the {most_bytes} reserved for it; "
             "put the cache on a disk with ordinary blocks (ext4, XFS)"
         )
-    return occupied
 
 
 def merge_schema(tables: Tables, schema: Schema) -> int:

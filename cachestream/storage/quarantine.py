@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from cachestream.private import move
 from cachestream.storage.directory import Directory, remove_if_there, size_of_file, sync_folder
 from cachestream.storage.faults import translated_disk_errors
 
@@ -21,7 +22,7 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
     """
     with translated_disk_errors(path, "putting it aside"):
         try:
-            os.replace(path, os.path.join(directory.quarantine, os.path.basename(path)))
+            move(path, os.path.join(directory.quarantine, os.path.basename(path)))
         except FileNotFoundError:
             return
         kept_bytes = 0

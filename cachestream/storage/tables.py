@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -164,8 +164,22 @@ class Tables(ProgressTables):
             [(times, now, first, last) for first, last in ranges.tolist()],
         )
 
-    def resize_shard(self, shard_id: int, size_bytes: int) -> None:
-        self.execute("UPDATE shards SET size_bytes = ? WHERE id = ?", (size_bytes, shard_id))
+    def sums(self) -> tuple[int, int, int]:
+        """What `totals` should be, from the rows."""
+        question = "SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM shards"
+        shards, samples, size_bytes = map(int, self.execute(question).fetchone())
+        return shards, samples, size_bytes
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of all shards, by id."""
+        return dict(self.execute("SELECT id, size_bytes FROM shards"))
+
+    def correct_sizes(self, sizes: Mapping[int, int]) -> None:
+        """Book other sizes of shards, by id, and all sums anew."""
+        self.executemany(
+            "UPDATE shards SET size_bytes = ? WHERE id = ?", [(size, key) for key, size in sizes.items()]
+        )
+        self.execute("UPDATE totals SET shards = ?, samples = ?, size_bytes = ?", self.sums())
 
     def spans(self) -> dict[int, list[Span]]:
         """What the shards hold of each pass: pass id → spans."""

@@ -10,31 +10,32 @@ from dataclasses import dataclass
 from cachestream.errors import CorruptShardError
 from cachestream.model import ShardRow
 from cachestream.storage.admission import Admission
+from cachestream.storage.books import contradiction, sizes_of_shards, wrong_sizes
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import Directory, remove_if_there, size_of_file, sync_folder
+from cachestream.storage.directory import Directory, remove_if_there, sync_folder
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.rebuild import SHARD_NAME, TEMPORARY_NAME
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.status import VerifyReport
 from cachestream.storage.tables import Tables
 
-__all__ = ["Checker", "remove_leftovers"]
+__all__ = ["Checker", "check_books", "remove_leftovers"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """What is wrong: shard id → why; ids without a file; ids whose size is booked wrongly → the size."""
+    """What is wrong: shard id → why; ids without a file; ids that say other than the catalogue → what."""
 
     corrupt: dict[int, str]
     missing: list[int]
-    resized: dict[int, int]
+    denied: dict[int, str]
 
     def still(self, ids: Collection[int]) -> _Findings:
         """Those of shards that are still in the catalogue: others were evicted while we looked."""
         return _Findings(
             {i: why for i, why in self.corrupt.items() if i in ids},
             [i for i in self.missing if i in ids],
-            {i: size for i, size in self.resized.items() if i in ids},
+            {i: what for i, what in self.denied.items() if i in ids},
         )
 
 
@@ -65,6 +66,10 @@ class Checker:
         with self._catalogue.reading() as tables:
             rows = list(tables.shards())
         found = self._check(rows, on_progress)
+        if repair and found.denied:
+            self._catalogue.heal(condemned=True)
+        problem = problem or next(iter(found.denied.values()), None)
+        problem = check_books(self._directory, self._catalogue, correct=repair) or problem
         if repair:
             with self._catalogue.reading() as tables:
                 found = found.still(tables.shard_ids())
@@ -92,9 +97,10 @@ class Checker:
                     found.corrupt[row.id] = (
                         f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
                     )
-                occupied = size_of_file(path)
-                if occupied > row.size_bytes:
-                    found.resized[row.id] = occupied
+                with self._catalogue.reading() as tables:
+                    denied = contradiction(tables, row.id, shard)
+                if denied is not None:
+                    found.denied[row.id] = denied
                 shard.close()
             except CorruptShardError as error:
                 if os.path.lexists(path):
@@ -110,10 +116,27 @@ class Checker:
             self._put_aside(shard_id, why)
         for shard_id in found.missing:
             self._put_aside(shard_id, f"shard {shard_id}: missing")
-        if found.resized:  # copied from another disk, say
-            with self._catalogue.transaction() as tables:
-                for shard_id, size_bytes in found.resized.items():
-                    tables.resize_shard(shard_id, size_bytes)
+
+
+def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
+    """Hold the booked sizes against the files, and their sums against the rows; what is wrong, if anything.
+
+    With `correct`, both are booked anew: a bit has flipped, or the shards were copied from another disk.
+    """
+    with translated_disk_errors(directory.shards, "listing it"):
+        actual = sizes_of_shards(directory.shards)
+    with catalogue.reading() as tables:
+        wrong, sums, totals = wrong_sizes(tables, actual), tables.sums(), tables.totals()
+    if not wrong and sums == totals:
+        return None
+    if correct:
+        with catalogue.transaction() as tables:
+            tables.correct_sizes(wrong)
+    return (
+        f"{len(wrong)} shards are booked with a wrong size"
+        if wrong
+        else f"the sums are {totals} and not {sums}"
+    )
 
 
 def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:

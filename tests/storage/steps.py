@@ -54,7 +54,7 @@ class Steps:
 
         def counted_open(path: Any, flags: int, *rest: Any, **named: Any) -> int:
             if flags & os.O_CREAT:
-                steps(f"create {_kind(path)}")
+                steps(f"create {_kind(_whole(path, named.get('dir_fd')))}")
             opened: int = real["open"](path, flags, *rest, **named)
             return opened
 
@@ -96,10 +96,14 @@ class Steps:
     def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **named: Any) -> Any:
             where = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[-1]
-            self(f"{name} {_kind(where)}")
+            self(f"{name} {_kind(_whole(where, named.get('dst_dir_fd', named.get('dir_fd'))))}")
             return real(*args, **named)
 
         return counted
+
+
+def _whole(path: Any, folder: int | None) -> str:
+    return str(path) if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
 
 
 def _kind(path: Any) -> str:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cachestream import private
 from cachestream.errors import CacheError, CacheVersionError
+from cachestream.storage import opening
+from cachestream.storage import publish as publish_module
 from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
 from cachestream.storage.faults import CatalogueDamagedError
@@ -163,7 +166,7 @@ def test_several_that_find_it_lost_at_once_rebuild_it_once(filled: Cache) -> Non
 def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_entered_twice(
     filled: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.rename
+    real = private.move
 
     def lose(source: str, target: str) -> None:
         real(source, target)
@@ -171,7 +174,7 @@ def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_ent
         assert filled.num_shards == 5, "the rebuild has adopted it"
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", lose)
+        patch.setattr(publish_module, "move", lose)
         with pytest.raises(CatalogueReplacedError, match="what is not cached is to be fetched again"):
             publish(filled, content(12))
     assert shard_ids(filled) == [1, 2, 3, 4, 5]
@@ -181,7 +184,7 @@ def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_ent
 def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
     filled: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.rename
+    real = private.move
 
     def lose(source: str, target: str) -> None:
         os.unlink(filled.catalogue.path)
@@ -189,7 +192,7 @@ def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
         real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", lose)
+        patch.setattr(publish_module, "move", lose)
         with pytest.raises(CatalogueReplacedError):
             publish(filled, content(12))
     assert shard_ids(filled) == [1, 2, 3, 4]
@@ -201,7 +204,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
     filled: Cache, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Its file is about to be removed, or is removed."""
-    real, owner = os.rename, Owner(filled.directory, "slow")
+    real, owner = private.move, Owner(filled.directory, "slow")
 
     def clear(source: str, target: str) -> None:
         real(source, target)
@@ -213,7 +216,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
                 tables.take_reservations([5], "another")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", clear)
+        patch.setattr(publish_module, "move", clear)
         with pytest.raises(CacheError, match="another process has cleared what was reserved for shard 5"):
             publish(filled, content(12), owner=owner.name)
     assert shard_ids(filled) == [1, 2, 3, 4]
@@ -260,6 +263,7 @@ def test_a_catalogue_of_a_newer_version_is_refused_and_left_alone(filled: Cache)
     filled.close()
     other = sqlite3.connect(filled.catalogue.path)
     other.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    other.execute("CREATE TABLE of_that_version (x)")  # with ours alone it would be a flipped bit
     other.commit()
     other.close()
     before = Path(filled.catalogue.path).read_bytes()
@@ -290,7 +294,7 @@ def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast
 def test_of_two_who_set_the_limit_at_once_the_later_is_in_the_copy_of_the_settings(
     filled: Cache, fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.replace
+    real = private.move
 
     def be_overtaken(source: str, target: str) -> None:
         patch.undo()
@@ -299,7 +303,7 @@ def test_of_two_who_set_the_limit_at_once_the_later_is_in_the_copy_of_the_settin
         real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", be_overtaken)
+        patch.setattr(opening, "move", be_overtaken)
         filled.size_limit = "5MB"
     filled.close()
     os.unlink(filled.catalogue.path)

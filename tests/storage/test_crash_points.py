@@ -90,7 +90,7 @@ def check_published(cache: Cache, crash: Crash) -> None:
 
 def test_publishing(template: Path, fast_path: Path) -> None:
     steps = crash_everywhere(template, fast_path, publish_next, check_published)
-    assert {"rename shards/.safetensors", "COMMIT", "half written"} <= set(steps)
+    assert {"replace shards/.safetensors", "COMMIT", "half written"} <= set(steps)
 
 
 def test_publishing_that_evicts(full: Path, fast_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_the_steps_of_publishing_are_in_the_order_that_survives_a_power_loss(
 def assert_durable_order(steps: list[str]) -> None:
     """Data, then its name, then the row: each on the disk before the next."""
     commits = [i for i, step in enumerate(steps) if step == "COMMIT"]
-    data, name = steps.index("fsync shards/.tmp"), steps.index("rename shards/.safetensors")
+    data, name = steps.index("fsync shards/.tmp"), steps.index("replace shards/.safetensors")
     folder = steps.index("fsync crashed/shards")
     row = steps.index("INSERT INTO shards")
     assert commits[0] < steps.index("create shards/.tmp"), "reserved before it is written"
@@ -375,13 +375,13 @@ def late_accounting() -> None:
 
 
 def row_before_name() -> None:
-    real_publish, real_rename, later = Publisher.publish, os.rename, []
-    os.rename = lambda *names: later.append(names)
+    real_publish, real_move, later = Publisher.publish, publish_module.move, []  # type: ignore[attr-defined]
+    publish_module.move = lambda *names: later.append(names)  # type: ignore[attr-defined]
 
     def publish(self: Publisher, *args: object, **named: object) -> int | None:
         shard_id = real_publish(self, *args, **named)  # type: ignore[arg-type]
         for names in later:
-            real_rename(*names)
+            real_move(*names)
         return shard_id
 
     Publisher.publish = publish  # type: ignore[method-assign]
@@ -468,7 +468,7 @@ def skip_folder_sync() -> None:
 
 
 def sync_after_name() -> None:
-    counted_sync, counted_rename = os.fsync, os.rename
+    counted_sync, counted_move = os.fsync, publish_module.move  # type: ignore[attr-defined]
     late: list[int] = []
 
     def sync(fd: Any) -> None:
@@ -477,11 +477,11 @@ def sync_after_name() -> None:
         else:
             counted_sync(fd)
 
-    def rename(source: str, target: str) -> None:
-        counted_rename(source, target)
+    def move(source: str, target: str) -> None:
+        counted_move(source, target)
         counted_sync(late.pop())
 
-    os.fsync, os.rename = sync, rename  # type: ignore[assignment]
+    os.fsync, publish_module.move = sync, move  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mutation", [skip_data_sync, skip_folder_sync, sync_after_name])

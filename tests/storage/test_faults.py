@@ -384,7 +384,7 @@ for first in (0, 3):
     [
         ("fsync", "shards/000000000001.tmp", [1]),
         ("fsync", "shards", [1]),
-        ("rename", "shards/000000000001.tmp", [1]),
+        ("renameat,renameat2", "shards", [1]),
         ("fallocate", "shards/000000000001.tmp", [1]),
         ("fsync,fdatasync", "catalogue.sqlite-journal", None),
         ("fsync,fdatasync", "catalogue.sqlite", None),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cachestream import private
 from cachestream.errors import CacheError
 from cachestream.storage import locks
 from cachestream.storage.locks import is_held, lock_file, remove_unheld
@@ -207,13 +208,13 @@ def test_a_file_is_removed_while_its_lock_is_held_so_that_nobody_can_take_it_bet
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(path).touch()
-    original, took = os.unlink, []
+    original, took = private.remove, []
 
     def take_first(name: str) -> None:
         took.append(lock_file(path))
         original(name)
 
-    monkeypatch.setattr(os, "unlink", take_first)
+    monkeypatch.setattr(locks, "remove", take_first)
     assert remove_unheld(path)
     assert took == [None]
 

@@ -1,0 +1,190 @@
+"""The books of a cache: whether what its catalogue says makes sense, and agrees with the files.
+
+SQLite has no checksums: after a flipped bit a sound page says something else. A value that cannot be is told by
+`nonsense`; one that could be, by the shards themselves, which say what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from functools import cache
+from typing import Final, get_args
+
+from cachestream.model import Container, FieldKind, Schema
+from cachestream.storage.directory import booked_bytes
+from cachestream.storage.eviction import ORDERS
+from cachestream.storage.layout import STATEMENTS
+from cachestream.storage.shard import SUFFIX, MappedShard, storage_of
+from cachestream.storage.tables import Tables
+
+__all__ = ["SENSELESS", "contradiction", "has_our_layout", "nonsense", "sizes_of_shards", "wrong_sizes"]
+
+# The errors that values of a damaged catalogue lead to.
+SENSELESS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+_COUNTERS: Final = (
+    "size_limit", "min_free", "last_shard_id", "clock", "evicted_shards", "evicted_samples", "evicted_bytes",
+    "written_samples", "written_bytes", "quarantined", "lost_shards", "listing", "is_looking",
+)  # fmt: skip
+_SETTINGS: Final = ("cache_id", "size_limit", "min_free", "eviction")
+_MOST_ID: Final = 10**17  # of as many digits as a file's name may have
+
+# For each table, the integers, and what else holds of every row.
+_ROWS: Final = {
+    "schemas": (("id",), "typeof(json) = 'text'"),
+    "passes": (
+        ("id", "next_position", "evicted_before"),
+        (
+            "typeof(plan) = 'text' AND typeof(length) IN ('integer', 'null') "
+            "AND next_position BETWEEN 0 AND coalesce(length, next_position)"
+        ),
+    ),
+    "claims": (
+        ("id", "pass_id", "position", "offset", "stop"),
+        "typeof(owner) = 'text' AND position BETWEEN 0 AND stop AND offset >= 0",
+    ),
+    "shards": (
+        ("id", "size_bytes", "num_samples", "uses", "last_used", "schema_id", "pass_id"),
+        (
+            "id > 0 AND size_bytes >= 0 AND num_samples >= 0 AND uses >= 0 AND typeof(spans) = 'blob' "
+            "AND length(spans) % 32 = 0 AND schema_id IN (SELECT id FROM schemas)"
+        ),
+    ),
+    "reservations": (
+        ("id", "size_bytes", "doomed"),
+        "typeof(owner) = 'text' AND size_bytes >= 0 AND doomed IN (0, 1)",
+    ),
+    "suspects": (("pass_id", "position", "deaths"), "typeof(reason) = 'text'"),
+    "failures": (
+        ("count",),
+        "typeof(kind) = 'text' AND typeof(reason) = 'text' AND typeof(example) = 'text'",
+    ),
+    "totals": (("shards", "samples", "size_bytes"), "1"),
+}
+
+
+def nonsense(tables: Tables) -> str | None:
+    """What cannot be true of a catalogue, or None. Raises one of SENSELESS, too, where a value cannot be read."""
+    if not has_our_layout(tables):
+        return "its tables are others"
+    for table, (integers, rule) in _ROWS.items():
+        holds = " AND ".join([*(f"typeof({name}) = 'integer'" for name in integers), rule])
+        if tables.execute(f"SELECT 1 FROM {table} WHERE ({holds}) IS NOT 1 LIMIT 1").fetchone():  # noqa: S608
+            return f"a row of '{table}' makes no sense"
+    if tables.execute("SELECT count(*) FROM totals").fetchone() != (1,):
+        return "the sums are missing"
+    return _odd_setting(tables) or _odd_text(tables)
+
+
+def has_our_layout(tables: Tables) -> bool:
+    """Whether the tables and triggers are those that this version makes."""
+    return tables.execute(_LAYOUT).fetchall() == _our_layout()
+
+
+_LAYOUT: Final = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+
+
+@cache
+def _our_layout() -> list[tuple[str, ...]]:
+    model = sqlite3.connect(":memory:")
+    try:
+        for statement in STATEMENTS:
+            model.execute(statement)
+        return model.execute(_LAYOUT).fetchall()
+    finally:
+        model.close()
+
+
+def _odd_setting(tables: Tables) -> str | None:
+    meta = tables.all_meta()
+    for key in _COUNTERS:
+        if key in meta and not (type(meta[key]) is int and meta[key] >= 0):
+            return f"{key} is {meta[key]!r}"
+    missing = [key for key in _SETTINGS if key not in meta]
+    if missing:
+        return f"{missing[0]} is missing"
+    if not isinstance(meta["cache_id"], str) or meta["eviction"] not in ORDERS:
+        return "cache_id or eviction makes no sense"
+    (last,) = tables.execute(
+        "SELECT max(coalesce((SELECT max(id) FROM shards), 0), coalesce((SELECT max(id) FROM reservations), 0))"
+    ).fetchone()
+    if not last <= meta.get("last_shard_id", 0) < _MOST_ID:
+        return f"last_shard_id is {meta.get('last_shard_id', 0)}, and there is a shard {last}"
+    return None
+
+
+def _odd_text(tables: Tables) -> str | None:
+    schemas, known = _schemas(tables).values(), tables.meta("schema")
+    if known is not None:
+        merged = _read_schema(known)
+        if any(merged.merge(schema) != merged for schema in schemas):
+            return "the schema does not cover that of all shards"
+    labels = tables.meta("label_names")
+    if labels is not None:
+        count, digest = json.loads(labels)
+        if type(count) is not int or not isinstance(digest, str):
+            return "label_names makes no sense"
+    for row in tables.passes():
+        json.loads(row.plan)
+    tables.failures(), tables.reservations()  # text that is none cannot be read
+    return None
+
+
+def _schemas(tables: Tables) -> dict[int, Schema]:
+    rows = tables.execute("SELECT id, json FROM schemas").fetchall()
+    return {key: _read_schema(text) for key, text in rows}
+
+
+def _read_schema(text: str) -> Schema:
+    """The schema that `text` tells; raises one of SENSELESS for one that no shard can have."""
+    schema = Schema.from_json(text)
+    for field in schema.fields:
+        storage_of(field.dtype)
+        numbers = (field.ndim, *(field.shape or ()))
+        if field.kind not in get_args(FieldKind) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"the field '{field.name}' makes no sense")
+    if schema.container not in get_args(Container):
+        raise ValueError(f"samples are no {schema.container!r}")
+    return schema
+
+
+def contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | None:
+    """What the catalogue says of a shard, and the shard denies; None if they agree, or if it has been evicted since."""
+    row = tables.execute(
+        "SELECT json, plan FROM shards JOIN schemas ON schemas.id = schema_id "
+        "LEFT JOIN passes ON passes.id = pass_id WHERE shards.id = ?",
+        (shard_id,),
+    ).fetchone()
+    if row is None:
+        return None
+    schema, plan = row
+    source = tables.meta("source")
+    if Schema.from_json(schema) != shard.schema:
+        return f"shard {shard_id} has another schema"
+    if isinstance(shard.fill.get("source"), str) and source not in (None, shard.fill["source"]):
+        return f"shard {shard_id} is of another source"
+    # A pass that grows keeps its beginning: the kind, the seed and the ordinal.
+    if plan is not None and plan.split(",")[:3] != str(shard.fill.get("plan", plan)).split(",")[:3]:
+        return f"shard {shard_id} is of another pass"
+    return None
+
+
+def sizes_of_shards(folder: str) -> dict[int, int]:
+    """What the files of published shards occupy, as it is booked: id → bytes."""
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix == SUFFIX and stem.isdecimal():
+                try:
+                    found[int(stem)] = booked_bytes(entry.stat(follow_symlinks=False))
+                except FileNotFoundError:
+                    pass  # evicted meanwhile
+    return found
+
+
+def wrong_sizes(tables: Tables, actual: dict[int, int]) -> dict[int, int]:
+    """The shards whose size is booked wrongly, and how large they are: those of `actual` that the tables know."""
+    booked = tables.sizes()
+    return {key: actual[key] for key in booked.keys() & actual.keys() if booked[key] != actual[key]}
