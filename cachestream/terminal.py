@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cachestream.errors import WorkerTimeoutError
 from cachestream.report import RateWindow, one_line, status_view
 from cachestream.sampling.worker import Worker
 from cachestream.storage.cache import Cache
@@ -91,13 +92,22 @@ def follow(worker: Worker) -> None:
         with Live(console=console, auto_refresh=False) as live:
             ended = False
             while not ended:
-                ended = worker.wait(_LOOK_S)
+                ended = _ends_within(worker, _LOOK_S)
                 status = worker.status()
                 live.update(status_view(status, rates.add(time.monotonic(), status.worker)), refresh=True)
     else:
-        while not worker.wait(_LINE_S):
+        while not _ends_within(worker, _LINE_S):
             status = worker.status()
             console.print(one_line(status, rates.add(time.monotonic(), status.worker)), soft_wrap=True)
+
+
+def _ends_within(worker: Worker, seconds: float) -> bool:
+    """Wait until the worker has nothing left to do, or has ended; False where that takes longer."""
+    try:
+        worker.wait(seconds)
+    except WorkerTimeoutError:
+        return False
+    return True
 
 
 def say(line: str) -> None:
