@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import Buffer, decode_fields, extension_of, is_image
 from cachestream.remote.fetch import fetch
@@ -65,10 +66,8 @@ class FileSource:
         crop: Size | None = None,
         first_names: FirstNames = "auto",
     ) -> None:
-        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
-            raise ConfigError(
-                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
-            )
+        if first_names is not None and first_names != "auto":
+            first_names = check_count("first_names", first_names)
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")

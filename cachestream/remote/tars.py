@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
 from cachestream.remote.filelist import FileList, Url, check_unit
 from cachestream.remote.grouping import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
@@ -64,8 +65,8 @@ class TarSource:
         crop: Size | None = None,
     ) -> None:
         images = ImageOptions(resize, crop)
-        if samples_per_visit is not None and (type(samples_per_visit) is not int or samples_per_visit < 1):
-            raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be at least 1, or None")
+        if samples_per_visit is not None:
+            samples_per_visit = check_count("samples_per_visit", samples_per_visit)
         self._decoders = Decoders(decoders, images)
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         for index in range(len(self._files)):
