@@ -13,7 +13,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ def accuracy(
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))
     optimiser = torch.optim.Adam(model.parameters(), 1e-3)
-    options = {
+    options: dict[str, Any] = {
         "num_workers": 2,
         "shard_size": "100kB",
         "min_samples": 4 * BATCH,
@@ -74,7 +74,7 @@ def accuracy(
                 begun_s = time.perf_counter()
                 loss = nn.functional.cross_entropy(model(batch["npy"]), batch["cls"])
                 optimiser.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
                 steps += 1
                 if steps == STEPS:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         SourceError,
         SourceUnavailableError,
         WorkerError,
+        WorkerTimeoutError,
     )
     from cachestream.integrations.metrics import metrics
     from cachestream.remote.arrays import ArraySource
@@ -89,6 +90,7 @@ __all__ = [
     "TarSource",
     "Worker",
     "WorkerError",
+    "WorkerTimeoutError",
     "collate",
     "metrics",
     "mix",

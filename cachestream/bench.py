@@ -126,7 +126,7 @@ def bench(
     cache: Cache,
     batch_size: int = 64,
     seconds: float = 5.0,
-    batch_transform: Callable[[Any], Any] | None = None,
+    batch_transform: Callable[..., Any] | None = None,
 ) -> BenchReport:
     """Iterate shuffled epochs of what is cached for about `seconds`: alone, with `batch_transform`, and onto the CUDA device
     if there is one; copy memory and read the disk for comparison.

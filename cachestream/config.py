@@ -6,10 +6,11 @@ import difflib
 import inspect
 import math
 import numbers
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard, TypeVar
 
 from cachestream.errors import ConfigError
 
@@ -27,6 +28,8 @@ __all__ = [
     "parse_path",
     "parse_size",
     "reject_unknown",
+    "whole_number",
+    "with_generator",
 ]
 
 # What to do about Python's "can't start new thread".
@@ -55,6 +58,8 @@ _UNITS: Final[dict[str, int]] = {
     "pb": 10**15,
     "pib": 2**50,
 }
+_GENERATORS: Final = ("generator", "rng")
+Result = TypeVar("Result")
 _MOST_BYTES: Final = 2**62  # the catalogue and the system count with 64 bits, one of them for the sign
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
@@ -128,9 +133,9 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
 
     A rate such as "40MB/s" is read as bytes a second. Raises ConfigError naming `what`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if not (_is_number(value) or isinstance(value, str)):
         raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
-    if isinstance(value, int | float):
+    if not isinstance(value, str):
         if not math.isfinite(value) or value < 0:
             raise ConfigError(f"{what}={value!r}: must be a finite number of bytes, 0 or more")
         size_bytes = int(value)
@@ -166,6 +171,38 @@ def keywords_of(function: Callable[..., object]) -> set[str]:
     return {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def with_generator(function: Callable[..., Result]) -> Callable[[Any, Callable[[], Any]], Result]:
+    """`function` of a value, or of a value and a random generator, as a function of the value and of what makes a generator.
+
+    It takes one as its second positional parameter without a default, or by a parameter `generator` or `rng` that is None by
+    default. Otherwise, and where it has no signature, it takes the value alone.
+    """
+    name = _generator_parameter(function)
+    if name is None:
+        return lambda value, _: function(value)
+    if not name:
+        return lambda value, make: function(value, make())
+    return lambda value, make: function(value, **{name: make()})
+
+
+def _generator_parameter(function: Callable[..., object]) -> str | None:
+    """The name of the parameter for a generator, "" for the second positional one; None where there is none."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+        if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+            # The call of a torch.nn.Module hands all on to its `forward`.
+            parameters = list(inspect.signature(getattr(function, "forward", function)).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one for one in parameters if one.kind in positional and one.default is one.empty]
+    if len(needed) == 2:
+        return ""
+    # With another default it is the user's own generator, of a functools.partial for one.
+    named = [one.name for one in parameters if one.name in _GENERATORS and one.default is None]
+    return named[0] if len(needed) == 1 and named else None
+
+
 def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
     """Raise ConfigError for keywords that `function` does not take, saying for a peer's what to use instead."""
     for name in unknown:
@@ -190,11 +227,24 @@ def check_mapping(name: str, value: object, such_as: str) -> None:
         raise ConfigError(f"{name}= is a {type(value).__name__}: give a dict, such as {such_as}")
 
 
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """`value`, a whole number, `least` or more; raises ConfigError for what is none."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more")
-    return int(value)
+def whole_number(value: object) -> int | None:
+    """`value` as a plain int, if it is a whole number: Python's, numpy's or torch's, and no bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_count(name: str, value: object, least: float = 1, most: float = math.inf) -> int:
+    """`value`, a whole number from `least` to `most`, as a plain int; raises ConfigError for what is none."""
+    count = whole_number(value)
+    if count is None or not least <= count <= most:
+        lower = "" if math.isinf(least) else f", {least} or more"
+        upper = "" if math.isinf(most) else f", {most} at most"
+        raise ConfigError(f"{name}={value!r}: give a whole number{lower}{upper}")
+    return count
 
 
 def check_seconds(name: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "SourceError",
     "SourceUnavailableError",
     "WorkerError",
+    "WorkerTimeoutError",
 ]
 
 
@@ -83,6 +84,10 @@ class WorkerError(CacheStreamError):
         if not self.remote_traceback:
             return message
         return f"{message}\n\nThe worker's traceback:\n{self.remote_traceback.rstrip()}"
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """The worker was not done within the deadline, and goes on: wait longer, or use what there is."""
 
 
 class EpochError(CacheStreamError):

@@ -8,6 +8,7 @@ wherever the source and the transform are deterministic, and what comes back dif
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cachestream.config import with_generator
 from cachestream.errors import (
     CacheError,
     CacheFullError,
@@ -36,7 +38,7 @@ from cachestream.sampling.coverage import END, Coverage
 from cachestream.sampling.order import Order, PassPlan
 from cachestream.sampling.packer import Packer
 from cachestream.sampling.passes import order_file
-from cachestream.sampling.reader import unit_generator
+from cachestream.sampling.reader import sample_generator, unit_generator
 from cachestream.sampling.records import to_record
 from cachestream.sampling.storing import list_all
 from cachestream.storage.admission import Owner
@@ -57,7 +59,7 @@ __all__ = ["RefetchReport", "refetch", "wanted_shards"]
 _LOCK_TIMEOUT_S: Final = 1.0
 _ATTEMPTS: Final = 8
 
-Transform = Callable[[Any], Any]
+Transform = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -244,7 +246,7 @@ class _Maker:
     ) -> None:
         self._cache = cache
         self._source = source
-        self._transform = transform
+        self._transform = None if transform is None else with_generator(transform)
         self._weights = weights
         self._pool = pool
         self._orders: dict[PassPlan, Order] = {}
@@ -347,13 +349,13 @@ class _Maker:
                 return  # a damaged unit ended here then, too
             if offset < first:
                 continue
-            sample = self._transformed(sample)
+            sample = self._transformed(sample, functools.partial(sample_generator, plan, unit, offset))
             if sample is not None:
                 yield key, sample
 
-    def _transformed(self, sample: Any) -> Any:
+    def _transformed(self, sample: Any, generator: Callable[[], np.random.Generator]) -> Any:
         """What the transform makes of `sample`; None for nothing."""
         try:
-            return sample if self._transform is None else self._transform(sample)
+            return sample if self._transform is None else self._transform(sample, generator)
         except (Exception, SystemExit):  # noqa: BLE001  skipped by the worker as well, whatever it was
             return None

@@ -52,7 +52,7 @@ def stream(
     size_limit: int | str | None = None,
     *,
     batch_size: int,
-    transform: Callable[[Any], Any] | None = None,
+    transform: Callable[..., Any] | None = None,
     num_workers: int | None = None,
     **options: Any,
 ) -> StreamLoader:
@@ -69,7 +69,7 @@ def stream(
         cache: a directory on a local disk, or a Cache.
         size_limit: the most that the cache may take on the disk, such as "200GB".
         batch_size: samples a batch and rank.
-        transform: `transform(sample) -> sample | None`, run once a sample in the background.
+        transform: `fn(sample) -> sample | None` or `fn(sample, rng)`, run once a sample in the background.
         num_workers: sampling processes.
         options: any option of `Cache` (min_free, eviction), `open_source` (storage_options, label, …),
             `start_worker` (order, bandwidth_limit, shard_size, …) and `EpochLoader` (shuffle,

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cachestream.errors import WorkerTimeoutError
 from cachestream.report import RateWindow, one_line, status_view
 from cachestream.sampling.worker import Worker
 from cachestream.storage.cache import Cache
@@ -101,15 +102,18 @@ def follow(worker: Worker) -> None:
 
 
 def _has_ended(worker: Worker, timeout_s: float) -> bool:
-    """Wait for the end of the pass or of the worker; False at the deadline."""
+    """Wait for the end of the pass or of the worker; False at the deadline, also while a full cache rests."""
     deadline_s = time.monotonic() + timeout_s
-    while worker.wait(max(0.0, deadline_s - time.monotonic())):
-        if worker.cache.fill_state() != "full" or not worker.is_alive():
-            return True
-        if time.monotonic() >= deadline_s:
-            break
-        time.sleep(min(_LOOK_S, timeout_s))
-    return False
+    try:
+        while worker.wait(max(0.0, deadline_s - time.monotonic())):
+            if worker.cache.fill_state() != "full" or not worker.is_alive():
+                return True
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(min(_LOOK_S, timeout_s))
+    except WorkerTimeoutError:
+        return False
+    return True
 
 
 def say(line: str) -> None:

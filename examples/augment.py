@@ -28,11 +28,11 @@ MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None] * 255  # of ImageNet, 
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None] * 255
 
 
-def random_crop(images: torch.Tensor, size: int) -> torch.Tensor:
+def random_crop(images: torch.Tensor, size: int, generator: torch.Generator | None = None) -> torch.Tensor:
     """`[B, C, H, W]` to `[B, C, size, size]`, from another place in each image: one copy of all rows that are left."""
     count, channels, height, width = images.shape
-    tops = torch.randint(height - size + 1, (count, 1, 1), device=images.device)
-    lefts = torch.randint(width - size + 1, (count, 1, 1), device=images.device)
+    tops = torch.randint(height - size + 1, (count, 1, 1), device=images.device, generator=generator)
+    lefts = torch.randint(width - size + 1, (count, 1, 1), device=images.device, generator=generator)
     planes = torch.arange(count * channels, device=images.device).view(count, channels, 1) * height
     starts = (planes + tops + torch.arange(size, device=images.device)) * width + lefts
     # A row of `size` pixels begins at every pixel; they overlap, and none is copied but those asked for.
@@ -40,9 +40,10 @@ def random_crop(images: torch.Tensor, size: int) -> torch.Tensor:
     return rows.index_select(0, starts.flatten()).view(count, channels, size, size)
 
 
-def random_flip(images: torch.Tensor) -> torch.Tensor:
+def random_flip(images: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Every second image, by chance, from right to left; in place."""
-    chosen = (torch.rand(len(images), device=images.device) < 0.5).nonzero().squeeze(1)
+    draws = torch.rand(len(images), device=images.device, generator=generator)
+    chosen = (draws < 0.5).nonzero().squeeze(1)
     return images.index_copy_(0, chosen, images[chosen].flip(-1))
 
 
@@ -51,9 +52,12 @@ def normalise(images: torch.Tensor) -> torch.Tensor:
     return images.float().sub_(MEAN.to(images.device)).div_(STD.to(images.device))
 
 
-def augment(batch: dict[str, Any]) -> dict[str, Any]:
-    """What goes to `batch_transform=`. Crop and flip first: bytes are a quarter of the floats."""
-    return batch | {"image": normalise(random_flip(random_crop(batch["image"], args.crop)))}
+def augment(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """The function for `batch_transform=`: by this generator it draws the same in every run, and after a resume. Crop and
+    flip first: bytes are a quarter of the floats.
+    """
+    images = random_crop(batch["image"], args.crop, generator)
+    return batch | {"image": normalise(random_flip(images, generator))}
 
 
 def images_per_s(cache: cs.Cache, **options: Any) -> float:

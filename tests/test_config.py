@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -12,10 +17,12 @@ import cachestream as cs
 from cachestream.config import (
     PEER_ANSWERS,
     PEER_KEYWORDS,
+    check_count,
     format_size,
     keywords_of,
     parse_size,
     reject_unknown,
+    with_generator,
 )
 from cachestream.errors import ConfigError
 from cachestream.remote.open import SOURCE_OPTIONS
@@ -37,6 +44,8 @@ from cachestream.remote.open import SOURCE_OPTIONS
         ("40MB/s", 40 * 10**6),
         (12.9, 12),
         (7, 7),
+        (np.int64(7), 7),
+        (np.float32(8.5), 8),
     ],
 )
 def test_a_size_is_bytes_with_decimal_or_binary_units(text: float | str, size_bytes: int) -> None:
@@ -152,3 +161,80 @@ def test_a_keyword_of_a_peer_has_either_a_name_here_or_an_answer() -> None:
 
 def test_no_unknown_keyword_is_no_error() -> None:
     reject_unknown("stream", {}, ["cache"])
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_a_whole_number_may_be_pythons_numpys_or_torchs(three: Any) -> None:
+    assert type(check_count("n", three)) is int
+    assert check_count("n", three, 3, 3) == 3
+
+
+@pytest.mark.parametrize("value", [True, 3.0, np.float64(3), "3", None, 0, 9, np.bool_(True)])
+def test_what_is_no_whole_number_or_outside_of_the_bounds_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"n=.*: give a whole number, 1 or more, 8 at most"):
+        check_count("n", value, 1, 8)
+
+
+class Flip(torch.nn.Module):
+    """A transform of torch's kind."""
+
+    def forward(self, value: str, generator: str | None = None) -> tuple[str, str | None]:
+        return value, generator
+
+
+class Plain(torch.nn.Module):
+    """A transform as torchvision's v2 has them."""
+
+    def forward(self, *values: str) -> tuple[str, ...]:
+        return values
+
+
+class Called:
+    """A transform with a state."""
+
+    def __call__(self, value: str, draws: str) -> tuple[str, str]:
+        return value, draws
+
+
+def keyword(value: str, scale: float = 1.0, *, rng: str | None = None) -> tuple[str, str | None]:
+    return value, rng
+
+
+def two(value: str, draws: str) -> tuple[str, str]:
+    return value, draws
+
+
+@pytest.mark.parametrize(
+    ("function", "gets"),
+    [
+        (lambda value: (value,), ("value",)),
+        (lambda value, draws: (value, draws), ("value", "draws")),
+        (lambda value, scale=2: (value, scale), ("value", 2)),
+        (lambda value, generator=None: (value, generator), ("value", "draws")),
+        (lambda value, rng="own": (value, rng), ("value", "own")),
+        (lambda *values: values, ("value",)),
+        (keyword, ("value", "draws")),
+        (two, ("value", "draws")),
+        (functools.partial(two, draws="own"), ("value", "own")),
+        (functools.partial(keyword, rng="own"), ("value", "own")),
+        (functools.partial(two, "first"), ("first", "value")),
+        (Called(), ("value", "draws")),
+        (Called().__call__, ("value", "draws")),
+        (Flip(), ("value", "draws")),
+        (Plain(), ("value",)),
+        (torch.nn.Identity(), "value"),
+        (str.upper, "VALUE"),
+        (dict.fromkeys, dict.fromkeys("value")),
+    ],
+)
+def test_a_function_gets_a_generator_where_its_signature_asks_for_one(
+    function: Callable[..., object], gets: object
+) -> None:
+    made: list[None] = []
+
+    def make() -> str:
+        made.append(None)
+        return "draws"
+
+    assert with_generator(function)("value", make) == gets
+    assert len(made) == ("draws" in gets if isinstance(gets, tuple) else 0)  # and it is not made for others

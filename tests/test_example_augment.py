@@ -67,6 +67,6 @@ def test_normalised_images_are_floats_around_zero(example: dict[str, Any]) -> No
     expected = (128 / 255 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     assert torch.allclose(normal, expected[None, :, None, None].expand(2, 3, 4, 4), atol=1e-5)
     batch = {"image": torch.zeros(16, 3, 40, 40, dtype=torch.uint8), "label": torch.arange(16)}
-    augmented = example["augment"](batch)
+    augmented = example["augment"](batch, torch.Generator())
     assert augmented["image"].shape == (16, 3, 32, 32)
     assert torch.equal(augmented["label"], batch["label"])

@@ -37,6 +37,11 @@ def halve(sample: dict[str, Any]) -> dict[str, Any] | None:
     return None if sample["unit"] % 7 == 0 else {**sample, "x": sample["x"][:1000]}
 
 
+def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A sample and its own draws."""
+    return {**sample, "drawn": rng.random(3)}
+
+
 def double(sample: dict[str, Any]) -> dict[str, Any]:
     """Another transform than `halve`."""
     return {**sample, "x": np.repeat(sample["x"], 2)}
@@ -64,8 +69,8 @@ def digests(cache: cs.Cache) -> set[str]:
 
 @pytest.mark.parametrize(
     ("order", "transform"),
-    [("shuffle", halve), ("sequential", None), ("a sampler", halve)],
-    ids=["shuffle", "sequential", "a sampler"],
+    [("shuffle", halve), ("shuffle", noisy), ("sequential", None), ("a sampler", halve)],
+    ids=["shuffle", "random transform", "sequential", "a sampler"],
 )
 def test_evicted_shards_come_back_byte_for_byte_and_the_epochs_with_them(
     order: str, transform: Any, tmp_path: Path

@@ -38,9 +38,9 @@ def normalise(images: Tensor) -> Tensor:
     return values.sub_(mean).div_(deviation + 8)
 
 
-def augment(batch: Mapping[str, Any]) -> dict[str, Any]:
+def augment(batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """The demo's batch_transform, run in the loader's thread: a random shift of the batch, then normalised."""
     pad = (_SHIFT,) * 4
     images = functional.pad(normalise(batch["image"]), pad, mode="replicate")
-    left, top = torch.randint(0, 2 * _SHIFT + 1, (2,)).tolist()
+    left, top = torch.randint(0, 2 * _SHIFT + 1, (2,), device=generator.device, generator=generator).tolist()
     return {"image": images[..., top : top + SIDE, left : left + SIDE], "label": batch["label"]}

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import with_generator
 from cachestream.errors import CacheStreamError, SourceError, SourceUnavailableError
 from cachestream.permutation import Permutation, mix_key
 from cachestream.remote import pulse
@@ -55,7 +56,7 @@ _QUEUE_S: Final = 0.001
 _KEY: Final = mix_key(11, 0)
 _END: Final = object()
 
-Transform = Callable[[Any], Any]
+Transform = Callable[..., Any]
 _Items = Callable[[int, np.random.Generator], Iterator[Any]]
 
 
@@ -170,7 +171,7 @@ class Alone:
         self.failure = ""
         self._units = units
         self._items = items_of(source, transform)
-        self._transform = transform
+        self._transform = None if transform is None else with_generator(transform)
         self._first: Account | None = None
         self._account, self._open = Account(), Account()  # of all samples so far, and of the one that is read
         self._packers, self.one = [Packer()], Packer()
@@ -285,7 +286,7 @@ class Alone:
             return len(item.keys)
         key, sample = item
         if self._transform is not None:
-            sample = self._transform(sample)
+            sample = self._transform(sample, lambda: np.random.Generator(np.random.Philox(key=_KEY)))
             busy_s, waited_s = self._clock.lap()
             self._open.transform_cpu_s += busy_s
             self._open.transform_s += busy_s + waited_s

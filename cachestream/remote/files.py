@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.decode import Buffer, decode_fields, extension_of, is_image, kind_of
 from cachestream.remote.defaults import Defaults
@@ -88,6 +89,8 @@ class FileSource:
     ) -> None:
         self._defaults = Defaults(fields)
         self._encoding = check_encoding(encoding)
+        if first_names is not None and first_names != "auto":
+            first_names = check_count("first_names", first_names)
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")

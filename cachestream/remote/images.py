@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from cachestream.config import whole_number
 from cachestream.errors import ConfigError
 from cachestream.remote import bounds
 from cachestream.remote.jpegs import JPEG_FORMATS, check_scans, decode_turbo
@@ -72,12 +73,14 @@ _TRANSPOSE: Final[dict[int, Image.Transpose]] = {
 
 
 def _checked(name: str, size: Any) -> Size | None:
-    """`size` with a list as a tuple. Raises ConfigError unless it is None, a number above 0, or two."""
-    given = tuple(size) if isinstance(size, list | tuple) else size
-    numbers = given if isinstance(given, tuple) and len(given) == 2 else (given,)
-    if given is not None and not all(type(number) is int and number > 0 for number in numbers):
+    """`size` in plain numbers, two as a tuple. Raises ConfigError unless it is None, a number above 0, or two."""
+    if size is None:
+        return None
+    is_pair = isinstance(size, list | tuple)
+    numbers = [whole_number(one) or 0 for one in (size if is_pair else (size,))]
+    if len(numbers) != 1 + is_pair or min(numbers) < 1:
         raise ConfigError(f"{name}={size!r}: give a number of pixels above 0, or (height, width)")
-    return given
+    return (numbers[0], numbers[1]) if is_pair else numbers[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import format_size
+from cachestream.config import check_count, format_size
 from cachestream.errors import ConfigError
 from cachestream.remote.filelist import FileList, Url
 from cachestream.remote.names import Names
@@ -93,8 +93,8 @@ class Visits:
     """Files of `counts` items as units: whole files, or visits of about `per_visit` items each."""
 
     def __init__(self, counts: Sequence[int], per_visit: int | None) -> None:
-        if per_visit is not None and (type(per_visit) is not int or per_visit < 1):
-            raise ConfigError(f"samples_per_visit={per_visit!r}: must be at least 1, or None")
+        if per_visit is not None:
+            per_visit = check_count("samples_per_visit", per_visit)
         self._counts = np.array(counts, np.int64)
         visits = np.ones_like(self._counts) if per_visit is None else -(-self._counts // per_visit)
         self._ends: npt.NDArray[np.int64] = np.cumsum(visits, dtype=np.int64)

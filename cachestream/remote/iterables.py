@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.remote.datasets import is_map_style
 from cachestream.remote.defaults import Defaults
@@ -72,8 +73,8 @@ class IterableSource:
         fields: Mapping[str, Any] | None = None,
     ) -> None:
         self._defaults = Defaults(fields)
-        if shards is not None and (type(shards) is not int or shards < 1):
-            raise ConfigError(f"shards={shards!r}: must be a whole number of at least 1")
+        if shards is not None:
+            shards = check_count("shards", shards)
         kind = type(iterable)
         self._is_function = callable(iterable) and not hasattr(kind, "__iter__")
         self._name = _name_of(iterable if self._is_function else kind)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.remote.defaults import Defaults
 from cachestream.remote.filelist import FileList, Url, check_unit
@@ -72,8 +73,8 @@ class TarSource:
     ) -> None:
         self._defaults = Defaults(fields)
         images = ImageOptions(resize, crop)
-        if samples_per_visit is not None and (type(samples_per_visit) is not int or samples_per_visit < 0):
-            raise ConfigError(f"samples_per_visit={samples_per_visit!r}: must be 0 or more, or None")
+        if samples_per_visit is not None:
+            samples_per_visit = check_count("samples_per_visit", samples_per_visit, 0)
         self._decoders = Decoders(decoders, images)
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         for index in range(len(self._files)):

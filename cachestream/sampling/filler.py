@@ -201,7 +201,7 @@ class Filler:
         plan = PassPlan.from_json(assignment.row.plan)
         if self._listing is not None:
             self._reach(plan)
-        self._reader.plan = plan
+        self._reader.plan = self._packing.plan = plan
         self._slot["pass_id"] = assignment.row.id
         claim = assignment.claim
         positions = np.arange(claim.position, claim.stop, dtype=np.int64)

@@ -20,7 +20,7 @@ __all__ = ["has_changed", "likeness"]
 _KEY: Final = "transform"
 
 
-def has_changed(cache: Cache, transform: Callable[[Any], Any] | None) -> bool:
+def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
     """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is seen."""
     mark = likeness(transform)
     with cache.catalogue.reading() as tables:
@@ -33,7 +33,7 @@ def has_changed(cache: Cache, transform: Callable[[Any], Any] | None) -> bool:
     return bool(comparable and known != mark and samples)
 
 
-def likeness(transform: Callable[[Any], Any] | None) -> str:
+def likeness(transform: Callable[..., Any] | None) -> str:
     """What is the same for transforms of the same code, also in another process; "" where there is none to see."""
     while isinstance(transform, functools.partial):
         transform = transform.func

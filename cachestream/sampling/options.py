@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cachestream.config import SHORTEST_S, check_seconds, format_size, parse_size
+from cachestream.config import SHORTEST_S, check_count, check_seconds, format_size, parse_size
 from cachestream.errors import ConfigError
 from cachestream.remote.filelist import whole_units
 from cachestream.remote.filesystem import Remote
@@ -53,17 +53,14 @@ class WorkerOptions:
     def check(self) -> None:
         """Raise ConfigError for what cannot work, whatever the cache and the source are."""
         if self.num_workers is not None:
-            _check_range("num_workers", self.num_workers, PROCESSES_AT_MOST)
-        _check_range("concurrency", self.concurrency, FLIGHTS)
+            check_count("num_workers", self.num_workers, 1, PROCESSES_AT_MOST)
+        check_count("concurrency", self.concurrency, 1, FLIGHTS)
         if self.when_full not in _WHEN_FULL:
             raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
         check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)
         if self.transform is not None and not callable(self.transform):
             raise ConfigError(f"transform={self.transform!r}: must be a function of one sample")
-        try:
-            operator.index(self.seed)
-        except TypeError:
-            raise ConfigError(f"seed={self.seed!r}: give a whole number") from None
+        check_count("seed", self.seed, -math.inf)
         if self.shard_size is not None:
             parse_size(self.shard_size, "shard_size")
         self._bandwidth()
@@ -95,13 +92,13 @@ class WorkerOptions:
             sys_path=import_path(),
             fingerprint=fingerprint,
             kind=kind,
-            seed=operator.index(self.seed),
+            seed=int(self.seed),
             num_units=num_units,
             listing=str(
                 getattr(source, "listing_digest", "") if growing is None else growing.first_names.digest
             ),
-            num_workers=self.num_workers or min(4, os.cpu_count() or 1),
-            concurrency=self.concurrency,
+            num_workers=int(self.num_workers or min(4, os.cpu_count() or 1)),
+            concurrency=int(self.concurrency),
             shard_bytes=self._shard_bytes(cache),
             bandwidth_bytes_per_s=self._bandwidth(),
             when_full=self.when_full,
@@ -147,11 +144,6 @@ class WorkerOptions:
         if bytes_per_s <= 0:
             raise ConfigError("bandwidth_limit must be above 0; None means no limit")
         return float(bytes_per_s)
-
-
-def _check_range(name: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ConfigError(f"{name}={value!r}: must be a whole number from 1 to {most}")
 
 
 def _check_share(partition: Partition | None, num_units: int | None) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from cachestream.config import with_generator
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
 from cachestream.remote import bounds
 from cachestream.sampling.coverage import gaps
@@ -17,9 +18,11 @@ from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job
 from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.lots import Lot, runs
+from cachestream.sampling.order import PassPlan
 from cachestream.sampling.outbox import OpenShard, Outbox, check_size
 from cachestream.sampling.pace import is_due, max_age_s, target_bytes
 from cachestream.sampling.packer import Part, keys_of
+from cachestream.sampling.reader import sample_generator
 from cachestream.sampling.records import to_record
 from cachestream.sampling.table import Table
 from cachestream.storage.board import Slot
@@ -38,21 +41,22 @@ class QuarantinedError(SampleError):
 
 
 class Packing:
-    """Packs the samples of one process, in the order they are given. `row` is the pass that they belong to."""
+    """Packs the samples of one process, in the order they are given. `row` is the pass that they belong to, `plan` its plan."""
 
     def __init__(
         self,
         job: Job,
         cache: Cache,
         slot: Slot,
-        transform: Callable[[Any], Any] | None,
+        transform: Callable[..., Any] | None,
         *,
         owner: str,
         stop: threading.Event,
     ) -> None:
         self.row: PassRow | None = None
+        self.plan: PassPlan | None = None
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
-        self._transform = transform
+        self._transform = None if transform is None else with_generator(transform)
         self._pid, self._owner = os.getpid(), owner
         self._outbox = Outbox(job, cache, slot, owner=owner, stop=stop)
         self._open = OpenShard()
@@ -75,19 +79,19 @@ class Packing:
             if room_bytes <= 0:
                 room_bytes = self._make_room()
             before_bytes = self._open.packer.size_bytes
-            self._add(flight, key, sample)
+            self._add(flight, offset, key, sample)
             room_bytes -= self._open.packer.size_bytes - before_bytes
             self._passed(flight, offset, offset + 1)
         return True
 
-    def _add(self, flight: Flight, key: object, sample: Any) -> None:
+    def _add(self, flight: Flight, offset: int, key: object, sample: Any) -> None:
         if not isinstance(key, str):  # a source may be anybody's
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
             self._skip("sample", error, f"unit {flight.unit}: {key!r}")
             return
         try:
             if self._transform is not None:
-                sample = self._transformed(flight, sample)
+                sample = self._transformed(flight, offset, sample)
             if sample is None:
                 self._slot["dropped"] += 1
                 return
@@ -101,12 +105,14 @@ class Packing:
             self._take((key, record), record.nbytes)
             self._slot["pack_s"] += time.monotonic() - begun_s
 
-    def _transformed(self, flight: Flight, sample: Any) -> Any:
-        assert self._transform is not None
+    def _transformed(self, flight: Flight, offset: int, sample: Any) -> Any:
+        transform, plan = self._transform, self.plan
+        assert transform is not None
+        assert plan is not None
         slot, begun_s = self._slot, time.monotonic()
         slot["alone"], slot["beat_s"] = flight.position + 1, begun_s
         try:
-            return self._transform(sample)
+            return transform(sample, lambda: sample_generator(plan, flight.unit, offset))
         finally:
             end_if_forked(self._pid)
             slot["alone"] = 0

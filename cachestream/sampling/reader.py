@@ -30,9 +30,10 @@ from cachestream.storage.board import Slot
 from cachestream.storage.directory import Directory
 from cachestream.storage.faults import translated_disk_errors
 
-__all__ = ["UnitReader", "unit_generator"]
+__all__ = ["UnitReader", "sample_generator", "unit_generator"]
 
 _UNIT_KEY = 3
+_SAMPLE_KEY = 5
 BEAT_S: Final = 0.001
 REQUEST_S: Final = 0.05  # of the bandwidth, in one request
 LEAST_REQUEST_BYTES: Final = 256 << 10
@@ -234,4 +235,10 @@ class UnitReader:
 def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
     """What `unit` is read with in a pass: always the same, so that it gives the same samples again."""
     key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def sample_generator(plan: PassPlan, unit: int, offset: int) -> np.random.Generator:
+    """What the sample at `offset` of `unit` is transformed with in a pass, whichever process does it, on a retry too."""
+    key = mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset)
     return np.random.Generator(np.random.Philox(key=key))

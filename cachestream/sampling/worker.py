@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import check_seconds, keywords_of, reject_unknown
-from cachestream.errors import ConfigError, WorkerError
+from cachestream.errors import ConfigError, WorkerError, WorkerTimeoutError
 from cachestream.remote.open import SOURCE_OPTIONS, open_source, protocols_of
 from cachestream.sampling.job import Job
 from cachestream.sampling.launch import START_TIMEOUT_S, Launch, head_start
@@ -70,11 +70,12 @@ class Worker:
         return self.cache.has_worker()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the pass over the remote is complete, or the cache is full and rests (see `status`: the rest comes as
-        epochs use what there is, or the limit is raised), or the worker has ended; False at the deadline.
+        """Wait until there is nothing to do: the pass over the remote is complete, or the cache is full and rests (see
+        `status`: the rest comes as epochs use what there is, or the limit is raised). False if the worker ended before that.
 
         The next pass, over what was evicted, may be under way then. Logs a warning if more than 1 % of the samples were
-        skipped. Raises WorkerError, with the traceback from the background, if the worker crashed.
+        skipped. Raises WorkerTimeoutError at the deadline, and WorkerError, with the traceback from the background, if the
+        worker crashed.
         """
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -92,7 +93,9 @@ class Worker:
             if not alive and not self.is_alive():
                 break
             if time.monotonic() >= deadline:
-                return False
+                raise WorkerTimeoutError(
+                    f"{self.status()}: not complete within {timeout_s:g} s; wait longer, or train on what there is"
+                )
             time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
         if state == "filling":
             raise WorkerError(
@@ -100,7 +103,7 @@ class Worker:
                 f"could say is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it "
                 "stopped"
             )
-        return True
+        return False
 
     def _progress(self) -> tuple[str, int]:
         """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be seen."""
@@ -190,7 +193,7 @@ def start_worker(
     source: Any,
     *,
     num_workers: int | None = None,
-    transform: Callable[[Any], Any] | None = None,
+    transform: Callable[..., Any] | None = None,
     shard_size: int | str | None = None,
     order: Any = "shuffle",
     seed: int = 0,
@@ -211,7 +214,8 @@ def start_worker(
         cache: a Cache, or the path of one.
         source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4).
-        transform: `transform(sample) -> sample | None` (None drops it), run before caching; closures work.
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or `fn(sample, rng)`,
+            with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same draws on every attempt.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
         order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler over
             units, or a curriculum: weights as a function of the progress in passes, by which units come once a pass.
@@ -254,7 +258,7 @@ def _leave_to_source(options: Mapping[str, object]) -> None:
             )
 
 
-def _warn_of_mixture(worker: Worker, transform: Callable[[Any], Any] | None) -> None:
+def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> None:
     if has_changed(worker.cache, transform):
         logger.warning(
             "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "

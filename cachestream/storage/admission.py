@@ -239,13 +239,17 @@ class Admission:
         """The limit and the bytes in use, everything in the directory included."""
         size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
         promised, doomed = tables.reserved_bytes()
-        # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
-        catalogue_bytes = size_of_file(self._directory.catalogue)
-        headroom = HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
-        used = tables.totals()[2] + overhead_bytes(self._directory) + promised + doomed + headroom
+        used = tables.totals()[2] + overhead_bytes(self._directory) + promised + doomed + self.headroom_bytes
         # What is reserved but not yet written still counts as free on the disk: take it off.
         free_disk = free_bytes(self._directory.root) - promised
         return Room(effective_limit(size_limit, used, free_disk, min_free), used)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What counts as used though it is not there yet: it may be, before the next reservation."""
+        # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
+        catalogue_bytes = size_of_file(self._directory.catalogue)
+        return HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
 
     def shortage(self, need_bytes: int) -> str:
         """Why a reservation fails, in one sentence."""

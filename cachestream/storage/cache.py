@@ -234,7 +234,8 @@ class Cache:
 
         Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
         """
-        to_bytes = None if to is None else parse_size(to, "to")
+        # What the directory takes, and not what filling keeps free of the limit besides.
+        to_bytes = None if to is None else parse_size(to, "to") + self.admission.headroom_bytes
         return self._space.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:

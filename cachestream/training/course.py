@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
 from typing import Any, Final
 
@@ -36,6 +38,7 @@ class Course:
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
         self._job: Job | None = None
+        self._taking = threading.RLock()  # a signal may leave it held: by the thread that goes on
         self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
@@ -61,8 +64,19 @@ class Course:
 
     def next(self, cursor: Cursor) -> Any:
         """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
-        since, and what the preparation or the gathering failed with.
+        since, the loader was closed, or another thread is in here, and what the preparation or the gathering failed with.
         """
+        if not self._taking.acquire(blocking=False):
+            raise EpochError(
+                f"two threads take batches from one iteration of epoch {cursor.epoch} at a time; take them in one thread, "
+                "which hands them on to the others, over a queue.Queue for one"
+            )
+        try:
+            return self._next(cursor)
+        finally:
+            self._taking.release()
+
+    def _next(self, cursor: Cursor) -> Any:
         if cursor.failure:
             raise EpochError(
                 f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
@@ -74,6 +88,11 @@ class Course:
                 "set_epoch or load_state_dict"
             )
         if cursor.finished:
+            if self._left is not None:
+                raise EpochError(
+                    f"the EpochLoader was closed after {cursor.batches} batches of epoch {cursor.epoch}; to go on there, give "
+                    "its state_dict() to a new one"
+                )
             raise StopIteration
         wait_s, parcel = 0.0, cursor.parcel
         if parcel is None or not (parcel or parcel.is_end):  # there twice, where a signal came at the end
@@ -111,6 +130,8 @@ class Course:
         state = self.to_state()
         if cursor is not None and state["epoch"] == cursor.epoch:
             self._left = state
+        # Before what waits is thrown away: a thread that takes a batch is to hear of the end, and not that one is late.
+        self._engine.stop(join=False)
         self.leave()
 
     def _tell(self, parcel: Parcel) -> None:
@@ -152,10 +173,6 @@ class Course:
                 # Nothing of it was delivered: the next iteration tries again.
                 self._planned, self._cursor = Request(0, cursor.epoch), None
                 cursor.failure = f"{type(error).__name__}: {error}"
-            if isinstance(error, StopIteration):  # it would end the epoch as if all were well
-                raise EpochError(
-                    "the batch_transform or the sampler raised StopIteration; see its traceback"
-                ) from error
             raise
         cursor.parcel = parcel  # first: a warning may be made an error
         if parcel.segment is not cursor.segment:
@@ -206,11 +223,30 @@ class Course:
         close_all(self._schedule.jump(request))
 
     def length(self) -> int:
-        """Batches in the running epoch, or else in the next one, which is then prepared."""
+        """Batches in the epoch that is iterated, or else in the next one, which is then prepared."""
         return self._schedule.length(self._present(), self._timeout_s)
 
+    def peek(self) -> Any:
+        """A copy of the batch that the next iteration begins with. Raises EpochError while one is under way, or there is no
+        batch.
+        """
+        epoch = self._present()
+        if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
+            raise EpochError(
+                f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins with, and is for "
+                "before it"
+            )
+        parcel = self._schedule.first(epoch, self._timeout_s)
+        if parcel.is_end:
+            raise EpochError(f"epoch {epoch} has no batch; iterate the loader to go on to the next one")
+        delivery = parcel.peek(self._timeout_s)
+        if delivery is None:
+            raise self._schedule.late(epoch, self._timeout_s)
+        # The trainer will get the batch itself, and may change that in place.
+        return copy.deepcopy(self._transfer.receive(delivery.staged))
+
     def segment(self) -> Segment:
-        """What the running epoch is drawn from, or else the next one. Raises EpochError when it has been left."""
+        """What the epoch that is iterated is drawn from, or else the next one. Raises EpochError when it has been left."""
         epoch = self._present()
         self._schedule.length(epoch, self._timeout_s)
         segment = self._schedule.current(epoch)
@@ -223,14 +259,19 @@ class Course:
         return self._cursor if self._cursor is not None and not self._cursor.finished else None
 
     def _present(self) -> int:
-        """The running epoch, or else the next one, which is being prepared from now on, if need be once more."""
+        """The epoch that is iterated, or else the next one, which is being prepared from now on, if need be once more."""
         self._look_for_ranks()
-        if self._running is not None:
+        if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch
         self._engine.start()
+        wanted = self._wanted_epoch
         self._apply_wanted_epoch()
         if self._schedule.has_failed:
             self.jump(self._planned)
+        elif self._running is not None:
+            close_all(self._schedule.begin(None, self._planned.epoch))
+        if self._running is not None:
+            self._wanted_epoch = wanted  # the trainer is where it left the last iteration, until the next one
         return self._planned.epoch
 
     def _apply_wanted_epoch(self) -> None:

@@ -51,9 +51,13 @@ class Crew(Generic[Ticket, Result]):
         self._take_part(tickets)
         for helper in helpers:
             helper.join()
-        if self._error is not None:
-            raise self._error
-        return not self._stopped
+        error, self._error = self._error, None
+        if error is None:
+            return not self._stopped
+        try:
+            raise error
+        finally:  # its traceback has this frame, and would keep tickets and their maps until garbage is collected
+            del error
 
     def settle(self) -> None:
         """Wait until nobody works on a ticket; for whoever draws the next one."""
@@ -95,6 +99,7 @@ class Crew(Generic[Ticket, Result]):
             self._working -= 1
             self._changed.notify_all()
         self._hand_over(number, result, failure)
+        del result, failure  # as in `run`
 
     def _hand_over(self, number: int, result: Result | None, failure: BaseException | None) -> None:
         with self._changed:
@@ -114,3 +119,4 @@ class Crew(Generic[Ticket, Result]):
                 self._over = self._stopped = True
                 self._error = failure
             self._changed.notify_all()
+        del result, failure  # as in `run`

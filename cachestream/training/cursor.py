@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ class Cursor:
     """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
 
     `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
-    `failure` is the error that the epoch ended with before its first batch.
+    `failure` is the error that the epoch ended with before its first batch. `iteration` is what the trainer iterates.
     """
 
     epoch: int
@@ -26,3 +27,9 @@ class Cursor:
     finished: bool = False
     parcel: Parcel | None = None
     failure: str = ""
+    iteration: weakref.ref[Any] | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it was left in the midst (by a `break`): nobody can take another batch."""
+        return self.segment is not None and self.iteration is not None and self.iteration() is None

@@ -56,7 +56,8 @@ class Segment:
     checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
     the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
     `with_keys`: batches hold their samples' keys. `ragged`: how fields come whose shape varies.
-    `places`: where the samples of its batches lie, worked out from now on.
+    `places`: where the samples of its batches lie, worked out from now on. `transform_key` seeds what the batches are
+    transformed with.
     """
 
     request: Request
@@ -73,6 +74,7 @@ class Segment:
     with_keys: bool = False
     ragged: Ragged = "list"
     places: PlacesAhead | None = None
+    transform_key: int = 0
 
     @property
     def last(self) -> bool:

@@ -122,11 +122,8 @@ class Flow(Parcel):
     def take(self, timeout_s: float) -> Delivery | None:
         self.waited_s = 0.0
         try:
-            if not self._in_hand:
-                asked = self._feed.take(self, timeout_s)
-                if asked is None:
-                    return None
-                self._in_hand = asked.batches
+            if self.peek(timeout_s) is None:
+                return None
             self._taken += 1
             return self._in_hand.popleft()
         except EpochError:
@@ -134,6 +131,14 @@ class Flow(Parcel):
         except BaseException:  # a signal's, such as KeyboardInterrupt: anything may be half done
             self._feed.rewind(self)
             raise
+
+    def peek(self, timeout_s: float) -> Delivery | None:
+        if not self._in_hand:
+            asked = self._feed.take(self, timeout_s)
+            if asked is None:
+                return None
+            self._in_hand = asked.batches
+        return self._in_hand[0]
 
     def discard(self) -> None:
         self._feed.forget(self)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import torch
+
+from cachestream.config import with_generator
 from cachestream.errors import CorruptShardError
+from cachestream.permutation import mix_key
 from cachestream.training.batches import packed
 from cachestream.training.copying import Copier
 from cachestream.training.crew import Crew
@@ -49,7 +53,7 @@ class Gathering:
         self._schedule = schedule
         self._preparer = preparer
         self._transfer = transfer
-        self._transform = transform
+        self._transform = None if transform is None else with_generator(transform)
         self._quarantine = quarantine
         self.feed = feed
         self._copier = Copier(schedule.was_hurried)
@@ -89,26 +93,38 @@ class Gathering:
         return parcel, None
 
     def _send(self, parcel: Parcel, gathered: Gathered) -> None:
-        schema, send, transform = parcel.segment.snapshot.schema, self._transfer.send, self._transform
-        done = parcel.segment.request.done + gathered.first
+        segment, send = parcel.segment, self._transfer.send
+        schema, done = segment.snapshot.schema, segment.request.done + gathered.first
         for columns, size, skipped in zip(gathered.batches, gathered.sizes, gathered.skipped, strict=True):
             done += 1
             if size:
-                parcel.batches.append(Delivery(send(packed(columns, schema), transform), done, size, skipped))
+                staged = send(packed(columns, schema), self._transform_of(segment, done))
+                parcel.batches.append(Delivery(staged, done, size, skipped))
             elif not self._preparer.alone:
                 raise CorruptShardError(
-                    f"all samples of a batch of epoch {parcel.segment.request.epoch} lie in damaged shards, and the "
+                    f"all samples of a batch of epoch {segment.request.epoch} lie in damaged shards, and the "
                     "ranks must make the same steps; run 'cachestream verify CACHE --repair' and start again"
                 )
+
+    def _transform_of(self, segment: Segment, number: int) -> Callable[[Any], Any] | None:
+        """The transform for batch `number` of an epoch on this rank: it draws the same in any thread, and after a resume."""
+        if self._transform is None:
+            return None
+        transform, device = self._transform, self._transfer.device
+        seed = mix_key(segment.transform_key, number) & (2**63 - 1)
+        return lambda batch: transform(batch, lambda: torch.Generator(device).manual_seed(seed))
 
     def _deliver(self, finished: tuple[Parcel, BaseException | None]) -> bool:
         parcel, error = finished
         if isinstance(parcel, Flow):
             return self._follow(parcel)
         wanted = not len(parcel) or self._schedule.put(parcel)
-        if error is not None:
+        if error is None:
+            return wanted
+        try:
             raise error
-        return wanted
+        finally:
+            del error, finished  # its traceback has this frame
 
     def _follow(self, flow: Flow) -> bool:
         """Have `flow` gathered, until the trainer has had most of it; False when nobody wants it any more."""

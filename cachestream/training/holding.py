@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import CorruptShardError, EpochError, NotEnoughSamplesError
+from cachestream.errors import (
+    CacheError,
+    CacheVersionError,
+    CorruptShardError,
+    EpochError,
+    NotEnoughSamplesError,
+    SchemaMismatchError,
+)
 from cachestream.model import Schema, Snapshot
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.standing import Standing
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Held", "Holder", "Watch"]
 
+logger = logging.getLogger("cachestream")
 _SLICE: Final = 16  # shards opened between two looks at the clock, and at whether it is still wanted
 _RETAKES: Final = 10
 
@@ -61,7 +70,7 @@ class Watch:
 
 class Holder:
     """Takes the snapshots of one loader, of `least` samples or more for each rank as far as there are so many; `maps` are the
-    last ones, whose open shards the next ones take over.
+    last ones, whose open shards the next ones take over. Where no other snapshot can be taken, the last one is given again.
     """
 
     def __init__(self, cache: Cache, turnover: float, least: int, replay: Replay | None = None) -> None:
@@ -71,6 +80,8 @@ class Holder:
         self._turnover = turnover
         self._least = least
         self._replay = replay
+        self._last: tuple[Snapshot, Lease] | None = None
+        self._is_told = False  # why it was taken again
 
     def hold(self, ranks: Ranks, request: Request, epoch_size: int | None, watch: Watch) -> Held:
         """The snapshot of this rank's group, leased by this process, with what is mapped of it so far.
@@ -104,6 +115,7 @@ class Holder:
 
     def finish(self) -> None:
         """Hold nothing for the next snapshot, and count how often the last one was used."""
+        self._let_go()
         self._standing.close()
 
     def _take(self, request: Request, epoch_size: int | None, group: Sequence[int], watch: Watch) -> Held:
@@ -139,8 +151,40 @@ class Holder:
                 pass  # all of them are gone: what is left of the epoch is drawn from what there is
         # Of an epoch that ends with this resume nothing may be left for this cache: its ranks give no batch, as all.
         size = None if epoch_size is None else max(1, epoch_size)
-        snapshot, lease = self._standing.take(size, self._turnover, least)
+        try:
+            snapshot, lease = self._standing.take(size, self._turnover, least)
+        except (SchemaMismatchError, CacheVersionError):
+            raise
+        except CacheError as error:  # the disk is full, or fails, or the catalogue is locked
+            snapshot, lease = self._last_again(error)
+        else:
+            self._keep(snapshot, lease)
         return Held(snapshot, lease, self._maps_of(snapshot), None)
+
+    def _keep(self, snapshot: Snapshot, lease: Lease) -> None:
+        """Hold the last snapshot, too, until there is another one."""
+        self._let_go()
+        mine = lease.again()
+        self._last = None if mine is None else (snapshot, mine)
+        self._is_told = False
+
+    def _let_go(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last[1].release()
+
+    def _last_again(self, error: CacheError) -> tuple[Snapshot, Lease]:
+        """The last snapshot once more: training goes on from it while none can be taken. Raises `error` where there is none."""
+        lease = None if self._last is None else self._last[1].again()
+        if self._last is None or lease is None:
+            raise error
+        if not self._is_told:
+            logger.warning(
+                "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last one",
+                *(self._cache.path, str(error)),  # not the error, whose frames hold maps
+            )
+            self._is_told = True
+        return self._last[0], lease
 
     def _maps_of(self, snapshot: Snapshot) -> EpochMaps:
         # Of a snapshot that was given out again nothing is left to open, and so nothing to drop.

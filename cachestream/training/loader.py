@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from cachestream.config import check_count, parse_path
+from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.training.course import Course
 from cachestream.training.cursor import Cursor
@@ -62,7 +62,10 @@ class EpochLoader:
         drop_last: whole batches only. Otherwise the rest makes one more batch, if it has a sample for each rank.
         device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, copied on a stream of its own).
         sampler: a torch sampler, or a function that gets the epoch's dataset and returns one; `shuffle` is ignored.
-        batch_transform: called with every batch, on its device, in up to two threads at once.
+        batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up to two threads
+            at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch, rank): the same draws in every
+            run and after a resume, and none from the trainer's own generators. It goes to the second positional parameter
+            without a default, or to one called `generator` or `rng` that is None by default.
         prefetch: batches gathered ahead.
         timeout_s: the longest wait for a batch; after it EpochError says what is going on.
         with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
@@ -108,7 +111,9 @@ class EpochLoader:
         if not hasattr(cache, "take_snapshot"):
             raise ConfigError(f"cache={cache!r}: give a cachestream.Cache, such as Cache('/scratch/train')")
         if batch_transform is not None and not callable(batch_transform):
-            raise ConfigError(f"batch_transform={batch_transform!r}: give a function of one batch")
+            raise ConfigError(
+                f"batch_transform={batch_transform!r}: give a function of a batch, and perhaps a generator"
+            )
         prefetch = check_count("prefetch", prefetch)
         drawing = Drawing(shuffle, seed, sampler, make_weights(weights), locality)
         self._settings = settings = EpochSettings(
@@ -133,8 +138,18 @@ class EpochLoader:
     # --- epochs
 
     def __len__(self) -> int:
-        """Batches on each rank in the running epoch, or else in the next one, which is then prepared."""
+        """Batches on each rank in the epoch that is being iterated, or else (after a `break`, too) in the next one, which is
+        then prepared.
+        """
         return self._course.length()
+
+    def peek(self) -> Any:
+        """The batch that the next iteration begins with, to look at: a copy, which costs no epoch and moves nothing.
+
+        Prepares the next epoch as `len` does, together with the other ranks. Raises EpochError during an iteration, and
+        what the first `next` would raise.
+        """
+        return self._course.peek()
 
     def __getitem__(self, index: object) -> NoReturn:
         """Not there: raises TypeError, that says what a DataLoader over this one should be instead."""
@@ -163,13 +178,14 @@ class EpochLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one. Its order depends on the seed and this number."""
-        if type(epoch) is not int or epoch < 0:
+        number = whole_number(epoch)
+        if number is None or number < 0:
             raise ConfigError(f"set_epoch({epoch!r}): give the number of an epoch, 0 or more")
-        self._course.want(epoch)
+        self._course.want(number)
 
     @property
     def dataset(self) -> EpochDataset:
-        """The samples that the running epoch is drawn from, or else the next one; good until that epoch ends."""
+        """The samples that the epoch is drawn from that is being iterated, or else the next one; good until that epoch ends."""
         return self._course.segment().dataset
 
     def update_weights(self, keys: Sequence[str], values: Any) -> None:
@@ -212,7 +228,8 @@ class EpochLoader:
     # --- the end
 
     def close(self) -> None:
-        """End the threads and free the shards. Batches handed out stay good, and so does `state_dict()`.
+        """End the threads and free the shards. Batches handed out stay good, and so does `state_dict()`. An iteration that
+        is under way, in this thread or another, ends with EpochError.
 
         Does nothing in a forked child: the threads, and the locks that they may hold, are the parent's.
         """
@@ -252,6 +269,7 @@ class _Batches(Iterator[Any]):
         self._loader = loader  # kept alive: the threads end when it is forgotten
         self._course = course
         self._cursor = cursor
+        cursor.iteration = weakref.ref(self)
 
     def __next__(self) -> Any:
         return self._course.next(self._cursor)

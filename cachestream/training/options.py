@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -51,9 +52,8 @@ class Drawing:
         return None if self.sampler is None else type(self.sampler).__name__
 
     def checked(self) -> Drawing:
-        """What was asked for, with a plain number for `locality`. Raises ConfigError for what cannot work."""
-        if type(self.seed) is not int:
-            raise ConfigError(f"seed={self.seed!r}: give a whole number")
+        """What was asked for, with plain numbers. Raises ConfigError for what cannot work."""
+        seed = check_count("seed", self.seed, -math.inf)
         if self.locality is not None and not (self.by is None and self.shuffle):
             raise ConfigError(
                 "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
@@ -62,9 +62,8 @@ class Drawing:
             check_sampler(self.sampler)
             if self.weights is not None:
                 raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
-        return (
-            self if self.locality is None else replace(self, locality=check_count("locality", self.locality))
-        )
+        locality = None if self.locality is None else check_count("locality", self.locality)
+        return replace(self, seed=seed, locality=locality)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,15 @@ class Parcel:
         return False
 
     def take(self, timeout_s: float) -> Delivery | None:
-        """The next batch; None when it is not there within `timeout_s`."""
-        return self.batches.popleft()
+        """The next batch; None when it is not there within `timeout_s`, or another thread has closed the loader."""
+        try:
+            return self.batches.popleft()
+        except IndexError:
+            return None
+
+    def peek(self, timeout_s: float) -> Delivery | None:
+        """What `take` would give, left where it is; None also where there is no batch."""
+        return self.batches[0] if self.batches else None
 
     def discard(self) -> None:
         """Nobody will take the rest."""
@@ -110,6 +117,11 @@ class Shelf:
         flows = [*self._parcels] if self.in_hand is None else [self.in_hand, *self._parcels]
         promised = sum(parcel.num_ungathered for parcel in flows if parcel.segment is segment)
         return sum(map(len, flows)), promised
+
+    @property
+    def first(self) -> Parcel:
+        """What comes next."""
+        return self._parcels[0]
 
     def holds(self, epoch: int) -> bool:
         """Whether what comes next is of `epoch`."""

@@ -126,6 +126,7 @@ class Engine:
             asks = schedule.wait_request(2 * preparer.last_s, self._patience_s())
             if asks is None:
                 preparer.finish()
+                preparer.forget()
                 return
             request, due = asks
             try:

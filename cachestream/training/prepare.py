@@ -13,6 +13,7 @@ import xxhash
 
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.model import IntArray
+from cachestream.permutation import mix_key
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.training.awaiting import ColdStart
 from cachestream.training.dataset import EpochDataset
@@ -197,6 +198,7 @@ class Preparer:
             missing,
             with_keys=self._settings.with_keys,
             ragged=self._settings.ragged,
+            transform_key=mix_key(self._settings.drawing.seed, request.epoch, self.ranks.rank),
         )
 
     def _plan(self, request: Request, size: int, bounds: IntArray | None, share: int) -> tuple[Plan, int]:

@@ -114,6 +114,12 @@ class Schedule:
             self._wake_if_due()
             return parcel
 
+    def first(self, epoch: int, timeout_s: float) -> Parcel:
+        """What `take` would give, left where it is; raises as `take` does."""
+        with self._lock:
+            self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
+            return self._shelf.first
+
     def moved(self, batches: int) -> None:
         """The trainer has taken `batches` of the flow in hand since this was told last."""
         with self._lock:
@@ -166,6 +172,7 @@ class Schedule:
         """End everything; returns the segments to close."""
         with self._lock:
             self._stopped = True
+            self._failure = None  # its traceback has frames that hold the loader's engine
             self._shelf.let_go()
             self._shelf.drop(lambda _: True)
             self._prepared.clear()
@@ -219,7 +226,7 @@ class Schedule:
     def fail(self, request: Request, error: BaseException) -> None:
         """A thread failed on `request`: the trainer will get `error` when it comes there."""
         with self._lock:
-            if not self._stale(request) and self._failure is None:
+            if not self._stopped and not self._stale(request) and self._failure is None:
                 self._failure = request, error
                 self._wake_all()
 
@@ -317,13 +324,19 @@ class Schedule:
         # A signal that ended a call of the trainer's may have taken what the others were to be told with it.
         self._room.notify()
         self._work.notify()
-        left_s = timeout_s
+        left_s, generation = timeout_s, self._generation
         while not ready():
             if self._failure is not None and self._failure[0].epoch <= epoch:
                 self._raised = True
+                if isinstance(self._failure[1], StopIteration):  # it would end the epoch as if all were well
+                    raise EpochError(
+                        "the batch_transform or the sampler raised StopIteration; see its traceback"
+                    ) from self._failure[1]
                 raise self._failure[1]
             if self._stopped:
                 raise EpochError(_CLOSED)
+            if generation != self._generation or epoch < self._trained_epoch:
+                raise EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
             if left_s <= 0:
                 raise EpochError(self._diagnosis(epoch, timeout_s))
             begun_s = self._clock()

@@ -14,7 +14,7 @@ from cachestream.training.buffers import BufferPool
 
 __all__ = ["CudaTransfer", "HostTransfer", "Staged", "Transfer", "has_cuda", "make_transfer"]
 
-BatchTransform = Callable[[Any], Any]
+BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
 
 
@@ -28,13 +28,14 @@ class Staged(NamedTuple):
 class Transfer(Protocol):
     """`send` runs in the threads that gather and the one that trains, `receive` in the one that trains.
 
-    `moves` says whether batches leave the memory of `pool`, where they were gathered.
+    `moves` says whether batches leave the memory of `pool`, where they were gathered, for `device`.
     """
 
     moves: ClassVar[bool]
     pool: BufferPool
+    device: torch.device
 
-    def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
+    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
         """Start to move `batch`, and apply `transform` to it where it will be."""
         ...
 
@@ -50,8 +51,9 @@ class HostTransfer:
 
     def __init__(self, keep: int) -> None:
         self.pool = BufferPool(keep)
+        self.device = torch.device("cpu")
 
-    def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
+    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
         return Staged(batch if transform is None else transform(batch))
 
     def receive(self, staged: Staged) -> Any:
@@ -74,7 +76,7 @@ class CudaTransfer:
         self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._sending = threading.Lock()  # several threads send batches
 
-    def send(self, batch: Any, transform: BatchTransform | None) -> Staged:
+    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             moved = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
             # The pinned source goes back to its pool only when the copies from it are done.

@@ -18,10 +18,12 @@ from cachestream import Cache, CacheFullError, NotEnoughSamplesError
 from cachestream.report import one_line
 from cachestream.sampling.job import Job, Packed
 from cachestream.sampling.reader import UnitReader
+from cachestream.storage import standing
 from cachestream.storage.board import Board
 from cachestream.storage.history import ROW
 from tests.sampling.sources import Numbers
 from tests.sampling.support import DEADLINE_S, Processes, left_files, only_once, sampling_pids, wait_until
+from tests.support.caches import add_shard, numbered
 
 BLOCK = 4096
 
@@ -171,3 +173,34 @@ def test_a_worker_that_is_to_stop_at_its_limit_does_not_stop_for_a_disk_that_oth
         wait_until(lambda: not worker.is_alive(), "it has stopped")
     assert cache.fill_state() == "full"
     assert cache.size_bytes > 3_000_000
+
+
+@pytest.mark.parametrize("epoch_size", [None, 16])
+def test_training_goes_on_from_the_last_snapshot_while_none_can_be_taken(
+    small_disk: Path,
+    epoch_size: int | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        standing, "_STANDS_S", -1.0
+    )  # it need not be written anew for ten seconds, or none would fail
+    with Cache(small_disk / "cache", size_limit="4MB", min_free=0) as cache:
+        for first in (0, 8):
+            add_shard(cache, numbered(first, 8))
+        with cs.EpochLoader(cache, 4, epoch_size=epoch_size, prefetch=1) as loader:
+            batches = iter(loader)
+            next(batches)
+            fill(small_disk)
+            assert len(list(batches)) == 3
+            for _ in range(5):
+                fill(small_disk)
+                seen = [n for batch in loader for n in batch["number"].tolist()]
+                assert sorted(seen) == list(range(16))
+            told = [one for one in caplog.messages if "no new snapshot can be taken" in one]
+            assert len(told) == 1
+            assert "epochs are drawn from the last one" in told[0]
+            os.unlink(small_disk / "theirs")
+            add_shard(cache, numbered(16, 8))
+            later = [n for _ in range(4) for batch in loader for n in batch["number"].tolist()]
+            assert max(later) == 23

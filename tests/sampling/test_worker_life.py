@@ -370,7 +370,7 @@ def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
         ({"transform": 5}, "must be a function"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
-        ({"concurrency": 65}, "from 1 to 64"),
+        ({"concurrency": 65}, "1 or more, 64 at most"),
         ({"hang_timeout_s": 0}, "hang_timeout_s=0: give seconds"),
         ({"hang_timeout_s": True}, "hang_timeout_s=True: give seconds"),
         ({"when_full": "explode"}, "choose one of evict, wait, stop"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -282,7 +283,10 @@ def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
 
     with cs.start_worker(cache, cs.CallableSource(draw), num_workers=2) as worker, in_use(cache):
         within(cache, 2 * MB, lambda: evicted(cache) > 100, "it turns over")
-        assert not worker.wait(0.0)
+        with pytest.raises(TimeoutError, match=r"filling.*not complete within 0\.2 s; wait longer") as caught:
+            worker.wait(0.2)
+        assert isinstance(pickle.loads(pickle.dumps(caught.value)), cs.WorkerTimeoutError)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
         assert worker.status().pass_done is None
     keys = keys_of(cache)
     assert max(keys.values()) == 1

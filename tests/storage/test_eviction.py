@@ -330,3 +330,25 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
     for _, lease in held:
         lease.release()
     filling.release(unlink=True)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_evict_goes_down_to_what_is_asked_for_and_at_most_a_shard_below(
+    share: float, make_cache: Callable[..., Cache]
+) -> None:
+    """The room that filling keeps free is no small part of a small cache."""
+    cache = make_cache("2MB")
+    for number in range(20):
+        publish(cache, content(3 * number, size_bytes=40_000))
+    (shard_bytes,) = {row.size_bytes for row in rows_of(cache)}
+    to_bytes = int(share * cache.size_bytes)
+    before_bytes = cache.size_bytes
+    freed_bytes = cache.evict(to=to_bytes)
+    assert to_bytes - shard_bytes < cache.size_bytes <= to_bytes
+    assert before_bytes - cache.size_bytes == freed_bytes
+    assert cache.evict(to=to_bytes) == 0
+
+
+def rows_of(cache: Cache) -> list[ShardRow]:
+    with cache.catalogue.reading() as tables:
+        return list(tables.shards())

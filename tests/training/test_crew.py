@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -84,3 +86,44 @@ def test_threads_work_at_once_and_settling_waits_for_all_of_them() -> None:
     assert crew.run(tickets())
     assert most == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-gather")]
+
+
+class Ticket:
+    """Stands for the maps of a batch."""
+
+
+@pytest.mark.parametrize("where", ["drawing", "working", "delivering"])
+@pytest.mark.parametrize("hands", [1, 2])
+def test_an_error_that_is_over_keeps_nothing(where: str, hands: int) -> None:
+    """A loader that is forgotten while its batches are drawn must not leave shards mapped until garbage is collected."""
+    made: list[weakref.ref[Ticket]] = []
+
+    def fail(place: str) -> None:
+        if place == where and len(made) > 2:
+            raise ValueError(where)
+
+    def tickets() -> Iterator[Ticket]:
+        while True:
+            ticket = Ticket()
+            made.append(weakref.ref(ticket))
+            fail("drawing")
+            yield ticket
+
+    def work(ticket: Ticket) -> Ticket:
+        fail("working")
+        return ticket
+
+    def deliver(_: Ticket) -> bool:
+        fail("delivering")
+        return True
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=where):
+            Crew(hands, work, deliver).run(tickets())
+
+    gc.disable()
+    try:
+        run()
+        assert [ref() for ref in made if ref() is not None] == []
+    finally:
+        gc.enable()

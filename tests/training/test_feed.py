@@ -218,7 +218,7 @@ def test_a_loader_that_was_closed_gives_no_more(new_cache: NewCache) -> None:
     batches = iter(loader)
     kept = [next(batches) for _ in range(5)]
     loader.close()
-    with pytest.raises(StopIteration):
+    with pytest.raises(EpochError, match="closed"):
         next(batches)
     with pytest.raises(EpochError, match="closed"):
         next(iter(loader))

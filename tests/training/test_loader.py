@@ -16,6 +16,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
@@ -154,6 +156,103 @@ def test_len_epoch_and_dataset_tell_of_the_running_epoch_or_else_of_the_next(new
         assert len(list(batches)) == 3
         assert loader.epoch == 1
         assert "epoch 1," in repr(loader)
+
+
+def test_after_a_break_the_length_is_that_of_the_next_iteration_and_the_state_that_of_the_last_batch(
+    new_cache: NewCache,
+) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as first:
+        batches = iter(first)
+        next(batches)
+        begun, rest = first.state_dict(), numbers(batches)
+    add_shard(cache, numbered(16, 8))
+    with EpochLoader(cache, 4) as loader:
+        loader.load_state_dict(begun)
+        for batch in loader:
+            assert batch["number"].tolist() == rest[:4]
+            assert (len(loader), len(loader.dataset)) == (4, 16)
+            break
+        state = loader.state_dict()
+        assert (state["epoch"], state["batch"]) == (0, 2)
+        assert (len(loader), len(loader.dataset)) == (6, 24)
+        assert (loader.epoch, loader.batches_done, loader.state_dict()) == (0, 2, state)
+        assert len(numbers(loader)) == 24
+        assert loader.epoch == 2
+        next(iter(loader))
+        loader.set_epoch(6)
+        for _ in range(2):
+            assert (loader.epoch, len(loader)) == (6, 6)
+        kept = iter(loader)
+        next(kept)
+        loader.set_epoch(7)
+        assert len(loader.dataset) == 24, "of the one that is iterated still"
+        loader.load_state_dict(state)
+        assert (len(loader), numbers(loader)) == (4, rest[4:])
+
+
+def test_a_peek_shows_the_batch_that_comes_next_and_moves_nothing(new_cache: NewCache) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as plain:
+        orders = [numbers(plain) for _ in range(3)]
+    with EpochLoader(cache, 4) as loader:
+        for _ in range(2):
+            peeked = loader.peek()
+            assert peeked["number"].tolist() == orders[0][:4]
+            peeked["number"].fill_(-1)  # it is a copy
+        assert (loader.epoch, loader.batches_done, loader.stats.batches) == (0, 0, 0)
+        assert loader.state_dict() == EpochLoader(cache, 4).state_dict()
+        assert numbers(loader) == orders[0]
+        assert loader.peek()["number"].tolist() == orders[1][:4]
+        batches = iter(loader)
+        assert loader.peek()["number"].tolist() == orders[1][:4], "nothing was taken"
+        assert next(batches)["number"].tolist() == orders[1][:4]
+        with pytest.raises(EpochError, match="epoch 1 is being iterated"):
+            loader.peek()
+        state = loader.state_dict()
+        del batches
+        assert loader.peek()["number"].tolist() == orders[2][:4]
+        assert loader.state_dict() == state
+        loader.load_state_dict(state)
+        assert loader.peek()["number"].tolist() == orders[1][4:8]
+        assert loader.state_dict() == state
+        assert numbers(loader) == orders[1][4:]
+        loader.set_epoch(0)
+        assert loader.peek()["number"].tolist() == orders[0][:4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"with_keys": True}, {"ragged": "padded"}, {"ragged": "nested"}, {"device": "cpu"}]
+)
+def test_a_peek_has_the_layout_of_the_batch(options: dict[str, Any], cache_of: Any) -> None:
+    cache = cache_of([{"x": torch.arange(i + 1), "t": f"no. {i}"} for i in range(8)], [8])
+    with EpochLoader(cache, 4, **options) as loader:
+        peeked, batch = loader.peek(), next(iter(loader))
+        assert list(peeked) == list(batch)
+        assert peeked["t"] == batch["t"]
+        assert str(peeked["x"]) == str(batch["x"])
+
+
+def test_a_peek_where_there_is_nothing_says_why_and_can_be_tried_again(new_cache: NewCache) -> None:
+    failed: list[None] = []
+
+    def transform(batch: Any) -> Any:
+        if not failed:
+            failed.append(None)
+            raise OwnError("from the transform")
+        return batch
+
+    cache = new_cache(0, 0)
+    set_fill_state(cache, "complete")
+    with EpochLoader(cache, 4, batch_transform=transform) as loader:
+        with pytest.raises(NotEnoughSamplesError):
+            loader.peek()
+        add_shard(cache, numbered(0, 8))
+        with pytest.raises(OwnError):
+            loader.peek()
+        assert len(loader.peek()["number"]) == 4
+        assert sorted(numbers(loader)) == list(range(8))
+        assert loader.epoch == 1
 
 
 def test_set_epoch_gives_that_epochs_order_and_keeps_what_is_prepared_when_it_is_next(
@@ -299,8 +398,9 @@ def test_a_sampler_function_that_returns_no_sampler_is_refused(returned: Any, ne
 def test_counts_may_be_numpys(new_cache: NewCache) -> None:
     four: Any = np.int64(4)
     with EpochLoader(
-        new_cache(1, 8), four, epoch_size=four, min_samples=four, prefetch=four, locality=four
+        new_cache(1, 8), four, epoch_size=four, min_samples=four, prefetch=four, locality=four, seed=four
     ) as loader:
+        loader.set_epoch(np.uint8(0))  # type: ignore[arg-type]
         assert len(numbers(loader)) == 4
         assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 1
 
@@ -496,9 +596,96 @@ def test_a_closed_loader_says_so(new_cache: NewCache) -> None:
     batches = iter(loader)
     loader.close()
     loader.close()
-    with pytest.raises(EpochError, match="closed"):
-        iter(loader)
-    assert list(batches) == []
+    for again in (lambda: iter(loader), lambda: next(batches)):
+        with pytest.raises(EpochError, match="closed"):
+            again()
+
+
+def test_a_loader_closed_after_its_last_batch_ends_the_epoch_as_ever(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        batches = iter(loader)
+        assert [next(batches)["number"].shape for _ in range(2)] == [(4,), (4,)]
+        loader.close()
+        assert list(batches) == []
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["plain", "transformed"])
+def test_a_loader_that_another_thread_closes_ends_no_epoch_as_if_all_were_well(
+    transform: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(4, 500)
+    for number in range(20):
+        loader = EpochLoader(cache, 1, batch_transform=transform)
+        batches, begun = iter(loader), threading.Event()
+
+        def train(batches: Iterator[Any] = batches, begun: threading.Event = begun) -> int:
+            for count, _ in enumerate(batches):
+                if count == 5:
+                    begun.set()
+                time.sleep(0.0001)
+            return -1
+
+        with ThreadPoolExecutor(1) as threads:
+            training = threads.submit(train)
+            assert begun.wait(60)
+            time.sleep(number * 0.0003)
+            loader.close()
+            with pytest.raises(EpochError, match="closed"):
+                training.result(60)
+
+
+def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed_or_elsewhere(
+    new_cache: NewCache,
+) -> None:
+    held, transforming = threading.Event(), threading.Event()
+
+    def transform(batch: Any) -> Any:
+        transforming.set()
+        held.wait(60)
+        return batch
+
+    for leave, says in (
+        (EpochLoader.close, "closed"),
+        (lambda loader: loader.set_epoch(7) or iter(loader), "left"),
+    ):
+        held.clear()
+        transforming.clear()
+        with (
+            EpochLoader(new_cache(2, 8), 4, batch_transform=transform) as loader,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            waiting = threads.submit(next, iter(loader))
+            assert transforming.wait(60)
+            threading.Timer(1.0, held.set).start()
+            leave(loader)
+            began = time.monotonic()
+            with pytest.raises(EpochError, match=says):
+                waiting.result(100)
+            assert time.monotonic() - began < 60  # not the loader's 120 s
+
+
+def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new_cache: NewCache) -> None:
+    held, transforming = threading.Event(), threading.Event()
+
+    def transform(batch: Any) -> Any:
+        transforming.set()
+        held.wait(60)
+        return batch
+
+    with EpochLoader(new_cache(2, 8), 4, batch_transform=transform) as loader:
+        batches = iter(loader)
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(next, batches)
+            assert transforming.wait(60)
+            give_up = time.monotonic() + 60
+            while not loader._engine.schedule._has_waited:  # it is inside
+                assert time.monotonic() < give_up
+                time.sleep(0.001)
+            with pytest.raises(EpochError, match=r"two threads take batches .* over a queue\.Queue"):
+                next(batches)
+            held.set()
+            seen = [first.result(60), next(batches), threads.submit(next, batches).result(60), *batches]
+        assert sorted(numbers(seen)) == list(range(16))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
@@ -629,6 +816,30 @@ def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: N
         assert len(numbers(itertools.islice(loader, after))) == (4 * after if after else 400)
         del loader
     wait_until(lambda: not maps(), "no shard is mapped")
+
+
+def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapped(
+    new_cache: NewCache,
+) -> None:
+    """Before garbage is collected, which may be hours later."""
+    cache, count = new_cache(4, 8), itertools.count()
+
+    def transform(batch: Any) -> Any:
+        if next(count) > 10:
+            raise OwnError("in the next epoch")
+        return batch
+
+    loader = EpochLoader(cache, 4, batch_transform=transform)
+    assert len(numbers(loader)) == 32
+    schedule = loader._engine.schedule
+    wait_until(lambda: schedule._failure is not None, "the next epoch fails")
+    gc.collect()
+    gc.disable()
+    try:
+        del loader
+        wait_until(lambda: cache.path not in Path("/proc/self/maps").read_text(), "no shard is mapped")
+    finally:
+        gc.enable()
 
 
 SCRIPT = """

@@ -71,6 +71,28 @@ def test_epochs_of_a_fixed_length_are_the_same_for_ranks_with_unequal_caches(
     assert all(len(batch) == 2 for result in results for epoch in result for batch in epoch)
 
 
+def test_a_peek_and_a_length_after_a_break_cost_no_epoch_where_ranks_agree(
+    new_cache: NewCache, new_job: NewJob
+) -> None:
+    cache = new_cache(4, 10)
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> tuple[Any, ...]:
+        loader = make(cache, 5)
+        first = loader.peek()["number"].tolist()
+        for batch in loader:
+            assert batch["number"].tolist() == first
+            break
+        ahead = loader.peek()["number"].tolist() if rank else None  # one of them alone
+        length = len(loader)
+        following = [batch["number"].tolist() for batch in loader]
+        assert ahead in (None, following[0])
+        return loader.epoch, length, len(following), first
+
+    results = new_job(2).run(work)
+    assert [result[:3] for result in results] == [(2, 4, 4)] * 2
+    assert set(results[0][3]).isdisjoint(results[1][3])
+
+
 def test_ranks_that_leave_epochs_early_or_jump_stay_together(new_cache: NewCache, new_job: NewJob) -> None:
     cache = new_cache(4, 10)
 

@@ -90,7 +90,7 @@ class _Run:
     def _step(self, images: Tensor, labels: Tensor) -> None:
         if images.shape[0] != BATCH:
             raise AssertionError(f"a batch of {images.shape[0]}: all are to train on batches of {BATCH}")
-        batch = augment({"image": images, "label": labels})
+        batch = augment({"image": images, "label": labels}, torch.default_generator)
         loss = functional.cross_entropy(self.network(batch["image"]), batch["label"])
         self.optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,128 @@
+"""Random transforms of batches: the same draws in every run, and the trainer's own generators as if there were no loader."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cachestream import Cache, EpochLoader
+from tests.training.conftest import NewCache, NewJob
+
+
+def noisy(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """A transform as the guide shows them."""
+    return batch | {"noise": torch.rand(4, generator=generator)}
+
+
+def noise_of(batches: Any) -> list[list[float]]:
+    return [batch["noise"].tolist() for batch in batches]
+
+
+def states() -> tuple[bytes, str, object]:
+    """Where the trainer's generators are."""
+    return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), random.getstate()  # noqa: NPY002
+
+
+def run(cache: Cache, epochs: int = 2, **options: Any) -> tuple[list[list[float]], list[list[float]]]:
+    """What the batches of a run drew, and what a trainer's dropout did."""
+    torch.manual_seed(0)
+    dropout, drawn, dropped = torch.nn.Dropout(0.5), [], []
+    with EpochLoader(cache, 4, batch_transform=noisy, **options) as loader:
+        for _ in range(epochs):
+            for batch in loader:
+                drawn += noise_of([batch])
+                dropped.append(dropout(torch.ones(8)).tolist())
+    return drawn, dropped
+
+
+def test_runs_draw_the_same_each_batch_its_own_and_so_does_the_trainer(new_cache: NewCache) -> None:
+    cache = new_cache(4, 10)
+    drawn, dropped = run(cache)
+    assert len(drawn) == len({tuple(one) for one in drawn}) == 20
+    torch.manual_seed(0)
+    assert dropped == [torch.nn.functional.dropout(torch.ones(8)).tolist() for _ in dropped]
+    for options in ({}, {"prefetch": 1}, {"prefetch": 16}, {"with_keys": True}):
+        assert run(cache, **options) == (drawn, dropped)
+    assert run(cache, seed=1)[0] != drawn
+
+
+def test_a_resume_draws_what_the_rest_of_the_epoch_would_have(new_cache: NewCache) -> None:
+    cache = new_cache(4, 10)
+    with EpochLoader(cache, 4, epoch_size=100, batch_transform=noisy) as loader:
+        whole = noise_of(loader)
+        batches, seen, saved = iter(loader), [], []
+        for batch in batches:
+            seen += noise_of([batch])
+            saved.append(loader.state_dict())
+    assert len({tuple(one) for one in whole + seen}) == 50
+    for step in (1, 9, 10, 17):
+        with EpochLoader(cache, 4, epoch_size=100, batch_transform=noisy) as again:
+            again.load_state_dict(saved[step - 1])
+            assert again.peek()["noise"].tolist() == seen[step]
+            assert noise_of(again) == seen[step:]
+
+
+def test_ranks_draw_each_its_own(new_cache: NewCache, new_job: NewJob) -> None:
+    cache = new_cache(4, 10)
+
+    def work(rank: int, make: Callable[..., EpochLoader]) -> list[list[float]]:
+        return noise_of(make(cache, 5, batch_transform=noisy))
+
+    first, second = new_job(2).run(work), new_job(2).run(work)
+    assert first == second
+    assert len({tuple(one) for drawn in first for one in drawn}) == 8
+
+
+@pytest.mark.parametrize("transform", [None, noisy, torch.nn.Identity()], ids=["none", "noisy", "module"])
+@pytest.mark.parametrize("sampler", [None, torch.utils.data.RandomSampler])
+def test_the_loader_leaves_the_trainers_generators_alone(
+    sampler: Any, transform: Any, new_cache: NewCache
+) -> None:
+    before = states()
+    with EpochLoader(new_cache(4, 10), 4, sampler=sampler, batch_transform=transform) as loader:
+        loader.peek()
+        for _ in range(2):
+            assert sum(1 for _ in loader) == 10
+    assert states() == before
+
+
+def test_the_draws_do_not_depend_on_the_thread(new_cache: NewCache) -> None:
+    threads: set[str] = set()
+    met = threading.Barrier(2)
+
+    def waiting(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+        threads.add(threading.current_thread().name)
+        try:
+            met.wait(0.05)  # so that each of the two threads transforms some
+        except threading.BrokenBarrierError:
+            met.reset()
+        return noisy(batch, generator)
+
+    cache = new_cache(4, 10)
+    with EpochLoader(cache, 4, batch_transform=noisy) as loader:
+        expected = noise_of(loader)
+    with EpochLoader(cache, 4, batch_transform=waiting) as loader:
+        assert noise_of(loader) == expected
+    assert threads <= {"cachestream-gather", "cachestream-gather-2"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_generator_is_on_the_batches_device(new_cache: NewCache) -> None:
+    def on_device(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+        assert generator.device == batch["x"].device
+        return batch | {"noise": torch.rand(4, device=generator.device, generator=generator)}
+
+    def drawn() -> list[list[float]]:
+        with EpochLoader(cache, 4, device="cuda", batch_transform=on_device) as loader:
+            assert loader.peek()["noise"].is_cuda
+            return noise_of(loader)
+
+    cache, before = new_cache(4, 10), torch.cuda.get_rng_state()
+    assert drawn() == drawn()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
