@@ -77,7 +77,6 @@ class Supervisor:
         self._lock = lock
         self._server = server
         self._board = Board(cache.directory.worker_file("board"))
-        self._board.reset(os.getpid(), job.num_workers, time.monotonic())
         server.load(job.protocols)
         job_fd = share(job)
         self._children = [
@@ -97,6 +96,7 @@ class Supervisor:
         self._leaving: HeldFile | None = None
         self._resting = False
         self._state = ""
+        self._catalogue_id: str | None = None
         self._stop = threading.Event()
         self._housekeeping_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
@@ -105,6 +105,7 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._stop.is_set():
+            self._board.end()
             os._exit(128 + number)  # asked twice: at once; the children die with us
         self._stop.set()
 
@@ -125,6 +126,7 @@ class Supervisor:
                 self._say("stopped")
         except CacheFullError:
             logger.exception("the end could not be recorded")
+        self._board.end()
         return 0
 
     def _give_up(self, message: str, words: str) -> None:
@@ -135,6 +137,7 @@ class Supervisor:
                     self._end()
                 finally:  # it may fail for the same reason
                     self._say("failed", message, words)
+                    self._board.end()
         except (CacheStreamError, OSError):
             logger.exception("the end could not be recorded")  # the children die with us
 
@@ -143,6 +146,7 @@ class Supervisor:
         self._look_for_changes = is_complete and self._job.growing
         self._set_looking(self._look_for_changes)
         self._say("filling")
+        self._board.reset(os.getpid(), self._job.num_workers, time.monotonic())
         if self._job.growing:
             self._lister.begin()
         for child in self._children:
@@ -332,6 +336,9 @@ class Supervisor:
         with self._cache.catalogue.reading() as tables:
             meta = tables.all_meta()
             _, samples, _ = tables.totals()
+        if meta.get("catalogue_id") != self._catalogue_id:
+            logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+            self._say_again()
         self._history.append(
             samples,
             self._cache.size_bytes,
@@ -349,7 +356,15 @@ class Supervisor:
             tables.set_meta("fill_state", state)
             tables.set_meta("fill_message", message)
             tables.set_meta("fill_traceback", words)
+            self._catalogue_id = tables.meta("catalogue_id")
         self._state = state
+
+    def _say_again(self) -> None:
+        """Tell a new catalogue what the one before knew, and no shard tells."""
+        looking, self._is_looking = bool(self._is_looking), None
+        self._set_looking(looking)
+        self._state, self._resting = "", False  # there is a pass again that is open, or the next tick tells
+        self._say("filling")
 
     def _end(self) -> None:
         self._lister.stop()

@@ -17,6 +17,7 @@ from tests.sampling.support import (
     DEADLINE_S,
     ROOT,
     Processes,
+    kill_supervisor,
     left_files,
     only_once,
     sampling_pids,
@@ -170,9 +171,7 @@ def test_all_processes_of_a_worker_go_when_its_supervisor_is_killed(
     worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
     cache.wait(1, DEADLINE_S)
     wait_until(lambda: len(processes.pids()) == 4, "the supervisor, the fork server and two more are there")
-    os.kill(supervisor_pid(cache), signal.SIGKILL)
-    processes.wait_until_gone()
-    worker.close()
+    kill_supervisor(cache, processes, worker)
 
     def is_clean() -> bool:
         cache.recover()

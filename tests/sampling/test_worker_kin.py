@@ -27,6 +27,7 @@ from tests.sampling.support import (
     ROOT,
     Processes,
     is_running,
+    kill_supervisor,
     left_files,
     only_once,
     sampling_pids,
@@ -104,10 +105,8 @@ def test_what_a_transform_has_started_goes_with_a_supervisor_that_is_killed(
 ) -> None:
     worker = cs.start_worker(cache, Numbers(3), num_workers=1, transform=Starts(folder, stays))
     wait_until(lambda: told(folder), "the transform has started a process")
-    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    kill_supervisor(cache, processes, worker)
     wait_until(lambda: not any(map(is_running, told(folder))), "they go")
-    processes.wait_until_gone()
-    worker.close()
     wait_until(lambda: cache.recover() == 0 and not left_files(cache), "killed threads have let go of files")
 
 
