@@ -30,6 +30,7 @@ from cachestream.sampling.reader import UnitReader
 from cachestream.storage.admission import Owner
 from cachestream.storage.board import FETCHING, NO_REMOTE, Slot, board_text
 from cachestream.storage.cache import Cache
+from cachestream.storage.faults import DiskFailedError
 from cachestream.storage.tables import Suspect
 
 __all__ = ["Filler", "QuarantinedError"]
@@ -182,7 +183,7 @@ class Filler:
                 self._job.num_workers,
                 self._listing,
             )
-        except (NotYetError, CacheFullError):  # or others have filled the disk: they may free it again
+        except (NotYetError, CacheFullError, DiskFailedError):  # or the disk is at fault, for now
             self._claim_at_s = now_s + _TICK_S
             return False
         other_pass = (

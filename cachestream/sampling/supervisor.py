@@ -42,6 +42,7 @@ from cachestream.sampling.process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.board import NO_SPACE, STATE_NAMES, Board
 from cachestream.storage.cache import Cache
+from cachestream.storage.faults import DiskFailedError
 from cachestream.storage.history import History
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.looking import shortage_of_disk
@@ -179,7 +180,7 @@ class Supervisor:
             return step()
         except CacheLockedError:
             logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
-        except CacheFullError as error:  # by others: what was left undone is done once there is space again
+        except (CacheFullError, DiskFailedError) as error:  # what was left undone is done once that is over
             if now_s - self._full_said_s > _SAY_AGAIN_S:
                 self._full_said_s = now_s
                 logger.warning("%s; waiting for that", error)
@@ -259,6 +260,8 @@ class Supervisor:
     def _look_after_orphans(self) -> None:
         """Nobody waits for what transforms leave behind, but us."""
         self._server.listen()
+        if self._server.give_up_if_stopped(time.monotonic()):
+            logger.warning("the fork server was stopped; processes are started without it")
         waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
         known = [pid for pid in waited_for if pid is not None]
         if len(known) == len(waited_for):  # else one might be of a process that we do not know yet

@@ -228,6 +228,35 @@ class Computes:
         return {**sample, "sum": pools[0].submit(math.fsum, sample["x"].tolist()).result()}
 
 
+def pools(sample: Any) -> Any:
+    """A pool for each sample, which asks its processes to end by SIGTERM, before they have had time to begin even."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return {**sample, "sum": sum(pool.map(int, sample["x"][:2].tolist()))}
+
+
+def test_a_transform_may_end_what_it_has_forked_by_a_signal(cache: Cache, processes: Processes) -> None:
+    source = Numbers(60)
+    with cs.start_worker(cache, source, num_workers=2, transform=pools) as worker:
+        assert worker.wait(DEADLINE_S)
+        status = worker.status()
+        assert (status.failures, status.worker and status.worker.restarts) == ((), 0)
+    assert only_once(cache) == source.keys()
+    processes.wait_until_gone()
+
+
+def interrupts(sample: Any) -> Any:
+    process = subprocess.Popen(["sleep", "1000"])
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == -signal.SIGINT
+    return sample
+
+
+def test_a_transform_may_interrupt_what_it_has_started(cache: Cache) -> None:
+    with cs.start_worker(cache, Numbers(3), num_workers=1, transform=interrupts) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert cache.num_samples == 3
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_transform_may_have_other_processes_compute_and_they_go_with_its_own(
     cache: Cache, processes: Processes, method: str

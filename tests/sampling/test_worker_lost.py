@@ -1,7 +1,8 @@
-"""What a worker may lose while it is needed, its catalogue or its own life: the filling goes on, or all who need it are told."""
+"""What a worker may lose while it is needed, its catalogue, its disk or its life: the filling goes on, or all who need it are told."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -11,13 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 import cachestream as cs
 from cachestream import Cache, WorkerError
 from cachestream.sampling import watch
+from cachestream.storage.board import Board
 from cachestream.storage.looking import lost_worker
 from tests.sampling.sources import Numbers
 from tests.sampling.support import (
@@ -27,6 +29,7 @@ from tests.sampling.support import (
     is_running,
     left_files,
     only_once,
+    sampling_pids,
     script,
     supervisor_pid,
     wait_until,
@@ -270,3 +273,56 @@ def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_f
     subprocess.run(command, cwd=ROOT, check=True)
     assert not cache.status().fill_message, "who stops it knows"
     wait_until(lambda: cache.recover() == 0 and not left_files(cache), "killed threads have let go of files")
+
+
+class OnABadDisk(Numbers):
+    """Numbers whose sampling processes get EIO for every sync of a shard while the file `journal` is there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        sync = os.fsync
+
+        def fsync(fd: int) -> None:
+            if os.path.exists(self.journal + ".bad"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(fd)
+
+        setattr(os, "fsync", fsync)  # noqa: B010  in the process that unpickles it
+
+
+def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
+    cache: Cache, tmp_path: Path
+) -> None:
+    switch = tmp_path / "units"
+    bad = Path(f"{switch}.bad")
+    source = OnABadDisk(None, nbytes=20_000, pause_s=0.002, journal=str(switch))
+    with cs.start_worker(cache, source, num_workers=2, shard_size="60KB") as worker:
+        cache.wait(10, DEADLINE_S)
+        bad.touch()
+        wait_until(lambda: "Input/output error" in cache.status().disk_message, "the status names the disk")
+        before = len(switch.read_text().split())
+        for _ in range(100):
+            assert cache.fill_state() == "filling"
+            threading.Event().wait(0.05)
+        assert len(switch.read_text().split()) - before < 500, "what cannot be kept is not fetched for ever"
+        bad.unlink()
+        wait_for_new_shards(cache, 3)
+        wait_until(lambda: not cache.status().disk_message, "it names nothing any more")
+        assert Board(cache.directory.worker_file("board")).restarts == 0
+        assert worker.is_alive()
+    only_once(cache)
+    assert cache.verify().ok
+
+
+def test_a_stopped_fork_server_holds_nobody_up(cache: Cache, processes: Processes) -> None:
+    source = Numbers(400, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(1, DEADLINE_S)
+        (server,) = processes.called("cs-forkserver")
+        os.kill(server, signal.SIGSTOP)
+        (first,) = sampling_pids(cache)
+        os.kill(first, signal.SIGKILL)
+        took_s = wait_until(lambda: sampling_pids(cache) != [first], "another takes its place", 100.0)
+        assert took_s < 100.0, "the deadline of a process that does not begin is 120 s"
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
