@@ -140,7 +140,7 @@ class Filler:
         """
         now_s, flight = time.monotonic(), self._fetcher.awaited
         if self._alone is None and not (self._todo and self._is_suspect(self._todo[0])):
-            self._fetcher.wake(now_s)
+            self._fetcher.wake(lambda flight: self._reader.may_try_again(flight, now_s))
         silence = None if flight is None else flight.silence
         if flight is None or silence is None or not silence.is_long(now_s, self._job.hang_timeout_s):
             return

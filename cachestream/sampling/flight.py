@@ -25,7 +25,8 @@ class Flight:
     in other shards; all before the offset `done` has been dealt with.
 
     All before the offset `came` has been read. While it does not answer it has a `silence`, and is tried again after the
-    `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.
+    `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`. Its last try failed at
+    `paused_at_s`.
     """
 
     position: int
@@ -44,6 +45,7 @@ class Flight:
     delays: Iterator[float] | None = None
     aside: bool = False
     has_own_claim: bool = False
+    paused_at_s: float = 0.0
     again_at_s: float = 0.0
 
     @property

@@ -200,10 +200,7 @@ def test_a_worker_that_ends_in_order_is_not_replaced(cache: Cache, processes: Pr
         os._exit(3)
 
     source = Numbers(30 if end == "complete" else None, pause_s=0.001)
-    options = {"when_full": "stop"} if end == "complete" else {}
-    worker = cs.start_worker(
-        cache, source, num_workers=1, transform=fails if end == "failed" else None, **options
-    )
+    worker = cs.start_worker(cache, source, num_workers=1, transform=fails if end == "failed" else None)
     if end == "stop":
         subprocess.run(
             [sys.executable, "-m", "cachestream", "stop", cache.path, "--timeout", "60"], cwd=ROOT, check=True

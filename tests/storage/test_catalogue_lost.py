@@ -396,9 +396,9 @@ def test_a_shard_that_was_made_to_hold_no_samples_is_put_aside(filled: Cache) ->
     """It would stand for all that its spans name, which nobody would fetch again."""
     one = content(12, 1)
     columns = [
-        replace(column, shape=[1], data=column.data[:8])
+        replace(column, shape=(1,), data=column.data[:8])
         if column.name.endswith("#offsets")
-        else replace(column, shape=[0, *column.shape[1:]], data=column.data[:0])
+        else replace(column, shape=(0, *column.shape[1:]), data=column.data[:0])
         for column in one.columns
     ]
     forged = replace(one, num_samples=0, columns=tuple(columns))
