@@ -46,6 +46,7 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
 from cachestream.storage.faults import translated_disk_errors
 from cachestream.storage.history import read_history
+from cachestream.storage.looking import lost_worker
 
 __all__ = ["app", "main"]
 
@@ -182,7 +183,7 @@ def stop(
     What it has sampled stays, and the next worker goes on from there.
     """
     with _open(cache) as filled:
-        if filled.has_worker():
+        if filled.has_worker() or lost_worker(filled.directory) is not None:
             Worker(filled, None, None).stop(timeout_s)
             typer.echo(f"stopped: {terminal.one_line(filled.status())}", err=True)
         else:

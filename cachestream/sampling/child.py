@@ -11,14 +11,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any, Final
 
 from cachestream.remote.retry import redact_text
 from cachestream.sampling.forkserver import Forked, ForkServer
 from cachestream.sampling.health import Death, Suspicion, hanging_positions, suspicions
 from cachestream.sampling.job import write_frame
-from cachestream.sampling.kinship import end_group, end_group_of_dead
+from cachestream.sampling.kinship import end_group, end_group_of_dead, is_stopped
 from cachestream.storage.board import ENDED, STARTING, Board
 
 __all__ = [
@@ -186,7 +185,7 @@ class Child:
             self._hung = hanging_positions(now_s, timeout_s, main, self._flights())
         if self._hung is not None:
             pid = self._process.pid
-            self._was_stopped = pid is not None and _is_stopped(pid)
+            self._was_stopped = pid is not None and is_stopped(pid)
             self._process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
@@ -231,15 +230,6 @@ class Child:
         """End the process now."""
         if self._process is not None:
             end_process(self._process)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether somebody stopped the process (SIGSTOP, a debugger)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in (b"T", b"t")
 
 
 def _close(stream: IO[bytes]) -> None:

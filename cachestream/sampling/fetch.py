@@ -115,10 +115,10 @@ class Fetcher:
                 self._room.notify_all()
                 self._turn.notify_all()
 
-    def wake(self, now_s: float) -> None:
+    def wake(self, is_due: Callable[[Flight], bool]) -> None:
         """Have those that were put aside read again whose time has come."""
         with self._lock:
-            due = [flight for flight in self._asleep if flight.again_at_s <= now_s]
+            due = [flight for flight in self._asleep if is_due(flight)]
             if due:
                 self._asleep = [flight for flight in self._asleep if flight not in due]
                 self._todo.extendleft(due)

@@ -30,6 +30,7 @@ from cachestream.sampling.reader import UnitReader
 from cachestream.storage.admission import Owner
 from cachestream.storage.board import FETCHING, NO_REMOTE, Slot, board_text
 from cachestream.storage.cache import Cache
+from cachestream.storage.faults import DiskFailedError
 from cachestream.storage.tables import Suspect
 
 __all__ = ["Filler", "QuarantinedError"]
@@ -139,7 +140,7 @@ class Filler:
         """
         now_s, flight = time.monotonic(), self._fetcher.awaited
         if self._alone is None and not (self._todo and self._is_suspect(self._todo[0])):
-            self._fetcher.wake(now_s)
+            self._fetcher.wake(lambda flight: self._reader.may_try_again(flight, now_s))
         if flight is None or not flight.silent(now_s, self._job.hang_timeout_s):
             return
         if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(flight):
@@ -181,7 +182,7 @@ class Filler:
                 self._job.num_workers,
                 self._listing,
             )
-        except (NotYetError, CacheFullError):  # or others have filled the disk: they may free it again
+        except (NotYetError, CacheFullError, DiskFailedError):  # or the disk is at fault, for now
             self._claim_at_s = now_s + _TICK_S
             return False
         other_pass = (

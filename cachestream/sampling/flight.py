@@ -24,8 +24,9 @@ class Flight:
     has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
     in other shards; all before the offset `done` has been dealt with.
 
-    All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent nothing; 0
-    where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.
+    All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent
+    nothing; 0 where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that
+    is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`. Its last try failed at `paused_at_s`.
     """
 
     position: int
@@ -46,6 +47,7 @@ class Flight:
     delays: Iterator[float] | None = None
     aside: bool = False
     has_own_claim: bool = False
+    paused_at_s: float = 0.0
     again_at_s: float = 0.0
 
     @property

@@ -28,6 +28,7 @@ from cachestream.sampling.kinship import (
     adopt_orphans,
     die_with_parent,
     end_sessions,
+    is_stopped,
     is_there,
     name_process,
 )
@@ -39,6 +40,7 @@ _PID: Final = struct.Struct("<i")
 _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
 _ORPHANED_TURNS: Final = 400
+_STOPPED_S: Final = 3.0  # a suspended job may go on with its supervisor first
 # What a sampling process loads of ours before it gets its source, and of those that `open_source` makes.
 _OURS: Final = ("cachestream.sampling.process", "cachestream.remote.open")
 
@@ -111,6 +113,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._waiting: deque[Forked] = deque()
         self._is_gone = False
+        self._stopped_since_s: float | None = None
         can_adopt = adopt_orphans()
         self._pid = os.fork()
         if not self._pid:
@@ -164,6 +167,17 @@ class ForkServer:
         """Take in what the fork server has said since."""
         if not self._is_gone and self._take_in():
             self.close()
+
+    def give_up_if_stopped(self, now_s: float) -> bool:
+        """End a fork server that somebody has stopped, if it is waited for; whether it was. To be asked every second."""
+        if self._is_gone or not self._waiting or not is_stopped(self._pid):
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        elif now_s - self._stopped_since_s >= _STOPPED_S:
+            self.close()
+            return True
+        return False
 
     def _take_in(self) -> bool:
         """Give the processes their numbers; whether that was all that will come."""

@@ -19,6 +19,7 @@ __all__ = [
     "end_if_forked",
     "end_orphans",
     "end_sessions",
+    "is_stopped",
     "is_there",
     "look_after_orphans",
     "name_process",
@@ -112,6 +113,15 @@ def is_there(pid: int) -> bool:
             pass
         return True
     return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped the process (SIGSTOP, a debugger)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in (b"T", b"t")
 
 
 def end_orphans() -> None:

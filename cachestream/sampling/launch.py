@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from cachestream.config import NO_THREADS
 from cachestream.errors import CacheStreamError, WorkerError
 from cachestream.sampling.child import import_path, start_python
 from cachestream.sampling.job import Job, frame, read_frame
@@ -52,12 +50,6 @@ class Launch:
         if isinstance(answer, CacheStreamError):
             process.wait(timeout=START_TIMEOUT_S)
             raise answer
-        # Reaps it whenever it ends, and keeps the Popen from complaining when the Worker is dropped.
-        try:
-            threading.Thread(target=process.wait, name="cachestream-worker", daemon=True).start()
-        except RuntimeError as error:
-            _end(process)
-            raise WorkerError(f"{error}: {NO_THREADS}") from error
         return process
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from cachestream.sampling.tally import Tally
 from cachestream.storage.admission import disk_footprint
 from cachestream.storage.board import NO_SPACE, WRITING, Slot, board_text
 from cachestream.storage.cache import Cache
-from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.faults import DiskFailedError, translated_disk_errors
 from cachestream.storage.opening import MIN_LIMIT_BYTES
 from cachestream.storage.publish import Publisher
 from cachestream.storage.shard import ShardContent
@@ -149,7 +149,7 @@ class Outbox:
             try:
                 if attempt():
                     return True
-            except CacheFullError as error:  # the disk itself is full: as good as no space
+            except (CacheFullError, DiskFailedError) as error:  # as good as no space, until that is over
                 refusal = str(error)
             finally:
                 self._tell(refusal)

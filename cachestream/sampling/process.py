@@ -6,6 +6,7 @@ Everything it did is in the catalogue or did not happen: it may be killed at any
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import os
 import signal
@@ -28,6 +29,7 @@ from cachestream.sampling.storing import keep_names
 from cachestream.storage.board import ENDED, STARTING, Board
 from cachestream.storage.cache import Cache
 from cachestream.storage.directory import Directory
+from cachestream.storage.faults import DiskFailedError
 from cachestream.storage.publish import CatalogueReplacedError
 
 __all__ = ["EXIT_FATAL", "EXIT_LATER", "EXIT_RESTART", "end_now", "live_with_parent", "main"]
@@ -51,15 +53,32 @@ def live_with_parent(stop: threading.Event) -> Any:
     """Become a child of the supervisor: die with it, stop when asked to. Returns what it said first."""
     faulthandler.enable()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # Ctrl-C is the supervisor's to handle; SIG_IGN would outlast an exec
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first
     stream = sys.stdin.buffer
     said = read_frame(stream)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=_be_ordinary,
+    )
     fd = stream.fileno()
     threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
     return said
+
+
+def _be_ordinary() -> None:
+    """Let what the user's code has forked be ended as any process can: a pool waits for ever for one that takes no SIGTERM.
+
+    Until then that is blocked: it would go to our handler, in a process that has nothing to stop.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def end_now(code: int) -> None:
@@ -86,10 +105,7 @@ def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
         Filler(job, payload, cache, slot, owner=owner, stop=stop).run()
     except (StartAgainError, CatalogueReplacedError):
         code = EXIT_RESTART
-    except (
-        CacheFullError,
-        CacheLockedError,
-    ) as error:  # the disk or the catalogue, by others: they may let go of it
+    except (CacheFullError, CacheLockedError, DiskFailedError) as error:  # all of that may be over soon
         sys.stderr.write(f"{error}\n")
         code = EXIT_LATER
     except WorkerError:

@@ -24,7 +24,7 @@ from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.known import keep_all
 from cachestream.sampling.lots import Item, Lot, approximate_bytes, gather
 from cachestream.sampling.order import PassPlan
-from cachestream.sampling.silence import Silence
+from cachestream.sampling.silence import Answers, Silence
 from cachestream.sampling.table import to_table
 from cachestream.storage.board import Slot
 from cachestream.storage.directory import Directory
@@ -35,6 +35,7 @@ __all__ = ["UnitReader", "sample_generator", "unit_generator"]
 _UNIT_KEY = 3
 _SAMPLE_KEY = 5
 BEAT_S: Final = 0.001
+_PROBE_S: Final = 5.0  # of a remote that is away: within that, one of its units is tried again
 REQUEST_S: Final = 0.05  # of the bandwidth, in one request
 LEAST_REQUEST_BYTES: Final = 256 << 10
 
@@ -63,6 +64,8 @@ class UnitReader:
         # Of several remotes in a mix, one may be away while the others answer.
         self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
         self._witnesses: dict[Hashable, int] = {}  # of each remote the first unit that came whole
+        self._answers = Answers()
+        self._probe: Flight | None = None  # the unit that finds out whether a remote is back
         self._is_reported = False  # whether the source says what it fetches
         self._hang_timeout_s = job.hang_timeout_s
         self._slot = slot
@@ -97,8 +100,10 @@ class UnitReader:
                     with closing(self._wanted(flight, number, flight.came)) as items:
                         for lot in gather(items):
                             flight.heard(lot)
+                            self._answers.heard(self._remote_of(flight.unit), time.monotonic())
                             yield lot
                     self._witnesses.setdefault(self._remote_of(flight.unit), flight.unit)
+                    self._answers.heard(self._remote_of(flight.unit), time.monotonic())
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
@@ -118,13 +123,16 @@ class UnitReader:
         """
         before, now_s = flight.silence, time.monotonic()
         flight.silence = silence = Silence(began_s if before is None else before.since_s, reason)
-        if silence.is_too_long(now_s, self._hang_timeout_s) and self._answers(self._remote_of(flight.unit)):
+        if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
+            self._remote_of(flight.unit)
+        ):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
-        if flight.delays is None:  # made when needed: seeding costs more than many a read
+        was_back = self._answers.is_back(self._remote_of(flight.unit), flight.paused_at_s)
+        if flight.delays is None or was_back:  # made when needed: seeding costs more than many a read
             flight.delays = backoff_delays(random.Random())
         return next(flight.delays)
 
-    def _answers(self, remote: Hashable) -> bool:
+    def _does_answer(self, remote: Hashable) -> bool:
         """Whether a unit that came from `remote` before comes again, from there and not from the source's memory."""
         unit, self._local.fetched = self._witnesses.get(remote), 0
         if unit is None or self.plan is None:
@@ -222,14 +230,29 @@ class UnitReader:
         self.throttled = True
 
     def _pause(self, flight: Flight, delay_s: float) -> None:
-        """Wait; raises LaterError where others are to be read meanwhile."""
-        flight.again_at_s = time.monotonic() + delay_s
-        while (left := flight.again_at_s - time.monotonic()) > 0:
+        """Wait, not longer than an outage; raises LaterError where others are to be read meanwhile."""
+        flight.paused_at_s = time.monotonic()
+        flight.again_at_s = flight.paused_at_s + delay_s
+        while not self.may_try_again(flight, time.monotonic()):
             if flight.aside:
                 raise LaterError
-            if self._stop.wait(min(left, pulse.TICK_S)):
+            if self._stop.wait(min(max(0.0, flight.again_at_s - time.monotonic()), pulse.TICK_S)):
                 return
             self.beat(self._local.number)
+
+    def may_try_again(self, flight: Flight, now_s: float) -> bool:
+        """Whether the pause of a unit is over: its time has come, or its remote is back, which one of them finds out sooner."""
+        remote = self._remote_of(flight.unit)
+        if self._answers.is_back(remote, flight.paused_at_s):
+            return True
+        with self._counting:
+            if self._probe is None and self._answers.is_away(remote, now_s):
+                self._probe = flight
+                flight.again_at_s = min(flight.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
+            is_due = now_s >= flight.again_at_s
+            if is_due and self._probe is flight:
+                self._probe = None
+        return is_due
 
 
 def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:

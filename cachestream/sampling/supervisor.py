@@ -42,6 +42,7 @@ from cachestream.sampling.process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 from cachestream.sampling.wardens import Wardens
 from cachestream.storage.board import NO_SPACE, STATE_NAMES, WRITING, Board
 from cachestream.storage.cache import Cache
+from cachestream.storage.faults import DiskFailedError
 from cachestream.storage.history import History
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.looking import RESTS, WAITS, shortage_of_disk
@@ -78,7 +79,6 @@ class Supervisor:
         self._lock = lock
         self._server = server
         self._board = Board(cache.directory.worker_file("board"))
-        self._board.reset(os.getpid(), job.num_workers, time.monotonic())
         server.load(job.protocols)
         job_fd = share(job)
         self._children = [
@@ -98,6 +98,7 @@ class Supervisor:
         self._leaving: HeldFile | None = None
         self._resting = False
         self._state = self._message = ""
+        self._catalogue_id: str | None = None
         self._stop = threading.Event()
         self._housekeeping_at_s = self._books_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
@@ -106,6 +107,7 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._stop.is_set():
+            self._board.end()
             os._exit(128 + number)  # asked twice: at once; the children die with us
         self._stop.set()
 
@@ -126,6 +128,7 @@ class Supervisor:
                 self._say("stopped")
         except CacheFullError:
             logger.exception("the end could not be recorded")
+        self._board.end()
         return 0
 
     def _give_up(self, message: str, words: str) -> None:
@@ -136,6 +139,7 @@ class Supervisor:
                     self._end()
                 finally:  # it may fail for the same reason
                     self._say("failed", message, words)
+                    self._board.end()
         except (CacheStreamError, OSError):
             logger.exception("the end could not be recorded")  # the children die with us
 
@@ -144,6 +148,7 @@ class Supervisor:
         self._look_for_changes = is_complete and self._job.growing
         self._set_looking(self._look_for_changes)
         self._say("filling")
+        self._board.reset(os.getpid(), self._job.num_workers, time.monotonic())
         if self._job.growing:
             self._lister.begin()
         for child in self._children:
@@ -176,7 +181,7 @@ class Supervisor:
             return step()
         except CacheLockedError:
             logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
-        except CacheFullError as error:  # by others: what was left undone is done once there is space again
+        except (CacheFullError, DiskFailedError) as error:  # what was left undone is done once that is over
             if now_s - self._full_said_s > _SAY_AGAIN_S:
                 self._full_said_s = now_s
                 logger.warning("%s; waiting for that", error)
@@ -256,6 +261,8 @@ class Supervisor:
     def _look_after_orphans(self) -> None:
         """Nobody waits for what transforms leave behind, but us."""
         self._server.listen()
+        if self._server.give_up_if_stopped(time.monotonic()):
+            logger.warning("the fork server was stopped; processes are started without it")
         waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
         known = [pid for pid in waited_for if pid is not None]
         if len(known) == len(waited_for):  # else one might be of a process that we do not know yet
@@ -346,6 +353,9 @@ class Supervisor:
         with self._cache.catalogue.reading() as tables:
             meta = tables.all_meta()
             _, samples, _ = tables.totals()
+        if meta.get("catalogue_id") != self._catalogue_id:
+            logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+            self._say_again()
         self._history.append(
             samples,
             self._cache.size_bytes,
@@ -364,7 +374,15 @@ class Supervisor:
             tables.set_meta("fill_message", message)
             tables.set_meta("fill_traceback", words)
             tables.add("epoch_waits", int(message == WAITS))
+            self._catalogue_id = tables.meta("catalogue_id")
         self._state, self._message = state, message
+
+    def _say_again(self) -> None:
+        """Tell a new catalogue what the one before knew, and no shard tells."""
+        looking, self._is_looking = bool(self._is_looking), None
+        self._set_looking(looking)
+        self._state, self._resting = "", False  # there is a pass again that is open, or the next tick tells
+        self._say("filling")
 
     def _end(self) -> None:
         self._lister.stop()

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -23,8 +24,10 @@ from cachestream.sampling.options import CONCURRENCY, HANG_TIMEOUT_S, WorkerOpti
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.partition import Partition
 from cachestream.sampling.wardens import LINGER_AT_MOST_S, Wardens
+from cachestream.sampling.watch import Watch
 from cachestream.storage.cache import Cache
 from cachestream.storage.locks import HeldFile
+from cachestream.storage.looking import forget_lost_worker, lost_worker
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import CacheStatus
 
@@ -40,7 +43,8 @@ logger = logging.getLogger("cachestream")
 class Worker:
     """The background worker of a cache, as seen from one of the processes that use it.
 
-    As a context manager it lets the worker go at the end: the worker stops when nobody needs it.
+    As a context manager it lets the worker go at the end: the worker stops when nobody needs it. One that is killed meanwhile is
+    replaced within seconds, by a process that has such a Worker.
     """
 
     def __init__(
@@ -49,17 +53,22 @@ class Worker:
         warden: HeldFile | None,
         process: subprocess.Popen[bytes] | None,
         linger_s: float = 0.0,
+        job: Job | None = None,
     ) -> None:
         self.cache = cache
         self.linger_s = linger_s
         self._warden = warden
         self._wardens = Wardens(cache.directory)
-        self._process = process
+        self.attached = process is None  # whether the worker was running already when this was made
+        self._watch = None if job is None else Watch(cache, job, process, self._need())
 
-    @property
-    def attached(self) -> bool:
-        """Whether the worker was running already when this was made."""
-        return self._process is None
+    def _need(self) -> Callable[[], bool]:
+        """Tell whether this process needs the worker still; does not keep this alive."""
+        if self._warden is not None:
+            warden = self._warden
+            return lambda: warden.held
+        this = weakref.ref(self)
+        return lambda: this() is not None
 
     def status(self) -> CacheStatus:
         """What the cache holds and what the worker does."""
@@ -80,24 +89,24 @@ class Worker:
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        first = None
+        first = 0
         while True:
             alive = self.is_alive()
             state, last = self._progress()
-            first = first or last
+            first = min(first, last) or max(first, last)  # a catalogue made anew counts from 1 again
             if state == "failed":
                 self._raise_failure()
             if state in ("complete", "full") or last not in (0, first):
                 warn_of_skipped(self.cache)
                 return True
-            if not alive and not self.is_alive():
+            if not (alive or self.is_alive() or (self._watch is not None and self._watch.will_replace())):
                 break
             if time.monotonic() >= deadline:
                 raise WorkerTimeoutError(
                     f"{self.status()}: not complete within {timeout_s:g} s; wait longer, or train on what there is"
                 )
             time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
-        if state == "filling":
+        if state == "filling" or lost_worker(self.cache.directory) is not None:
             raise WorkerError(
                 f"the worker of {self.cache.path} ended without a word: it was killed, or could not write (what it still "
                 f"could say is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it "
@@ -123,9 +132,13 @@ class Worker:
         Raises WorkerError if it is still there at the deadline.
         """
         check_seconds("timeout_s", timeout_s)
-        if self.cache.has_worker():
-            self._wardens.request_stop()
+        directory = self.cache.directory
+        if self.cache.has_worker() or lost_worker(directory) is not None:
+            self._wardens.request_stop()  # which keeps others from starting another in the place of one that was killed
             self._wait_until_gone(timeout_s)
+            if lost_worker(directory) is not None:
+                with _released(self._wardens.attach_lock()):
+                    forget_lost_worker(directory)
             if not self.cache.has_worker():
                 self._wardens.clear_requests()  # it may have been ending by itself, and not have seen this one
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
@@ -137,6 +150,8 @@ class Worker:
         That takes up to 5 s, and longer on a machine that is busy; raises WorkerError if it is still there at the
         deadline.
         """
+        if self._watch is not None:
+            self._watch.close()
         if self._warden is None:
             return
         _release(self._warden)
@@ -155,8 +170,8 @@ class Worker:
                     f"{timeout_s:.0f} s; kill that process: the cache stays sound"
                 )
             time.sleep(_TICK_S)
-        if self._process is not None:
-            self._process.wait(timeout=timeout_s)  # it has let go of its lock, and is about to be gone
+        if self._watch is not None and self._watch.process is not None:
+            self._watch.process.wait(timeout=timeout_s)  # it has let go of its lock, and is about to be gone
 
     def __enter__(self) -> Self:
         return self
@@ -289,14 +304,14 @@ def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool
 def _attach(cache: Cache, job: Job, wardens: Wardens, detach: bool, linger_s: float) -> Worker:
     _check_same_source(cache, job)
     logger.info("attached to the worker that already fills %s", cache.path)
-    return Worker(cache, _need(wardens, detach, linger_s), None, linger_s)
+    return Worker(cache, _need(wardens, detach, linger_s), None, linger_s, job)
 
 
 def _start(cache: Cache, job: Job, wardens: Wardens, launch: Launch, detach: bool, linger_s: float) -> Worker:
     wardens.clear_requests()
     warden = _need(wardens, detach, linger_s)
     try:
-        return Worker(cache, warden, launch.give(job), linger_s)
+        return Worker(cache, warden, launch.give(job), linger_s, job)
     except BaseException:
         if warden is not None:
             _release(warden)

@@ -10,13 +10,13 @@ import mmap
 import os
 import zlib
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from cachestream.private import open_private
 
-__all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Slot", "Totals", "board_text"]
+__all__ = ["FLIGHTS", "PROCESSES_AT_MOST", "Board", "Run", "Slot", "Totals", "board_text", "lasting_run"]
 
 FLIGHTS: Final = 64
 PROCESSES_AT_MOST: Final = 128
@@ -65,7 +65,7 @@ _HEAD: Final = np.dtype(
     [("magic", "<i8"), ("pid", "<i8"), ("started_s", "<f8"), ("processes", "<i8"), ("restarts", "<i8")]
 )
 # The layout of the slots; the head's is for ever. A worker may outlive the version of the package that started it.
-_MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES)).encode())
+_MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES, "no pid after the end")).encode())
 _SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
 
 Slot = Any  # a numpy record of _SLOT, living in the map
@@ -94,6 +94,25 @@ class Totals:
     space_wait_s: float
 
 
+class Run(NamedTuple):
+    """One supervisor: its process id, and the monotonic time of its start."""
+
+    pid: int
+    started_s: float
+
+
+def lasting_run(path: str) -> Run | None:
+    """The supervisor that the board at `path` names: it runs, or has ended without a word. None where the last one ended in order."""
+    try:
+        with open(path, "rb") as file:
+            head = np.frombuffer(file.read(_HEAD.itemsize), _HEAD)[0]
+    except (OSError, ValueError, IndexError):
+        return None
+    return (
+        Run(int(head["pid"]), float(head["started_s"])) if head["pid"] and head["magic"] == _MAGIC else None
+    )
+
+
 class Board:
     """The board in the file `path`, created on first use."""
 
@@ -113,9 +132,13 @@ class Board:
         self._slots[:] = np.zeros(1, _SLOT)
         self._head[0] = (_MAGIC, pid, now_s, processes, 0)
 
+    def end(self) -> None:
+        """The supervisor ends in order. Of one that is killed the number stays."""
+        self._head["pid"] = 0
+
     @property
     def pid(self) -> int:
-        """The supervisor's process id."""
+        """The supervisor's process id; 0 once it has ended in order."""
         return int(self._head["pid"][0])
 
     @property

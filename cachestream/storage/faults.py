@@ -14,6 +14,7 @@ from cachestream.private import open_private, remove
 
 __all__ = [
     "CatalogueDamagedError",
+    "DiskFailedError",
     "disk_error",
     "translated_disk_errors",
     "translated_sql_errors",
@@ -26,6 +27,9 @@ _FULL: Final = {
     errno.EFBIG: "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size",
 }
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
+_FAILED: Final = frozenset(
+    {errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS}
+)
 _PROBE_BYTES: Final = 4096
 # What SQLite says of a page that is no page, of a statement that does not fit its tables, and of rows that contradict.
 _DAMAGE: Final = (
@@ -39,6 +43,10 @@ class CatalogueDamagedError(CacheError):
     """The catalogue file is missing or no catalogue: rebuild it from the shards."""
 
 
+class DiskFailedError(CacheError):
+    """The disk gives errors, or takes nothing any more: it may be put right while others wait."""
+
+
 def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     """`error` at `path` as CacheFullError or CacheError."""
     what = f"{path}: {error.strerror}{doing and f' while {doing}'}"
@@ -47,7 +55,7 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
     if error.errno in _FORBIDDEN:
         return unwritable(path, error.strerror)
     if error.errno == errno.EROFS:
-        return CacheError(
+        return DiskFailedError(
             f"{what}; mount it for writing, or look into the system's log: disks that fail become so"
         )
     if error.errno in _TOO_MANY:
@@ -58,6 +66,8 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
         return CacheError(f"{path} is a symbolic link; a cache does not follow links, remove it")
     if error.errno == errno.ENOENT:
         return CacheError(f"{what}; somebody removed it, open the cache again")
+    if error.errno in _FAILED:
+        return DiskFailedError(f"{what}; check the disk")
     return CacheError(f"{what}; check the disk")
 
 
@@ -111,7 +121,8 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
         refusal = _refusal(path) if "disk I/O error" in text else None
         if refusal is not None:
             raise disk_error(path, refusal, "in a transaction") from error
-        raise CacheError(f"{path}: {text}; check the disk") from error
+        kind = DiskFailedError if "disk I/O error" in text else CacheError
+        raise kind(f"{path}: {text}; check the disk") from error
 
 
 def _refusal(path: str) -> OSError | None:

@@ -168,11 +168,16 @@ def remove_unheld(path: str) -> bool:
 
 
 def file_identity(path: str) -> tuple[int, int] | None:
-    """What tells the file at `path` from one that takes its place; None when there is none."""
+    """What tells the file at `path` from one that takes its place; None when there is none.
+
+    Raises CacheError where that cannot be known: a disk that fails has lost nothing yet.
+    """
     try:
         info = os.stat(path, follow_symlinks=False)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise disk_error(path, error) from error
     return info.st_dev, info.st_ino
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from cachestream.config import format_size
 from cachestream.model import Schema
 from cachestream.storage.admission import Admission
-from cachestream.storage.board import Board
+from cachestream.storage.board import Board, Run, lasting_run
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.directory import Directory, free_bytes, overhead_bytes
 from cachestream.storage.eviction import EvictionPolicy
@@ -21,8 +21,11 @@ from cachestream.storage.tables import Tables
 __all__ = [
     "RESTS",
     "WAITS",
+    "describe_loss",
+    "forget_lost_worker",
     "has_worker",
     "hindrance",
+    "lost_worker",
     "occupied_bytes",
     "read_status",
     "shortage_of_disk",
@@ -41,9 +44,39 @@ def has_worker(directory: Directory) -> bool:
     return is_held(directory.worker_file("supervisor.lock"))
 
 
+def lost_worker(directory: Directory) -> Run | None:
+    """The last worker, if it ended without a word: it was killed, or its container or machine was. None where one runs, or the
+    last one ended in order.
+    """
+    path = directory.worker_file("board")
+    run = lasting_run(path)
+    if run is None or has_worker(directory):
+        return None
+    return run if lasting_run(path) == run else None  # else it has just ended in order, or another has begun
+
+
+def forget_lost_worker(directory: Directory) -> None:
+    """Take the last worker for one that ended in order. With the attach lock."""
+    if lost_worker(directory) is not None:
+        Board(directory.worker_file("board")).end()
+
+
+def describe_loss(lost: Run | None, then: str = "") -> str:
+    """That a worker was `lost`, and what is done `then`, or is to be done; "" for None."""
+    if lost is None:
+        return ""
+    then = then or (
+        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which goes on where it "
+        "stopped"
+    )
+    return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
+
+
 def state_of_filling(directory: Directory, tables: Tables) -> str:
     """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
     state = str(tables.meta("fill_state", "none"))
+    if state == "none":  # or it is the catalogue that was lost: the worker will tell the new one
+        return "filling" if has_worker(directory) else state
     goes_on = state == "filling" or (state == "full" and tables.meta("fill_message") == RESTS)
     return "stopped" if goes_on and not has_worker(directory) else state
 
@@ -70,8 +103,9 @@ def silence_of_remote(directory: Directory) -> str:
 
 
 def hindrance(directory: Directory, tables: Tables) -> str:
-    """Why nothing comes at present: the disk, or the remote; "" where neither is known to be at fault."""
-    return shortage_of_disk(directory, tables) or silence_of_remote(directory)
+    """Why nothing comes at present: the worker, the disk, or the remote; "" where none is known to be at fault."""
+    lost = describe_loss(lost_worker(directory))
+    return lost or shortage_of_disk(directory, tables) or silence_of_remote(directory)
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
@@ -98,6 +132,7 @@ def read_status(
         disk_message = shortage_of_disk(directory, tables)
         schema_text = _schema_text(meta)
     current = passes[-1] if passes else None
+    told = "" if fill_state == "stopped" else meta.get("fill_message", "")
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
     return CacheStatus(
         path=directory.root,
@@ -120,7 +155,7 @@ def read_status(
         source=meta.get("source"),
         num_units=None if current is None else current.length,
         fill_state=fill_state,
-        fill_message="" if fill_state == "stopped" else meta.get("fill_message", ""),
+        fill_message=describe_loss(lost_worker(directory)) or told,
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
         pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
         is_listing=is_listing,

@@ -62,6 +62,8 @@ class _Book:
         """Enter the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
         tables = self._tables
         shard = MappedShard(path)
+        if not shard.num_samples:  # no writer makes one: its spans would pass over samples that nobody has
+            raise CorruptShardError(f"{path}: it holds no samples")
         if shard.schema not in self._schema_ids:
             self._schema_ids[shard.schema] = merge_schema(tables, shard.schema)
         pass_id, spans = self._place(shard.fill)
@@ -73,7 +75,10 @@ class _Book:
         try:
             source, plan, length = fill["source"], fill["plan"], fill["length"]
             spans = [Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in fill["spans"]]
-        except (KeyError, TypeError, ValueError):
+            numbers = [length or 0, *(number for span in spans for number in (*span.start, *span.stop))]
+            if max(map(abs, numbers)) >= 2**63:
+                return 0, []
+        except (KeyError, TypeError, ValueError, OverflowError):
             return 0, []
         if not (isinstance(source, str) and isinstance(plan, str) and isinstance(length, int | None)):
             return 0, []

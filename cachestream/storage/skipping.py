@@ -1,22 +1,23 @@
-"""Telling the user of the library, once, that more is skipped than goes unnoticed."""
+"""Telling the user of the library, once, of what would go unnoticed: that much is skipped, that nobody fills the cache any more."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final
 
+from cachestream.storage.looking import describe_loss, lost_worker
 from cachestream.storage.status import describe_skipped, remedy_for_skipped
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
-__all__ = ["is_much", "warn_of_skipped"]
+__all__ = ["is_much", "warn_of_loss", "warn_of_skipped"]
 
 _SHARE: Final = 0.01  # of all
 
 logger = logging.getLogger("cachestream")
 
-# The caches that this process was warned of.
+# The caches that this process was warned of, and the workers that they have lost.
 _told: set[str] = set()
 
 
@@ -38,3 +39,11 @@ def warn_of_skipped(cache: Cache) -> None:
         logger.warning(
             "%s: %d samples were cached, and %s; %s", cache.path, used, describe_skipped(failures), remedy
         )
+
+
+def warn_of_loss(cache: Cache, then: str = "") -> None:
+    """Warn, once a worker and process, where the worker ended without a word, and of what is done `then`."""
+    lost = lost_worker(cache.directory)
+    if lost is not None and (key := f"{cache.cache_id} {lost}") not in _told:
+        _told.add(key)
+        logger.warning("%s: %s", cache.path, describe_loss(lost, then))

@@ -25,7 +25,7 @@ from cachestream.training.feed import check_process
 from cachestream.training.flow import can_flow
 from cachestream.training.gathering import Gathering
 from cachestream.training.places import PlacesAhead
-from cachestream.training.prepare import Preparer
+from cachestream.training.prepare import LOOK_S, Preparer
 from cachestream.training.ranks import Cancelled, Job, warn_if_early
 from cachestream.training.schedule import Schedule
 from cachestream.training.transfer import Transfer
@@ -123,6 +123,7 @@ class Engine:
         schedule, preparer = self.schedule, self.preparer
         while True:
             schedule.doing["prepare"] = "waiting for its time"
+            preparer.look_after_filling()
             asks = schedule.wait_request(2 * preparer.last_s, self._patience_s())
             if asks is None:
                 preparer.finish()
@@ -142,11 +143,11 @@ class Engine:
                 traceback.clear_frames(error.__traceback__)
                 schedule.fail(request, error)
 
-    def _patience_s(self) -> float | None:
+    def _patience_s(self) -> float:
         """How long to wait for the next request without looking at anything else."""
         if self.schedule.to_open() is not None:
             return 0.0
-        return None if self.preparer.alone else _LISTEN_S
+        return LOOK_S if self.preparer.alone else _LISTEN_S
 
     def _asked_by_another(self, request: Request) -> bool:
         return self.schedule.may_follow(request) and self.preparer.requested(request)

@@ -6,15 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 from cachestream.errors import CacheStreamError, ConfigError, NotEnoughSamplesError, RankMismatchError
 from cachestream.model import IntArray
 from cachestream.permutation import mix_key
-from cachestream.storage.skipping import warn_of_skipped
+from cachestream.storage.skipping import warn_of_loss, warn_of_skipped
 from cachestream.training.awaiting import ColdStart
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.drawing import draw_order, exchange_updates, rounds_of
@@ -28,7 +29,9 @@ from cachestream.training.resume import Record, rebuild, translate
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
-__all__ = ["Preparer"]
+__all__ = ["LOOK_S", "Preparer"]
+
+LOOK_S: Final = 2.0  # between two looks after the filling
 
 logger = logging.getLogger("cachestream")
 
@@ -65,6 +68,7 @@ class Preparer:
         least = settings.batch_size if settings.drop_last else 1
         self._holder = Holder(cache, settings.turnover, least, settings.replay)
         self.last_s = 0.0
+        self._looked_s = 0.0
 
     @property
     def ranks(self) -> Ranks:
@@ -146,6 +150,14 @@ class Preparer:
             logger.warning(
                 "%s: the last epochs were not counted as uses of its shards: %s", self._cache.path, error
             )
+
+    def look_after_filling(self) -> None:
+        """Warn if what fills the cache was killed: the epochs would be the same for ever."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            with suppress(CacheStreamError):
+                warn_of_loss(self._cache)
 
     def forget(self) -> None:
         """Let go of the maps kept for the next preparation."""

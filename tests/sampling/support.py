@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachestream import Cache, NotEnoughSamplesError
+from cachestream import Cache, NotEnoughSamplesError, Worker
 from cachestream.remote.stored import file_names, read_mark
 from cachestream.sampling.listings import Listings
 from cachestream.storage.board import Board
@@ -126,6 +126,13 @@ def sampling_pids(cache: Cache) -> list[int]:
 
 def supervisor_pid(cache: Cache) -> int:
     return Board(cache.directory.worker_file("board")).pid
+
+
+def kill_supervisor(cache: Cache, processes: Processes, worker: Worker) -> None:
+    """Kill the worker, and let it go: nobody puts another in its place."""
+    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    worker.close()
+    processes.wait_until_gone(DEADLINE_S)
 
 
 def is_running(pid: int) -> bool:

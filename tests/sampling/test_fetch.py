@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +110,10 @@ def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
             return delivery.flight.position, offsets
 
 
+def is_due(now_s: float, flight: Flight) -> bool:
+    return flight.again_at_s <= now_s
+
+
 def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
@@ -183,7 +188,7 @@ def test_a_unit_that_is_put_aside_lets_its_thread_go_on_and_is_read_again_when_i
         remote.given[0].clear()
         idle = [fetcher.is_idle]
         for now_s in (9.0, 10.0):
-            fetcher.wake(now_s)
+            fetcher.wake(partial(is_due, now_s))
             idle.append(fetcher.is_idle)
         assert idle == [True, True, False]
         remote.give(0, lot(7), None)

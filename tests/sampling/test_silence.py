@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cachestream.sampling.silence import Silence
+from cachestream.sampling.silence import Answers, Silence
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,23 @@ def test_others_go_first_after_a_third_of_what_a_process_may_hang_and_it_ends_af
     silence = Silence(1000.0, "503")
     assert silence.is_long(now_s, 30.0) == is_long
     assert silence.is_too_long(now_s, 30.0) == is_too_long
+
+
+def test_a_remote_is_back_when_it_answers_after_an_outage_and_for_those_who_wait_since_before() -> None:
+    answers = Answers()
+    assert answers.is_away("a", 0.0)
+    assert not answers.is_back("a", 0.0)
+    answers.heard("a", 1.0)
+    assert answers.is_back("a", 0.5)
+    assert not answers.is_back("a", 1.0)
+    for now_s in (2.0, 6.0, 10.0):
+        assert not answers.is_away("a", now_s)
+        answers.heard("a", now_s)
+    assert not answers.is_back("a", 1.5), (
+        "it answered all the time: what does not come is not the remote's fault"
+    )
+    assert answers.is_away("a", 16.0)
+    assert not answers.is_back("a", 12.0)
+    answers.heard("a", 17.0)
+    assert answers.is_back("a", 12.0)
+    assert not answers.is_back("b", 12.0)

@@ -32,8 +32,8 @@ from tests.sampling.support import (
     ROOT,
     Processes,
     keys_of,
+    kill_supervisor,
     only_once,
-    supervisor_pid,
     wait_until,
 )
 from tests.support.proxy import FaultyProxy
@@ -100,12 +100,6 @@ def plan_of(cache: Cache) -> PassPlan:
 def listed(cache: Cache) -> int:
     mark = read_mark(cache.directory.worker_file("listing.json"))
     return 0 if mark is None else mark.count
-
-
-def kill_supervisor(cache: Cache, processes: Processes, worker: cs.Worker) -> None:
-    os.kill(supervisor_pid(cache), signal.SIGKILL)
-    processes.wait_until_gone(DEADLINE_S)
-    worker.close()
 
 
 def test_samples_are_cached_while_the_listing_still_runs_and_in_the_end_every_object_once(

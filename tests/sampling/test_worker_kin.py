@@ -27,6 +27,7 @@ from tests.sampling.support import (
     ROOT,
     Processes,
     is_running,
+    kill_supervisor,
     left_files,
     only_once,
     sampling_pids,
@@ -104,10 +105,8 @@ def test_what_a_transform_has_started_goes_with_a_supervisor_that_is_killed(
 ) -> None:
     worker = cs.start_worker(cache, Numbers(3), num_workers=1, transform=Starts(folder, stays))
     wait_until(lambda: told(folder), "the transform has started a process")
-    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    kill_supervisor(cache, processes, worker)
     wait_until(lambda: not any(map(is_running, told(folder))), "they go")
-    processes.wait_until_gone()
-    worker.close()
     wait_until(lambda: cache.recover() == 0 and not left_files(cache), "killed threads have let go of files")
 
 
@@ -227,6 +226,35 @@ class Computes:
             pools.append(concurrent.futures.ProcessPoolExecutor(2, mp_context=context))
         assert self.method == "fork" or not os.path.isdir("/dev/shm") or semaphores(self.prefix)
         return {**sample, "sum": pools[0].submit(math.fsum, sample["x"].tolist()).result()}
+
+
+def pools(sample: Any) -> Any:
+    """A pool for each sample, which asks its processes to end by SIGTERM, before they have had time to begin even."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return {**sample, "sum": sum(pool.map(int, sample["x"][:2].tolist()))}
+
+
+def test_a_transform_may_end_what_it_has_forked_by_a_signal(cache: Cache, processes: Processes) -> None:
+    source = Numbers(60)
+    with cs.start_worker(cache, source, num_workers=2, transform=pools) as worker:
+        assert worker.wait(DEADLINE_S)
+        status = worker.status()
+        assert (status.failures, status.worker and status.worker.restarts) == ((), 0)
+    assert only_once(cache) == source.keys()
+    processes.wait_until_gone()
+
+
+def interrupts(sample: Any) -> Any:
+    process = subprocess.Popen(["sleep", "1000"])
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == -signal.SIGINT
+    return sample
+
+
+def test_a_transform_may_interrupt_what_it_has_started(cache: Cache) -> None:
+    with cs.start_worker(cache, Numbers(3), num_workers=1, transform=interrupts) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert cache.num_samples == 3
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

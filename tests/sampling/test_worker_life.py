@@ -27,6 +27,7 @@ from tests.sampling.support import (
     Processes,
     is_running,
     keys_of,
+    kill_supervisor,
     left_files,
     only_once,
     sampling_pids,
@@ -243,11 +244,9 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
     source = Numbers(600, pause_s=0.01)
     worker = cs.start_worker(cache, source, num_workers=2)
     cache.wait(1, DEADLINE_S)
-    os.kill(supervisor_pid(cache), signal.SIGKILL)
+    kill_supervisor(cache, processes, worker)
     with pytest.raises(WorkerError, match=r"was killed.*start it again"):
-        worker.wait(DEADLINE_S)
-    processes.wait_until_gone()
-    worker.close()
+        cs.Worker(cache, None, None).wait(DEADLINE_S)  # which has nothing to start another with
     with cs.start_worker(cache, source, num_workers=2) as again:
         assert not again.attached
         assert again.wait(DEADLINE_S)

@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.remote import retry
 from tests.sampling.sources import Mute
 from tests.sampling.support import DEADLINE_S, failures_of, only_once, sampling_pids, wait_until
 from tests.support.unruly import run_unruly_server
@@ -126,3 +128,23 @@ def test_web_servers_that_accept_and_never_answer_hold_up_no_others(cache: Cache
             assert not cache.status().failures, "those that are silent are not given up yet"
             wait_until(lambda: "silent/" in cache.status().remote_message, "what does not answer is named")
         assert len(only_once(cache)) == 300
+
+
+class Patient(Mute):
+    """Mute units that are tried again after hours only."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        setattr(retry, "BACKOFF_START_S", 36_000.0)  # noqa: B010  in the process that unpickles it
+        setattr(retry, "BACKOFF_LIMIT_S", 36_000.0)  # noqa: B010
+
+
+def test_the_end_of_an_outage_is_found_out_and_ends_all_pauses(tmp_path: Path, cache: Cache) -> None:
+    source = Patient(60, 4, switch=str(muted(tmp_path, "").switch))
+    with cs.start_worker(cache, source, num_workers=2, concurrency=4, bandwidth_limit=60_000) as worker:
+        cache.wait(8, DEADLINE_S)
+        tmp_path.joinpath("switch").write_text("all", encoding="utf-8")
+        wait_until(lambda: "waiting for the remote" in cache.status().remote_message, "all wait")
+        tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()

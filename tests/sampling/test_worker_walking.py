@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,13 @@ from cachestream.sampling.lister import Lister
 from cachestream.sampling.listings import Listings
 from cachestream.sampling.options import WorkerOptions
 from cachestream.sampling.order import PassPlan
-from tests.sampling.support import DEADLINE_S, Processes, only_once, supervisor_pid, wait_until
+from tests.sampling.support import (
+    DEADLINE_S,
+    Processes,
+    kill_supervisor,
+    only_once,
+    wait_until,
+)
 from tests.support.ftp import PASSWORD, FTPServer, run_ftp_server
 
 A_FOLDER = 10
@@ -71,12 +75,6 @@ def listed(cache: Cache) -> int:
 def plan_of(cache: Cache) -> PassPlan:
     with cache.catalogue.reading() as tables:
         return PassPlan.from_json(tables.passes()[-1].plan)
-
-
-def kill_supervisor(cache: Cache, processes: Processes, worker: cs.Worker) -> None:
-    os.kill(supervisor_pid(cache), signal.SIGKILL)
-    processes.wait_until_gone(DEADLINE_S)
-    worker.close()
 
 
 def test_files_of_the_first_folders_are_cached_while_the_others_are_not_listed_yet(

@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -374,5 +375,39 @@ def test_a_damaged_catalogue_is_found_by_verify_and_rebuilt_by_repair(filled: Ca
     assert report.ok
     assert report.repaired
     assert report.num_samples == 12
+    assert keys_in(filled) == ALL
+    assert_sound(filled)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"length": 2**70}, {"spans": [[0, 0, 2**70, 0]]}, {"spans": [[float("inf"), 0, 1, 0]]}],
+    ids=["length", "spans", "infinite"],
+)
+def test_a_shard_that_tells_of_numbers_no_catalogue_holds_is_entered_without_them(
+    filled: Cache, numbers: dict[str, object]
+) -> None:
+    told = {"source": "test", "plan": "[]", "length": 9, "spans": [], **numbers}
+    publish(filled, content(12, fill=told))
+    os.unlink(filled.catalogue.path)
+    assert filled.verify(repair=True).ok
+    assert keys_in(filled) == sorted([*ALL, "k12", "k13", "k14"])
+    with filled.catalogue.reading() as tables:
+        assert tables.passes() == []
+
+
+def test_a_shard_that_was_made_to_hold_no_samples_is_put_aside(filled: Cache) -> None:
+    """It would stand for all that its spans name, which nobody would fetch again."""
+    one = content(12, 1)
+    columns = [
+        replace(column, shape=(1,), data=column.data[:8])
+        if column.name.endswith("#offsets")
+        else replace(column, shape=(0, *column.shape[1:]), data=column.data[:0])
+        for column in one.columns
+    ]
+    forged = replace(one, num_samples=0, columns=tuple(columns))
+    publish(filled, forged)
+    os.unlink(filled.catalogue.path)
+    assert filled.status().quarantined == 1
     assert keys_in(filled) == ALL
     assert_sound(filled)
