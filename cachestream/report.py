@@ -116,7 +116,9 @@ def bottleneck(totals: Totals) -> list[tuple[str, float]]:
 def one_line(status: CacheStatus, rates: Rates | None = None) -> str:
     """The status as one line of a log."""
     skipped = f", {status.skipped} skipped" if status.skipped else ""
-    told = "".join(f"; {message}" for message in (status.disk_message, status.remote_message) if message)
+    why_none = status.fill_message if status.fill_state == "filling" else ""
+    messages = (status.disk_message, status.remote_message, why_none)
+    told = "".join(f"; {message}" for message in messages if message)
     return f"{status}{skipped}{f', {rates}' if rates else ''}{told}"
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "start_worker"]
 
 _TICK_S: Final = 0.05
+_OPENING_S: Final = 8.0  # of a source: after that the caller is told what it waits for
 logger = logging.getLogger("cachestream")
 
 
@@ -238,10 +240,28 @@ def start_worker(
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     with head_start(cache, protocols_of(source)) as launch:
-        job = options.job(cache, open_source(source))
+        with _told_if_slow(cache):
+            opened = open_source(source)
+        job = options.job(cache, opened)
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_of_mixture(worker, transform)
     return worker
+
+
+@contextmanager
+def _told_if_slow(cache: Cache) -> Iterator[None]:
+    """Warn, while the source is still being opened after a while."""
+    told = (
+        f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
+        "or it lists slowly"
+    )
+    timer = threading.Timer(_OPENING_S, logger.warning, ("%s", told))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _leave_to_source(options: Mapping[str, object]) -> None:

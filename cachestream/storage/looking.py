@@ -19,6 +19,7 @@ from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import Tables
 
 __all__ = [
+    "all_dropped",
     "has_worker",
     "hindrance",
     "occupied_bytes",
@@ -61,9 +62,20 @@ def silence_of_remote(directory: Directory) -> str:
     return said and f"waiting for the remote: {said}"
 
 
+def all_dropped(directory: Directory, tables: Tables) -> str:
+    """How many samples the transform has left out, where nothing else has come; "" where something has."""
+    board = None if tables.totals()[1] or tables.meta("written_samples", 0) else _board(directory)
+    dropped = 0 if board is None else board.totals().dropped
+    return (
+        f"transform returned None for all {dropped} samples so far, which leaves them out" if dropped else ""
+    )
+
+
 def hindrance(directory: Directory, tables: Tables) -> str:
-    """Why nothing comes at present: the disk, or the remote; "" where neither is known to be at fault."""
-    return shortage_of_disk(directory, tables) or silence_of_remote(directory)
+    """Why nothing comes at present: the disk, the remote or the transform; "" where none is known to be at fault."""
+    return (
+        shortage_of_disk(directory, tables) or silence_of_remote(directory) or all_dropped(directory, tables)
+    )
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
@@ -88,6 +100,7 @@ def read_status(
         positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
         disk_message = shortage_of_disk(directory, tables)
+        fill_message = str(meta.get("fill_message", "")) or all_dropped(directory, tables)
     current = passes[-1] if passes else None
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
     return CacheStatus(
@@ -109,7 +122,7 @@ def read_status(
         source=meta.get("source"),
         num_units=None if current is None else current.length,
         fill_state=fill_state,
-        fill_message=meta.get("fill_message", ""),
+        fill_message=fill_message,
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
         pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
         is_listing=is_listing,

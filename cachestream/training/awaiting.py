@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["ColdStart"]
 
 _WATCH_S: Final = 0.02
-_SILENT_S: Final = 10.0
+_SILENT_S: Final = 8.0
+_LOOK_AGAIN_S: Final = 0.5
 _LONGEST_S: Final = 0.5  # of a look: more where the process was stopped, and nobody has kept it waiting
 
 logger = logging.getLogger("cachestream")
@@ -62,21 +63,23 @@ class ColdStart:
                 if have >= least:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, "full" if no_room else state, ended))
-            if not have and waited_s > speak_s:
-                self._tell_why_none()
-                speak_s = math.inf
+            if waited_s > speak_s:
+                speak_s = math.inf if self._tell_why(have, wanted) else waited_s + _LOOK_AGAIN_S
             if cancelled() or self._closed.wait(_WATCH_S):
                 raise Cancelled
             before_s, looked_s = looked_s, time.monotonic()
             waited_s += min(looked_s - before_s, _LONGEST_S)
 
-    def _tell_why_none(self) -> None:
+    def _tell_why(self, have: int, wanted: int) -> bool:
+        """Say what the samples are waited for, if it is known; returns whether it is."""
         with self._cache.catalogue.reading() as tables:
             why = hindrance(self._cache.directory, tables)
         if why:
-            logger.warning("%s holds no samples so far: %s", self._cache.path, why)
+            told = "no samples" if not have else f"{have} samples of {wanted}"
+            logger.warning("%s holds %s so far: %s", self._cache.path, told, why)
         else:
             warn_of_skipped(self._cache)
+        return bool(why)
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
         with self._cache.catalogue.reading() as tables:
