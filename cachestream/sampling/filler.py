@@ -222,9 +222,9 @@ class Filler:
         positions = np.arange(claim.position, claim.stop, dtype=np.int64)
         units = self._orders.of(plan).units(positions)
         cached = self._orders.cached(assignment.row, plan, units)
-        for position, unit, ranges in zip(positions.tolist(), units.tolist(), cached, strict=True):
+        for position, unit, (ranges, *parts) in zip(positions.tolist(), units.tolist(), cached, strict=True):
             first = claim.offset if position == claim.position else 0
-            flight = Flight(position, unit, claim.id, skipper(first, ranges), ranges, first)
+            flight = Flight(position, unit, claim.id, skipper(first, ranges), ranges, parts, first)
             flight.finished = flight.covered = is_whole(ranges)
             self._todo.append(flight)
         return True

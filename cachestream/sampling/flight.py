@@ -22,7 +22,7 @@ class Flight:
 
     One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
     has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards; all before the offset `done` has been dealt with.
+    in other shards, and `parts`, where samples are held out, those of the train split and of the other one; all before the offset `done` has been dealt with.
 
     All before the offset `came` has been read. While it does not answer it has a `silence`, and is tried again after the
     `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.
@@ -33,6 +33,7 @@ class Flight:
     claim_id: int
     skip: Callable[[int], bool]
     cached: Sequence[tuple[int, int]] = ()
+    parts: Sequence[Sequence[tuple[int, int]]] = ()
     done: int = 0
     covered: bool = False
     lots: deque[Lot] = field(default_factory=deque)

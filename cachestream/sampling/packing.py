@@ -6,19 +6,22 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
-from cachestream.sampling.coverage import gaps
+from cachestream.model import Schema
+from cachestream.sampling.coverage import gaps, is_covered
 from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job
 from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.lots import Lot, runs
 from cachestream.sampling.outbox import OpenShard, Outbox
 from cachestream.sampling.pace import is_due, max_age_s, target_bytes
+from cachestream.sampling.packer import Packer
 from cachestream.sampling.records import to_record
 from cachestream.sampling.table import Table
+from cachestream.split import HELD_OUT, TRAIN, WHOLE, is_held_out
 from cachestream.storage.board import Slot
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
@@ -26,6 +29,7 @@ from cachestream.storage.tables import PassRow
 __all__ = ["Packing", "QuarantinedError"]
 
 _FATAL_FAILURES: Final = 1000
+_HELD_OUT_SHARE: Final = 0.5  # of the limit, which the held-out samples may take
 
 
 class QuarantinedError(SampleError):
@@ -53,6 +57,8 @@ class Packing:
         self._open = OpenShard()
         self._limit_bytes = cache.size_limit
         self._limit_until_s = 0.0
+        self._holdout: float | None = None
+        self._keeps_enough = False  # of held-out samples
         self._started_s = time.monotonic()
 
     # --- samples
@@ -67,16 +73,19 @@ class Packing:
                 return False
             if room_bytes <= 0:
                 room_bytes = self._make_room()
-            before_bytes = self._open.packer.size_bytes
-            self._add(flight, key, sample)
-            room_bytes -= self._open.packer.size_bytes - before_bytes
+            before_bytes = self._open.size_bytes
+            self._add(flight, offset, key, sample)
+            room_bytes -= self._open.size_bytes - before_bytes
             self._passed(flight, offset, offset + 1)
         return True
 
-    def _add(self, flight: Flight, key: object, sample: Any) -> None:
+    def _add(self, flight: Flight, offset: int, key: object, sample: Any) -> None:
         if not isinstance(key, str):  # a source may be anybody's
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
             self._skip("sample", error, f"unit {flight.unit}: {key!r}")
+            return
+        part = self._part_of(key.encode("utf-8", "surrogatepass"))
+        if part != WHOLE and not self._is_wanted(flight, part, offset, key):
             return
         try:
             if self._transform is not None:
@@ -85,7 +94,7 @@ class Packing:
                 self._slot["dropped"] += 1
                 return
             begun_s = time.monotonic()
-            self._open.packer.add(key, to_record(sample), self._outbox.schema)
+            self._packer_of(part).add(key, to_record(sample), self._schema)
             self._slot["pack_s"] += time.monotonic() - begun_s
             self._slot["samples"] += 1
         except SchemaMismatchError as error:
@@ -94,6 +103,51 @@ class Packing:
             self._skip("sample", error, key)
         except BaseException as error:  # noqa: BLE001  the user's transform may raise anything; signals raise nothing here
             self._skip("transform", error, key)
+
+    # --- splits
+
+    def _part_of(self, key: bytes) -> int:
+        """The split of a sample; WHOLE where the open shard takes all."""
+        holdout = self._open.holdout
+        if holdout is None:
+            return WHOLE
+        return HELD_OUT if is_held_out(key, holdout) else TRAIN
+
+    def _is_wanted(self, flight: Flight, part: int, offset: int, key: str) -> bool:
+        """Whether a sample of a split is to be cached: not what another shard holds, nor more than can be kept."""
+        if flight.parts and is_covered(flight.parts[part - 1], offset):
+            self._open.elsewhere.add(part)
+            return False
+        if part == HELD_OUT and self._keeps_enough:
+            error = SampleError(
+                f"held-out samples take {_HELD_OUT_SHARE:.0%} of size_limit, and no more are kept: raise it, or hold out less"
+            )
+            self._skip("held-out", error, key)
+            return False
+        return True
+
+    def _packer_of(self, part: int) -> Packer:
+        return self._open.held_out if part == HELD_OUT else self._open.packer
+
+    @property
+    def _schema(self) -> Schema | None:
+        """What samples have to fit: those of the cache, or those of the other split that wait with them."""
+        return self._outbox.schema or self._open.schema
+
+    def _add_rows(self, flight: Flight, offsets: Sequence[int], table: Table) -> int:
+        """Pack the wanted rows of `table`, each into the shard of its split; returns how many."""
+        if self._open.holdout is None:
+            self._open.packer.add_table(table, self._outbox.schema)
+            return len(table)
+        rows: dict[int, list[int]] = {TRAIN: [], HELD_OUT: []}
+        for row, (offset, key) in enumerate(zip(offsets, table.keys, strict=True)):
+            part = self._part_of(key)
+            if self._is_wanted(flight, part, offset, key.decode("utf-8", "surrogatepass")):
+                rows[part].append(row)
+        for part, wanted in rows.items():
+            if wanted:
+                self._packer_of(part).add_table(table.take(wanted), self._schema)
+        return sum(map(len, rows.values()))
 
     def _transformed(self, flight: Flight, sample: Any) -> Any:
         assert self._transform is not None
@@ -116,8 +170,9 @@ class Packing:
             stop = min(len(table), start - (-self._make_room() // each_bytes))
             begun_s = time.monotonic()
             try:
-                self._open.packer.add_table(table.cut(start, stop), self._outbox.schema)
-                self._slot["samples"] += stop - start
+                self._slot["samples"] += self._add_rows(
+                    flight, lot.offsets[start:stop], table.cut(start, stop)
+                )
             except SchemaMismatchError as error:
                 for key in table.keys[start:stop]:
                     self._skip("schema", error, key.decode("utf-8", "surrogatepass"))
@@ -135,17 +190,22 @@ class Packing:
         """Begin a shard if the open one is full; returns how many more bytes it takes, above 0."""
         # Before a sample and not after: so the end of a unit lies in the shard of its last sample.
         target_bytes = self._target_bytes()
-        if self._open.packer.size_bytes >= target_bytes:
+        if self._open.size_bytes >= target_bytes:
             self.flush()
             target_bytes = self._target_bytes()
         self._open_up()
-        return target_bytes - self._open.packer.size_bytes
+        if not self._open.num_samples:
+            self._open.holdout = self._holdout
+        return target_bytes - self._open.size_bytes
 
     def _target_bytes(self) -> int:
         now = time.monotonic()
         if now > self._limit_until_s:  # the limit may be changed while we run
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
+            with self._cache.catalogue.reading() as tables:
+                self._holdout = tables.holdout
+                self._keeps_enough = tables.held_out()[1] > _HELD_OUT_SHARE * self._limit_bytes
         share_bytes = self._limit_bytes // self._job.num_workers
         return target_bytes(self._outbox.published, self._job.shard_bytes, share_bytes)
 
@@ -198,7 +258,7 @@ class Packing:
         if since_s is None:
             return
         now_s = time.monotonic()
-        size_bytes = self._open.packer.size_bytes
+        size_bytes = self._open.size_bytes
         if is_due(size_bytes, now_s - since_s, self._target_bytes(), now_s - self._started_s):
             self.flush()
 

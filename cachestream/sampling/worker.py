@@ -25,6 +25,7 @@ from cachestream.sampling.order import PassPlan
 from cachestream.sampling.partition import Partition
 from cachestream.sampling.wardens import LINGER_AT_MOST_S, Wardens
 from cachestream.storage.cache import Cache
+from cachestream.storage.holdout import choose_split
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import CacheStatus
@@ -202,6 +203,7 @@ def start_worker(
     hang_timeout_s: float = HANG_TIMEOUT_S,
     partition: tuple[int, int] | str | None = None,
     linger_s: float = 0.0,
+    holdout: float | None = None,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -226,6 +228,8 @@ def start_worker(
         partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
             end in order): a job that is started again finds it at work.
+        holdout: the share of the samples that is held out of training, by their keys (`EpochLoader(split=, holdout=)`).
+            These are kept, up to half of the limit, while others are replaced.
         unknown: refused, with the name that is meant.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
@@ -239,6 +243,8 @@ def start_worker(
     )
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
+    if holdout is not None:
+        choose_split(cache, "train", holdout)
     with head_start(cache, protocols_of(source)) as launch:
         with _told_if_slow(cache):
             opened = open_source(source)

@@ -174,8 +174,12 @@ class Admission:
             room = self.room(tables)
             surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
             victims: list[ShardRow] = []
+            kept = tables.held_out_shards()
             with contextlib.closing(self._evictable(tables, policy)) as candidates:
-                while surplus > 0 and (row := next(candidates, None)) is not None:
+                ordered = sorted(candidates, key=lambda row: row.id in kept) if kept else candidates
+                for row in ordered:
+                    if surplus <= 0:
+                        break
                     victims.append(row)
                     surplus -= row.size_bytes
             self._doom(tables, victims, owner)
@@ -256,8 +260,9 @@ class Admission:
     def _victims(self, tables: Tables, need_bytes: int) -> list[ShardRow] | None:
         if need_bytes <= 0:
             return []
+        kept = tables.held_out_shards()  # a validation set that is turned over would be none
         with contextlib.closing(self._evictable(tables, None)) as candidates:
-            return choose_victims(candidates, need_bytes)
+            return choose_victims((row for row in candidates if row.id not in kept), need_bytes)
 
     def _evictable(self, tables: Tables, policy: EvictionPolicy | None) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy

@@ -100,6 +100,7 @@ def read_status(
         positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
         disk_message = shortage_of_disk(directory, tables)
+        held_out_samples = tables.held_out()[0]
         fill_message = str(meta.get("fill_message", "")) or all_dropped(directory, tables)
     current = passes[-1] if passes else None
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
@@ -132,6 +133,8 @@ def read_status(
         worker=_worker_status(directory),
         disk_message=disk_message,
         remote_message=silence_of_remote(directory),
+        holdout=meta.get("holdout"),
+        held_out_samples=held_out_samples,
     )
 
 

@@ -34,7 +34,7 @@ MIN_LIMIT_BYTES: Final = 1_000_000
 DEFAULT_MIN_FREE: Final = "1GB"
 _OPEN_TIMEOUT_S: Final = 60.0
 _SAVES: Final = 3
-_SAVED: Final = ("cache_id", "size_limit", "min_free", "eviction")
+_SAVED: Final = ("cache_id", "size_limit", "min_free", "eviction", "holdout")
 
 
 def parse_limit(size_limit: int | str) -> int:
@@ -133,6 +133,7 @@ def _saved_settings(directory: Directory) -> dict[str, Any]:
             "size_limit": type(saved["size_limit"]) is int and saved["size_limit"] >= MIN_LIMIT_BYTES,
             "min_free": type(saved["min_free"]) is int and saved["min_free"] >= 0,
             "eviction": saved["eviction"] in ORDERS,
+            "holdout": type(saved.get("holdout")) is float and 0 < saved["holdout"] < 1,
         }
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
@@ -152,7 +153,7 @@ def save_settings(directory: Directory, catalogue: Catalogue) -> None:
 
 def _to_be_saved(catalogue: Catalogue) -> str:
     stored = _stored(catalogue)
-    return json.dumps({"format": "cachestream", **{key: stored[key] for key in _SAVED}})
+    return json.dumps({"format": "cachestream", **{key: stored[key] for key in _SAVED if key in stored}})
 
 
 def _save(directory: Directory, text: str) -> None:

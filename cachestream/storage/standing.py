@@ -17,6 +17,7 @@ import numpy as np
 
 from cachestream.errors import CacheError
 from cachestream.model import Snapshot
+from cachestream.split import Split
 from cachestream.storage.catalogue import Revision
 from cachestream.storage.leases import Lease, ranges_of
 
@@ -49,8 +50,11 @@ class Standing:
     takes the uses of some seconds with it, but not their order: all shards were used alike.
     """
 
-    def __init__(self, cache: Cache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, cache: Cache, clock: Callable[[], float] = time.monotonic, split: Split | None = None
+    ) -> None:
         self._cache = cache
+        self._split = split
         self._clock = clock
         self._last: _Taken | None = None
 
@@ -58,14 +62,14 @@ class Standing:
         """As `Cache.take_snapshot`."""
         if epoch_size is not None or self._cache.has_worker():
             self.settle()
-            return self._cache.take_snapshot(epoch_size, turnover, least)
+            return self._cache.take_snapshot(epoch_size, turnover, least, self._split)
         again = self._again()
         if again is not None:
             return again
         self.settle()
         self._enforce_limit()  # what the epoch before last held may go now
         before = self._cache.catalogue.revision()
-        snapshot, lease = self._cache.take_snapshot(None, turnover, least)
+        snapshot, lease = self._cache.take_snapshot(None, turnover, least, self._split)
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
@@ -91,7 +95,8 @@ class Standing:
             return
         last.lease.release()
         # Whoever has removed the cache wants no new catalogue there.
-        if last.uncounted and os.path.exists(self._cache.catalogue.path):
+        trains = self._split is None or not self._split.held_out
+        if trains and last.uncounted and os.path.exists(self._cache.catalogue.path):
             ids = last.snapshot.shard_ids
             with self._cache.catalogue.transaction() as tables:
                 tables.mark_used(ranges_of(ids, np.arange(len(ids))), last.uncounted)

@@ -88,6 +88,9 @@ def shards_to_leave(
         ids, sizes, uses, counts = tables.shard_columns(
             "id", "size_bytes", "uses", "num_samples", policy=policy
         )
+    if kept := tables.held_out_shards():
+        goes = ~np.isin(ids, list(kept))
+        ids, sizes, uses, counts = ids[goes], sizes[goes], uses[goes], counts[goes]
     return leave_out(ids, sizes, uses, counts, leave_bytes, least)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.churn import Churn
+from cachestream.storage.holdout import count_samples
 from cachestream.storage.looking import hindrance
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import describe_skipped, remedy_for_skipped
@@ -52,14 +53,16 @@ class ColdStart:
         give_up_s, speak_s = 0.9 * settings.timeout_s, _SILENT_S
         waited_s, looked_s = 0.0, time.monotonic()
         churn = Churn(self._cache.catalogue, self._cache.admission)
-        while (have := self._cache.num_samples) < wanted:
+        while (have := count_samples(self._cache, settings.split)) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
             late = waited_s > give_up_s
-            no_room = churn.is_over(have)
+            # What is held out is not replaced: more of it comes while the others come and go.
+            grows = settings.split is not None and settings.split.held_out
+            no_room = not grows and churn.is_over(self._cache.num_samples)
             if ended or late or no_room:
                 # Asked again: the last samples may have come between the count and the state.
-                have = self._cache.num_samples
+                have = count_samples(self._cache, settings.split)
                 if have >= least:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, "full" if no_room else state, ended))
@@ -106,5 +109,6 @@ class ColdStart:
             hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
         else:
             hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-        told = f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
+        of = "" if self._settings.split is None else f" of the split '{self._settings.split.name}'"
+        told = f"{self._cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
         return f"{told} ({skipped})" if skipped and skipped not in hint else told

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -144,8 +145,8 @@ def test_a_change_just_after_it_was_taken_makes_a_new_one(
 ) -> None:
     reader, take = Reader(filled), filled.take_snapshot
 
-    def take_and_publish(epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
-        taken = take(epoch_size, turnover, least)
+    def take_and_publish(*arguments: Any) -> tuple[Snapshot, Lease]:
+        taken = take(*arguments)
         publish(filled, content(100))
         return taken
 
