@@ -84,7 +84,7 @@ class Packing:
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
             self._skip("sample", error, f"unit {flight.unit}: {key!r}")
             return
-        part = self._part_of(key.encode("utf-8", "surrogatepass"))
+        part = WHOLE if self._open.holdout is None else self._part_of(key.encode("utf-8", "surrogatepass"))
         if part != WHOLE and not self._is_wanted(flight, part, offset, key):
             return
         try:

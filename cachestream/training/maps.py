@@ -152,9 +152,13 @@ class EpochMaps:
         for shard_id, count, size in zip(
             *(array.tolist() for array in (snapshot.shard_ids, snapshot.counts, snapshot.sizes)), strict=True
         ):
-            if count < size and shard_id not in self.picked:
-                self.picked[shard_id] = _pick(snapshot, shard_id, count)
-            rows.append(self.picked[shard_id] if count < size else np.arange(count, dtype=np.int64))
+            picked = np.arange(count, dtype=np.int64)
+            if count < size:
+                if shard_id not in self.picked:
+                    self.picked[shard_id] = _pick(snapshot, shard_id)
+                if len(self.picked[shard_id]) == count:  # else it is put aside when it is opened
+                    picked = self.picked[shard_id]
+            rows.append(picked)
         return np.concatenate(rows)
 
     def open(
@@ -206,6 +210,11 @@ class EpochMaps:
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
                 f"{expected} of {self.snapshot.schema}; run 'cachestream verify CACHE --repair'"
+            )
+        picked = self.picked.get(int(self.snapshot.shard_ids[place]))
+        if self._rows is not None and picked is not None and len(picked) != self.snapshot.counts[place]:
+            raise CorruptShardError(
+                f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[place]}"
             )
         low, high = shard.address, shard.address + shard.size_bytes
         with self._lock:
@@ -261,14 +270,13 @@ class EpochMaps:
         return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
 
 
-def _pick(snapshot: Snapshot, shard_id: int, count: int) -> IntArray:
-    """The `count` rows of the snapshot's split in a shard; the first ones of a damaged shard, which is put aside when opened."""
+def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
+    """The rows of the snapshot's split in a shard; none where it is damaged."""
     assert snapshot.split is not None
     try:
-        rows = snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
+        return snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
     except CorruptShardError:
-        rows = np.empty(0, np.int64)
-    return rows if len(rows) == count else np.arange(count, dtype=np.int64)
+        return np.empty(0, np.int64)
 
 
 def element_bytes(field: Field) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from cachestream.sampling.coverage import END, in_both
 from cachestream.split import Split, is_held_out
 from cachestream.storage.holdout import count_samples
 from cachestream.storage.shard import MappedShard, shard_path
-from tests.sampling.support import DEADLINE_S, wait_until
+from tests.sampling.support import DEADLINE_S, sampling_pids, wait_until
 from tests.training.conftest import NewCache, NewJob
 
 SHARE = 0.2
@@ -41,6 +42,14 @@ class Numbered:
                 f"{number}",
                 {"x": np.full(self.size, number % 251, np.uint8), "n": number, "t": "." * (number % 7)},
             )
+
+
+class Slow(Numbered):
+    """The same, one after the other."""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        time.sleep(0.03)
+        yield from super().read(unit, rng)
 
 
 def belongs(number: int, share: float = SHARE) -> bool:
@@ -201,6 +210,26 @@ def test_more_than_half_of_the_limit_is_not_held_out(tmp_path: Path) -> None:
             assert tables.held_out()[1] < 3_000_000
 
 
+def test_a_loader_that_asks_midway_and_processes_that_are_killed_lose_and_double_nothing(
+    cache: Cache,
+) -> None:
+    with cs.start_worker(cache, Slow(), num_workers=2, shard_size="20kB") as worker:
+        for share in (0.1, 0.3, 0.5, 0.7):
+            wait_until(lambda share=share: cache.num_samples > share * COUNT, "more samples come")  # type: ignore[misc]
+            if share == 0.3:
+                with EpochLoader(cache, 8, split="train", holdout=SHARE) as loader:
+                    assert set(numbers(loader)) <= TRAIN
+            for pid in sampling_pids(cache):
+                os.kill(pid, signal.SIGKILL)
+        assert worker.wait(DEADLINE_S)
+    for name, expected in (("held-out", HELD), ("train", TRAIN)):
+        with cache.snapshot(split=name) as dataset:
+            assert sorted(map(int, dataset.keys())) == sorted(expected)
+            sizes, counts = dataset.snapshot.sizes, dataset.snapshot.counts
+            assert sizes is not None
+            assert {True, False} == set((sizes == counts).tolist()), "shards of one split, and of both"
+
+
 def test_a_lost_catalogue_finds_the_splits_again(cache: Cache) -> None:
     fill(cache, holdout=SHARE)
     ids = cache.snapshot(split="held-out").snapshot.shard_ids.tolist()
@@ -237,6 +266,17 @@ def test_a_damaged_shard_of_both_splits_is_put_aside(cache: Cache) -> None:
     with EpochLoader(cache, 16, split="train", holdout=SHARE, drop_last=False) as loader:
         found = numbers(loader)
     assert set(found) < TRAIN
+    assert cache.status().quarantined == 1
+
+
+def test_a_count_that_is_wrong_gives_no_sample_to_the_other_split(new_cache: NewCache) -> None:
+    cache = new_cache(4, 30)
+    assert 0 < count_samples(cache, Split("held-out", SHARE)) < 120
+    with cache.catalogue.transaction() as tables:
+        tables.execute("UPDATE splits SET held_out = held_out + 1 WHERE id = 2")
+    with EpochLoader(cache, 4, split="train", drop_last=False, with_keys=True) as loader:
+        keys = [key for batch in loader for key in batch["__key__"]]
+    assert not any(is_held_out(key.encode(), SHARE) for key in keys)
     assert cache.status().quarantined == 1
 
 
