@@ -138,7 +138,7 @@ class Filler:
         return NO_REMOTE if all_wait or quiet else FETCHING
 
     def _quiet(self) -> str:
-        """The next unit, if nothing has come for long though no attempt has failed yet; else ""."""
+        """Words on the next unit, if nothing has come for long though no attempt has failed yet; else ""."""
         now_s, fetched, flight = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
         if flight is None or fetched != self._heard_bytes:
             self._heard_s, self._heard_bytes = now_s, fetched

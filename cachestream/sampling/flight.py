@@ -22,7 +22,8 @@ class Flight:
 
     One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
     has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards, and `parts`, where samples are held out, those of the train split and of the other one; all before the offset `done` has been dealt with.
+    in other shards, and `parts`, where samples are held out, those of the train split and of the held-out one. All before
+    the offset `done` has been dealt with.
 
     All before the offset `came` has been read. While it does not answer it has a `silence`, and is tried again after the
     `delays`; one that is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`.

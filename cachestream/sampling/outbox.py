@@ -42,9 +42,8 @@ class OpenShard:
         self.packer = Packer()
         self.holdout: float | None = None  # where samples are held out: these lie in a shard of their own
         self.held_out = Packer()
-        self.elsewhere: set[int] = (
-            set()
-        )  # splits of which samples were left out, because other shards hold them
+        # The splits of which samples were left out, because other shards hold them.
+        self.elsewhere: set[int] = set()
         self.tally = Tally()
         self.row: PassRow | None = None
         self.since_s: float | None = None

@@ -16,6 +16,7 @@ from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job
 from cachestream.sampling.kinship import end_if_forked
 from cachestream.sampling.lots import Lot, runs
+from cachestream.sampling.order import PassPlan
 from cachestream.sampling.outbox import OpenShard, Outbox
 from cachestream.sampling.pace import is_due, max_age_s, target_bytes
 from cachestream.sampling.packer import Packer
@@ -29,7 +30,7 @@ from cachestream.storage.tables import PassRow
 __all__ = ["Packing", "QuarantinedError"]
 
 _FATAL_FAILURES: Final = 1000
-_HELD_OUT_SHARE: Final = 0.5  # of the limit, which the held-out samples may take
+_MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
 class QuarantinedError(SampleError):
@@ -58,6 +59,7 @@ class Packing:
         self._limit_bytes = cache.size_limit
         self._limit_until_s = 0.0
         self._holdout: float | None = None
+        self._comes_once = True  # each sample, in a pass
         self._keeps_enough = False  # of held-out samples
         self._started_s = time.monotonic()
 
@@ -106,6 +108,14 @@ class Packing:
 
     # --- splits
 
+    def _look_at_held_out(self) -> None:
+        with self._cache.catalogue.reading() as tables:
+            self._holdout, held_out_bytes = tables.holdout, tables.held_out()[1]
+        self._comes_once = self.row is not None and PassPlan.from_json(self.row.plan).is_permutation
+        # What is drawn anew for ever would fill any room.
+        share = _MOST_HELD_OUT if self._comes_once else self._holdout or 0.0
+        self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes
+
     def _part_of(self, key: bytes) -> int:
         """The split of a sample; WHOLE where the open shard takes all."""
         holdout = self._open.holdout
@@ -118,13 +128,14 @@ class Packing:
         if flight.parts and is_covered(flight.parts[part - 1], offset):
             self._open.elsewhere.add(part)
             return False
-        if part == HELD_OUT and self._keeps_enough:
-            error = SampleError(
-                f"held-out samples take {_HELD_OUT_SHARE:.0%} of size_limit, and no more are kept: raise it, or hold out less"
-            )
-            self._skip("held-out", error, key)
-            return False
-        return True
+        if part != HELD_OUT or not self._keeps_enough:
+            return True
+        if self._comes_once:
+            told = f"held-out samples take {_MOST_HELD_OUT:.0%} of size_limit, and no more are kept: raise it"
+            self._skip("held-out", SampleError(f"{told}, or hold out less"), key)
+        else:
+            self._slot["dropped"] += 1
+        return False
 
     def _packer_of(self, part: int) -> Packer:
         return self._open.held_out if part == HELD_OUT else self._open.packer
@@ -203,9 +214,7 @@ class Packing:
         if now > self._limit_until_s:  # the limit may be changed while we run
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
-            with self._cache.catalogue.reading() as tables:
-                self._holdout = tables.holdout
-                self._keeps_enough = tables.held_out()[1] > _HELD_OUT_SHARE * self._limit_bytes
+            self._look_at_held_out()
         share_bytes = self._limit_bytes // self._job.num_workers
         return target_bytes(self._outbox.published, self._job.shard_bytes, share_bytes)
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -261,17 +261,20 @@ class Admission:
         if need_bytes <= 0:
             return []
         kept = tables.held_out_shards()  # a validation set that is turned over would be none
-        with contextlib.closing(self._evictable(tables, None)) as candidates:
-            return choose_victims((row for row in candidates if row.id not in kept), need_bytes)
+        with contextlib.closing(self._evictable(tables, None, kept)) as candidates:
+            return choose_victims(candidates, need_bytes)
 
-    def _evictable(self, tables: Tables, policy: EvictionPolicy | None) -> Generator[ShardRow, None, None]:
+    def _evictable(
+        self, tables: Tables, policy: EvictionPolicy | None, kept: Collection[int] = ()
+    ) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy
         ranges = self._leases.leased()
         if callable(policy):
-            yield from in_order(policy, list(_outside(ranges, tables.shards())))
+            rows = [row for row in _outside(ranges, tables.shards()) if row.id not in kept]
+            yield from in_order(policy, rows)
         elif policy != "none":
             with contextlib.closing(tables.shards(policy, but=ranges)) as candidates:
-                yield from _outside(ranges, candidates)
+                yield from (row for row in _outside(ranges, candidates) if row.id not in kept)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:

@@ -210,6 +210,21 @@ def test_more_than_half_of_the_limit_is_not_held_out(tmp_path: Path) -> None:
             assert tables.held_out()[1] < 3_000_000
 
 
+def test_of_an_endless_source_as_large_a_part_is_held_out(tmp_path: Path) -> None:
+    def draw(rng: np.random.Generator) -> dict[str, Any]:
+        return {"x": rng.integers(0, 255, 20_000, np.uint8)}
+
+    with Cache(
+        tmp_path / "cache", "4MB", min_free=0, eviction=lambda rows: sorted(rows, key=lambda row: row.id)[:1]
+    ) as cache:
+        with cs.start_worker(cache, draw, num_workers=1, holdout=0.2, shard_size="100kB"):
+            wait_until(lambda: cache.status().evicted_samples > 400, "many come and go")
+            assert cache.status().worker.totals.dropped > 20  # type: ignore[union-attr]
+        assert not cache.status().failures
+        with cache.catalogue.reading() as tables:
+            assert 500_000 < tables.held_out()[1] < 1_500_000
+
+
 def test_a_loader_that_asks_midway_and_processes_that_are_killed_lose_and_double_nothing(
     cache: Cache,
 ) -> None:
