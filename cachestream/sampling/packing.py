@@ -111,7 +111,8 @@ class Packing:
     def _look_at_held_out(self) -> None:
         with self._cache.catalogue.reading() as tables:
             self._holdout, held_out_bytes = tables.holdout, tables.held_out()[1]
-        self._comes_once = self.row is not None and PassPlan.from_json(self.row.plan).is_permutation
+        plan = None if self.row is None else PassPlan.from_json(self.row.plan)
+        self._comes_once = plan is not None and plan.is_permutation and plan.length is not None
         # What is drawn anew for ever would fill any room.
         share = _MOST_HELD_OUT if self._comes_once else self._holdout or 0.0
         self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes

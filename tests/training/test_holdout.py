@@ -215,7 +215,7 @@ def test_of_an_endless_source_as_large_a_part_is_held_out(tmp_path: Path) -> Non
         return {"x": rng.integers(0, 255, 20_000, np.uint8)}
 
     with Cache(
-        tmp_path / "cache", "4MB", min_free=0, eviction=lambda rows: sorted(rows, key=lambda row: row.id)[:1]
+        tmp_path / "cache", "4MB", min_free=0, eviction=lambda rows: sorted(rows, key=lambda row: row.id)[:10]
     ) as cache:
         with cs.start_worker(cache, draw, num_workers=1, holdout=0.2, shard_size="100kB"):
             wait_until(lambda: cache.status().evicted_samples > 400, "many come and go")
