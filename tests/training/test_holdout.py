@@ -52,6 +52,15 @@ class Slow(Numbered):
         yield from super().read(unit, rng)
 
 
+def train_until(cache: Cache, is_enough: Callable[[], bool]) -> None:
+    """Train on one epoch after the other, so that samples come and go."""
+    until_s = time.monotonic() + DEADLINE_S
+    with EpochLoader(cache, 4, split="train") as loader:
+        while not is_enough():
+            assert time.monotonic() < until_s
+            assert sum(1 for _ in loader)
+
+
 def belongs(number: int, share: float = SHARE) -> bool:
     return is_held_out(str(number).encode(), share)
 
@@ -203,8 +212,8 @@ def test_what_is_held_out_stays_while_all_else_is_replaced(tmp_path: Path) -> No
 def test_more_than_half_of_the_limit_is_not_held_out(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", size_limit="4MB", min_free=0) as cache:
         with cs.start_worker(cache, Numbered(size=20_000), num_workers=1, holdout=0.6, shard_size="200kB"):
-            wait_until(lambda: any(one.kind == "held-out" for one in cache.status().failures), "it is told")
-            wait_until(lambda: cache.status().evicted_samples > 50, "the others come and go")
+            train_until(cache, lambda: any(one.kind == "held-out" for one in cache.status().failures))
+            train_until(cache, lambda: cache.status().evicted_samples > 50)
         assert "raise it, or hold out less" in cache.status().failures[0].reason
         with cache.catalogue.reading() as tables:
             assert tables.held_out()[1] < 3_000_000
@@ -218,7 +227,7 @@ def test_of_an_endless_source_as_large_a_part_is_held_out(tmp_path: Path) -> Non
         tmp_path / "cache", "4MB", min_free=0, eviction=lambda rows: sorted(rows, key=lambda row: row.id)[:10]
     ) as cache:
         with cs.start_worker(cache, draw, num_workers=1, holdout=0.2, shard_size="100kB"):
-            wait_until(lambda: cache.status().evicted_samples > 400, "many come and go")
+            train_until(cache, lambda: cache.status().evicted_samples > 400)
             assert cache.status().worker.totals.dropped > 20  # type: ignore[union-attr]
         assert not cache.status().failures
         with cache.catalogue.reading() as tables:
