@@ -128,6 +128,9 @@ def worker(
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
     partition: PartitionOption = None,
+    holdout: Annotated[
+        float | None, typer.Option(help="The share of the samples that is held out of training.")
+    ] = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
@@ -154,7 +157,7 @@ def worker(
     }
     WorkerOptions(**asked).check()  # before a cache is made
     with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:
-        started = start_worker(filled, opened, detach=detach, **asked)
+        started = start_worker(filled, opened, detach=detach, holdout=holdout, **asked)
         if detach:
             terminal.say(f"filling {filled.path} in the background; see: cachestream status {cache}")
         else:

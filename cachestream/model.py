@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import SchemaMismatchError
+from cachestream.split import Split
 
 __all__ = ["Container", "Field", "FieldKind", "Schema", "ShardRow", "Snapshot", "Span"]
 
@@ -158,7 +159,8 @@ class Snapshot:
     """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
 
     `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival.
-    `epoch_size` is how many of `num_samples` the epoch takes, or None for all.
+    `epoch_size` is how many of `num_samples` the epoch takes, or None for all. Of one `split`, `counts` are of its
+    samples alone, and `sizes` (int64 `[num_shards]`) of all that are in the shards.
     """
 
     cache_id: str
@@ -168,6 +170,8 @@ class Snapshot:
     shard_ids: IntArray
     counts: IntArray
     epoch_size: int | None = None
+    split: Split | None = None
+    sizes: IntArray | None = None
 
     @property
     def num_samples(self) -> int:

@@ -41,6 +41,7 @@ from cachestream.sampling.passes import order_file
 from cachestream.sampling.reader import sample_generator, unit_generator
 from cachestream.sampling.records import to_record
 from cachestream.sampling.storing import list_all
+from cachestream.split import WHOLE, is_held_out
 from cachestream.storage.admission import Owner
 from cachestream.storage.contents import Content, Contents
 from cachestream.storage.leases import Lease
@@ -191,7 +192,7 @@ class _Shelf:
             if not self._filled_by_worker:
                 return
             plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
-            spans = tables.spans()
+            spans = tables.spans(int(content.fill.get("part", WHOLE)))
         covered = Coverage(
             {
                 maker.order_of(other): spans.get(pass_id, [])
@@ -313,6 +314,8 @@ class _Maker:
         parts = [self._pool.submit(self._read, plan, *part) for part in self.parts_of(content)]
         try:
             for key, sample in itertools.chain.from_iterable(part.result() for part in parts):
+                if not _is_of(content, key):
+                    continue
                 with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then, and now
                     packer.add(key, to_record(sample), known)
         finally:
@@ -359,3 +362,11 @@ class _Maker:
             return sample if self._transform is None else self._transform(sample, generator)
         except (Exception, SystemExit):  # noqa: BLE001  skipped by the worker as well, whatever it was
             return None
+
+
+def _is_of(content: Content, key: str) -> bool:
+    """Whether the sample of this key was in the shard, which may hold samples of one split alone."""
+    fill = content.fill
+    if "holdout" not in fill:
+        return True
+    return is_held_out(key.encode("utf-8", "surrogatepass"), float(fill["holdout"])) == bool(fill["held_out"])

@@ -143,7 +143,11 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
     if status.remote_message:
         yield "", Text(status.remote_message, "yellow")
     yield "cache", _WithBar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
-    yield "samples", f"{status.num_samples:,} in {_count(status.num_shards, 'shard')}{_evicted(status)}"
+    held_out = "" if status.holdout is None else f", {status.held_out_samples:,} of them held out"
+    yield (
+        "samples",
+        f"{status.num_samples:,} in {_count(status.num_shards, 'shard')}{held_out}{_evicted(status)}",
+    )
     if status.pass_number:
         yield f"pass {status.pass_number}", _progress(status)
     yield "epochs", _epochs(status)

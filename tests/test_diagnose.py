@@ -263,6 +263,18 @@ def test_a_network_that_is_narrow_is_found(
     assert found.verdict.binds == expected, f"{found}\n{found.stages}"
 
 
+def test_objects_on_their_way_when_the_time_is_up_are_counted(
+    s3_bucket: Path, s3_server: S3Server, s3_proxy: FaultyProxy
+) -> None:
+    put_files(s3_bucket, 100, 100_000)
+    s3_proxy.bytes_per_s = 1_000_000
+    found = look(s3_source(s3_bucket, s3_server, s3_proxy.port), seconds=5.0, workers=2)
+    crowd = found.stages.crowd
+    assert crowd.reads == 32
+    assert crowd.num_samples >= 20, "those that were read at once come together, after 3.2 s"
+    assert crowd.num_samples / crowd.seconds <= 15, "of the ten a second that the network lets through"
+
+
 def test_what_the_cores_did_holds_what_this_process_did() -> None:
     before_s, until_s = crowding.machine_s(), time.thread_time() + 0.5
     assert before_s is not None

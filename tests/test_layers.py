@@ -15,7 +15,9 @@ ROOT: Final = Path(__file__).parents[1]
 PACKAGE: Final = ROOT / "cachestream"
 
 # What each layer may import besides itself. Whatever is not named here stands on top and may import all.
-FOUNDATIONS: Final = frozenset({"config", "errors", "mapping", "model", "mounts", "permutation", "private"})
+FOUNDATIONS: Final = frozenset(
+    {"config", "errors", "mapping", "model", "mounts", "permutation", "private", "split"}
+)
 BELOW: Final[dict[str, frozenset[str]]] = {
     **dict.fromkeys(FOUNDATIONS, FOUNDATIONS),
     "remote": FOUNDATIONS,

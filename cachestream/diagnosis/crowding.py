@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,13 +25,16 @@ from cachestream.remote.source import Rows, Source
 
 __all__ = ["machine_s", "read_together"]
 
+_LONGER: Final = 4.0  # times as long, for what is on its way at the end
+
 
 def read_together(
     source: Source, units: Units, transform: Transform | None, first: int, reads: int, seconds: float
 ) -> Crowd:
     """Read `reads` units at once, from the place `first` on, for `seconds` or until each was read once.
 
-    The samples are counted and dropped; units that fail are passed over.
+    Where hardly any has come by then, what is on its way is waited for, and no more is begun: objects that share a
+    slow network come all at once, and late. The samples are counted and dropped; units that fail are passed over.
     """
     return _Together(source, units, transform, first).run(reads, seconds)
 
@@ -41,7 +44,7 @@ class _Together:
         self._items = items_of(source, transform)
         self._units = units.after(first)
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop, self._last = threading.Event(), threading.Event()
         self._ended = threading.Event()
         self._local = threading.local()  # of each thread: see `_turn`
         self._sums_s: list[list[float]] = []
@@ -59,7 +62,9 @@ class _Together:
         try:
             for thread in threads:
                 thread.start()
-            self._ended.wait(seconds)
+            if not self._ended.wait(seconds) and self._samples < 2 * reads:
+                self._last.set()
+                self._ended.wait(_LONGER * seconds)
             spent_s = time.perf_counter() - begun_s
             waiting_s = sum(now_s - queued_s.get(name, 0.0) for name, now_s in _queues_s().items())
             busy_s = time.process_time() - busy_s
@@ -106,14 +111,14 @@ class _Together:
 
     def _next(self) -> tuple[int, np.random.Generator] | None:
         with self._lock:
-            return next(self._units, None)
+            return None if self._last.is_set() else next(self._units, None)
 
     def _drain(self, items: Iterator[Any]) -> None:
         for item in items:
             self._turn(is_reading=False)
             with self._lock:
                 self._samples += len(item.keys) if isinstance(item, Rows) else 1
-            if self._stop.is_set():
+            if self._stop.is_set() or self._last.is_set():
                 return
 
     def _turn(self, *, is_reading: bool) -> None:

@@ -11,7 +11,17 @@ from cachestream.model import IntArray, Span
 from cachestream.sampling.order import Order
 from cachestream.sampling.renamed import EarlierOrder
 
-__all__ = ["END", "AnyOrder", "Coverage", "Offsets", "gaps", "is_covered", "is_whole", "merge_spans"]
+__all__ = [
+    "END",
+    "AnyOrder",
+    "Coverage",
+    "Offsets",
+    "gaps",
+    "in_both",
+    "is_covered",
+    "is_whole",
+    "merge_spans",
+]
 
 END: Final = 1 << 62  # an offset past the last sample of any unit
 
@@ -91,6 +101,11 @@ def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
     if start < END:
         found.append((start, END))
     return found
+
+
+def in_both(one: Offsets, other: Offsets) -> Offsets:
+    """The ranges of what lies in both."""
+    return gaps([*gaps(one, 0), *gaps(other, 0)], 0)
 
 
 def is_covered(ranges: Offsets, offset: int) -> bool:

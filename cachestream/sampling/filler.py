@@ -40,6 +40,7 @@ QUARANTINE_AT: Final = 12  # weights of deaths, see health.suspicions
 _WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
 _TICK_S: Final = 0.25
 _FATAL_REFUSALS: Final = 20
+_QUIET_S: Final = 5.0  # without a byte of what is read: that is told
 
 
 class Filler:
@@ -67,6 +68,7 @@ class Filler:
         self._alone: Flight | None = None
         self._suspects: dict[int, Suspect] = {}
         self._refused: list[Flight] = []
+        self._heard_s, self._heard_bytes = time.monotonic(), 0
 
     def run(self) -> None:
         """Work until everything is claimed and done, or until told to stop.
@@ -92,6 +94,7 @@ class Filler:
         self._slot["fetch_wait_s"] += time.monotonic() - begun_s
         if delivery is not None:
             self._deliver(delivery)
+            self._heard_s = time.monotonic()
         self._adapt()
         self._pass_by()
         self._packing.flush_if_due()
@@ -131,8 +134,19 @@ class Filler:
     def _fetching(self) -> int:
         """The state of waiting for the next unit. What does not answer is named, also where others pass it by."""
         silences, all_wait = self._fetcher.silences()
-        self._slot["silence"] = board_text(silences[0].reason if silences else "")
-        return NO_REMOTE if all_wait else FETCHING
+        quiet = "" if silences else self._quiet()
+        self._slot["silence"] = board_text(silences[0].reason if silences else quiet)
+        return NO_REMOTE if all_wait or quiet else FETCHING
+
+    def _quiet(self) -> str:
+        """Words on the next unit, if nothing has come for long though no attempt has failed yet; else ""."""
+        now_s, fetched, flight = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
+        if flight is None or fetched != self._heard_bytes:
+            self._heard_s, self._heard_bytes = now_s, fetched
+        silent_s = now_s - self._heard_s
+        if flight is None or silent_s < _QUIET_S:
+            return ""
+        return f"nothing has come for {silent_s:.0f} s, next is unit {flight.unit}"
 
     def _pass_by(self) -> None:
         """Put the next unit aside if it has not answered for long, and have those read again that are. Only a few: of more,
@@ -208,9 +222,9 @@ class Filler:
         positions = np.arange(claim.position, claim.stop, dtype=np.int64)
         units = self._orders.of(plan).units(positions)
         cached = self._orders.cached(assignment.row, plan, units)
-        for position, unit, ranges in zip(positions.tolist(), units.tolist(), cached, strict=True):
+        for position, unit, (ranges, *parts) in zip(positions.tolist(), units.tolist(), cached, strict=True):
             first = claim.offset if position == claim.position else 0
-            flight = Flight(position, unit, claim.id, skipper(first, ranges), ranges, first)
+            flight = Flight(position, unit, claim.id, skipper(first, ranges), ranges, parts, first)
             flight.finished = flight.covered = is_whole(ranges)
             self._todo.append(flight)
         return True

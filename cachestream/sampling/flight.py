@@ -22,7 +22,8 @@ class Flight:
 
     One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
     has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards; all before the offset `done` has been dealt with.
+    in other shards, and `parts`, where samples are held out, those of the train split and of the held-out one. All before
+    the offset `done` has been dealt with.
 
     All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent
     nothing; 0 where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that
@@ -34,6 +35,7 @@ class Flight:
     claim_id: int
     skip: Callable[[int], bool]
     cached: Sequence[tuple[int, int]] = ()
+    parts: Sequence[Sequence[tuple[int, int]]] = ()
     done: int = 0
     covered: bool = False
     lots: deque[Lot] = field(default_factory=deque)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -14,12 +14,13 @@ from cachestream.model import IntArray, Span
 from cachestream.remote.growing import begins_with
 from cachestream.remote.names import Names
 from cachestream.remote.stored import StoredNames
-from cachestream.sampling.coverage import AnyOrder, Coverage, Offsets, is_covered
+from cachestream.sampling.coverage import AnyOrder, Coverage, Offsets, in_both, is_covered
 from cachestream.sampling.job import Payload
 from cachestream.sampling.listings import Listings, is_over
 from cachestream.sampling.order import Order, PassPlan
 from cachestream.sampling.passes import order_file
 from cachestream.sampling.renamed import EarlierNames, EarlierOrder
+from cachestream.split import HELD_OUT, TRAIN, WHOLE
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
 
@@ -36,7 +37,7 @@ class KnownOrders:
         self._cache = cache
         self._orders: dict[PassPlan, Order] = {}
         self._earlier_names: dict[str, EarlierNames] = {}
-        self._coverage: Coverage | None = None
+        self._coverage: list[Coverage] = []
         self._load_at_s = 0.0
 
     def of(self, plan: PassPlan) -> Order:
@@ -49,20 +50,32 @@ class KnownOrders:
             order = self._orders[plan] = Order(plan, weights, drawn)
         return order
 
-    def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> Sequence[Offsets]:
-        """For each of `units` what is cached of it, from earlier passes or before the catalogue was lost."""
+    def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> list[tuple[Offsets, ...]]:
+        """For each of `units` what is cached of it, from earlier passes or before the catalogue was lost.
+
+        Where samples are held out, then also what is cached of the train split, and of the other one.
+        """
         now = time.monotonic()
         if plan.is_permutation and now >= self._load_at_s:
             self._coverage = self._load(row, plan)
-            self._load_at_s = now + _COVERAGE_AGE_S if self._coverage is not None else math.inf
-        return [()] * len(units) if self._coverage is None else self._coverage.of(units)
+            self._load_at_s = now + _COVERAGE_AGE_S if self._coverage else math.inf
+        found = [coverage.of(units) for coverage in self._coverage]
+        if len(found) < 2:
+            return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
+        return [(in_both(*parts), *parts) for parts in zip(*found, strict=True)]
 
-    def _load(self, current_row: PassRow, current: PassPlan) -> Coverage | None:
+    def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
         with self._cache.catalogue.reading() as tables:
             plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
-            spans = tables.spans()
-        if current_row.evicted_before >= 0 and set(spans) <= {current_row.id}:
-            return None  # the first pass: nothing of it is cached but what its own progress says
+            parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
+            spans_of = [tables.spans(part) for part in parts]
+        if current_row.evicted_before >= 0 and set().union(*spans_of) <= {current_row.id}:
+            return []  # the first pass: nothing of it is cached but what its own progress says
+        return [self._coverage_of(spans, plans, current) for spans in spans_of]
+
+    def _coverage_of(
+        self, spans: dict[int, list[Span]], plans: dict[int, PassPlan], current: PassPlan
+    ) -> Coverage:
         found: dict[AnyOrder, list[Span]] = {}
         for pass_id, plan in plans.items():
             if plan.is_permutation and self._is_known(plan):

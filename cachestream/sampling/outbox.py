@@ -17,6 +17,7 @@ from cachestream.model import Schema
 from cachestream.sampling.job import Job
 from cachestream.sampling.packer import Packer
 from cachestream.sampling.tally import Tally
+from cachestream.split import HELD_OUT, TRAIN, WHOLE
 from cachestream.storage.admission import disk_footprint
 from cachestream.storage.board import NO_SPACE, WRITING, Slot, board_text
 from cachestream.storage.cache import Cache
@@ -42,16 +43,54 @@ class OpenShard:
 
     def __init__(self) -> None:
         self.packer = Packer()
+        self.holdout: float | None = None  # where samples are held out: these lie in a shard of their own
+        self.held_out = Packer()
+        # The splits of which samples were left out, because other shards hold them.
+        self.elsewhere: set[int] = set()
         self.tally = Tally()
         self.row: PassRow | None = None
         self.since_s: float | None = None
 
     @property
     def has_news(self) -> bool:
-        return bool(self.packer.num_samples) or self.tally.has_news
+        return bool(self.num_samples) or self.tally.has_news
+
+    @property
+    def num_samples(self) -> int:
+        return self.packer.num_samples + self.held_out.num_samples
+
+    @property
+    def size_bytes(self) -> int:
+        return self.packer.size_bytes + self.held_out.size_bytes
+
+    @property
+    def schema(self) -> Schema | None:
+        """Of samples that are there: the others are to fit them."""
+        packer = self.packer if self.packer.num_samples else self.held_out
+        return packer.schema if packer.num_samples else None
+
+    def contents(self, fill: dict[str, Any]) -> list[ShardContent]:
+        """The shards to be published together: one, or one for each split."""
+        if self.holdout is None:
+            return [self.packer.content(fill)]
+        parts = {HELD_OUT: self.held_out, TRAIN: self.packer}
+        parts = {part: packer for part, packer in parts.items() if packer.num_samples}
+        found = []
+        for part, packer in parts.items():
+            is_whole = len(parts) == 1 and not self.elsewhere - {part}
+            split = {
+                "holdout": self.holdout,
+                "held_out": packer.num_samples if part == HELD_OUT else 0,
+                "part": WHOLE if is_whole else part,
+            }
+            found.append(packer.content(split | fill))  # manifests tell spans last
+        return found
 
     def clear(self) -> None:
         self.packer.clear()
+        self.held_out.clear()
+        self.elsewhere.clear()
+        self.holdout = None
         self.tally.clear()
         self.row = None
         self.since_s = None
@@ -100,7 +139,7 @@ class Outbox:
         if self._gave_up:
             return  # progress of what came later would pass over the shard that was given up
         try:
-            if shard.packer.num_samples:
+            if shard.num_samples:
                 self._publish(shard, shard.row)
             else:
                 self._commit(shard, shard.row)
@@ -109,7 +148,7 @@ class Outbox:
             # and what was skipped because of that may fit.
             raise StartAgainError from error
         except SampleError as error:
-            shard.tally.skipped("sample", error, "the only sample of a shard", shard.packer.num_samples)
+            shard.tally.skipped("sample", error, "the only sample of a shard", shard.num_samples)
             self._commit(shard, shard.row)
         self.schema = self._cache.schema
         if not self._gave_up:
@@ -119,17 +158,21 @@ class Outbox:
 
     def _publish(self, shard: OpenShard, row: PassRow) -> None:
         """Write the shard as soon as there is space, or not at all when told to stop before that."""
-        content = shard.packer.content(self._fill(shard.tally, row))
+        contents = shard.contents(self._fill(shard.tally, row))
         progress = shard.tally.progress(row.id)
         may_evict = self._job.when_full == "evict"
 
         def publish() -> bool:
             spans = shard.tally.spans
-            return self.publisher.publish(content, spans, progress, may_evict=may_evict) is not None
+            return self.publisher.publish_together(contents, spans, progress, may_evict=may_evict) is not None
 
-        if self._insist(publish, lambda: self._check_fits(content)):
+        def check() -> None:
+            for content in contents:
+                self._check_fits(content)
+
+        if self._insist(publish, check):
             self.published += 1
-            self._slot["written_bytes"] += content.data_bytes
+            self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
 
     def _commit(self, shard: OpenShard, row: PassRow) -> None:
         progress = shard.tally.progress(row.id)

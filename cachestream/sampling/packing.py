@@ -6,13 +6,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from cachestream.config import with_generator
 from cachestream.errors import SampleError, SchemaMismatchError, WorkerError
+from cachestream.model import Schema
 from cachestream.remote import bounds
-from cachestream.sampling.coverage import gaps
+from cachestream.sampling.coverage import gaps, is_covered
 from cachestream.sampling.first_samples import FirstSamples, majority
 from cachestream.sampling.flight import Flight
 from cachestream.sampling.job import Job
@@ -21,10 +22,11 @@ from cachestream.sampling.lots import Lot, runs
 from cachestream.sampling.order import PassPlan
 from cachestream.sampling.outbox import OpenShard, Outbox, check_size
 from cachestream.sampling.pace import is_due, max_age_s, target_bytes
-from cachestream.sampling.packer import Part, keys_of
+from cachestream.sampling.packer import Packer, Part, keys_of
 from cachestream.sampling.reader import sample_generator
 from cachestream.sampling.records import to_record
 from cachestream.sampling.table import Table
+from cachestream.split import HELD_OUT, TRAIN, WHOLE, is_held_out
 from cachestream.storage.board import Slot
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
@@ -34,6 +36,7 @@ __all__ = ["Packing", "QuarantinedError"]
 _FATAL_FAILURES: Final = 1000
 _TICK_S: Final = 0.25
 _USUAL: Final = 40  # shards published: then they are of the usual size
+_MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
 class QuarantinedError(SampleError):
@@ -64,6 +67,9 @@ class Packing:
         self._limit_bytes = cache.size_limit
         bounds.limit_to(self._limit_bytes)
         self._limit_until_s = 0.0
+        self._holdout: float | None = None
+        self._comes_once = True  # each sample, in a pass
+        self._keeps_enough = False  # of held-out samples
         self._started_s = time.monotonic()
 
     # --- samples
@@ -78,9 +84,9 @@ class Packing:
                 return False
             if room_bytes <= 0:
                 room_bytes = self._make_room()
-            before_bytes = self._open.packer.size_bytes
+            before_bytes = self._open.size_bytes
             self._add(flight, offset, key, sample)
-            room_bytes -= self._open.packer.size_bytes - before_bytes
+            room_bytes -= self._open.size_bytes - before_bytes
             self._passed(flight, offset, offset + 1)
         return True
 
@@ -88,6 +94,9 @@ class Packing:
         if not isinstance(key, str):  # a source may be anybody's
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
             self._skip("sample", error, f"unit {flight.unit}: {key!r}")
+            return
+        part = WHOLE if self._open.holdout is None else self._part_of(key.encode("utf-8", "surrogatepass"))
+        if part != WHOLE and not self._is_wanted(flight, part, offset, key):
             return
         try:
             if self._transform is not None:
@@ -118,6 +127,68 @@ class Packing:
             slot["alone"] = 0
             slot["transform_s"] += time.monotonic() - begun_s
 
+    # --- splits
+
+    def _look_at_held_out(self) -> None:
+        with self._cache.catalogue.reading() as tables:
+            self._holdout, held_out_bytes = tables.holdout, tables.held_out()[1]
+        plan = None if self.row is None else PassPlan.from_json(self.row.plan)
+        self._comes_once = plan is not None and plan.is_permutation and plan.length is not None
+        # What is drawn anew for ever would fill any room.
+        share = _MOST_HELD_OUT if self._comes_once else self._holdout or 0.0
+        self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes
+
+    def _part_of(self, key: bytes) -> int:
+        """The split of a sample; WHOLE where the open shard takes all."""
+        holdout = self._open.holdout
+        if holdout is None:
+            return WHOLE
+        return HELD_OUT if is_held_out(key, holdout) else TRAIN
+
+    def _is_wanted(self, flight: Flight, part: int, offset: int, key: str) -> bool:
+        """Whether a sample of a split is to be cached: not what another shard holds, nor more than can be kept."""
+        if flight.parts and is_covered(flight.parts[part - 1], offset):
+            self._open.elsewhere.add(part)
+            return False
+        if part != HELD_OUT or not self._keeps_enough:
+            return True
+        if self._comes_once:
+            told = f"held-out samples take {_MOST_HELD_OUT:.0%} of size_limit, and no more are kept: raise it"
+            self._skip("held-out", SampleError(f"{told}, or hold out less"), key)
+        else:
+            self._slot["dropped"] += 1
+        return False
+
+    def _wanted_rows(self, flight: Flight, offsets: Sequence[int], table: Table) -> Table:
+        """The rows of `table` that are to be cached."""
+        if self._open.holdout is None:
+            return table
+        rows = [
+            row
+            for row, (offset, key) in enumerate(zip(offsets, table.keys, strict=True))
+            if self._is_wanted(flight, self._part_of(key), offset, key.decode("utf-8", "surrogatepass"))
+        ]
+        return table if len(rows) == len(table) else table.take(rows)
+
+    @property
+    def _schema(self) -> Schema | None:
+        """The schema that samples have to fit: that of the cache, or of the other split's samples that wait with them."""
+        return self._outbox.schema or self._open.schema
+
+    def _by_split(self, part: Part) -> Iterator[tuple[Packer, Part]]:
+        """What goes into the shard of each split."""
+        shards = self._open
+        if shards.holdout is None:
+            yield shards.packer, part
+        elif isinstance(part, Table):
+            splits = [self._part_of(key) for key in part.keys]
+            for split, packer in ((TRAIN, shards.packer), (HELD_OUT, shards.held_out)):
+                if rows := [row for row, one in enumerate(splits) if one == split]:
+                    yield packer, part.take(rows)
+        else:
+            is_out = self._part_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
+            yield shards.held_out if is_out else shards.packer, part
+
     def _add_table(self, flight: Flight, lot: Lot, table: Table) -> bool:
         """Samples that came in columns, as many at a time as the open shard takes."""
         each_bytes = max(1, lot.nbytes // len(table))
@@ -130,7 +201,9 @@ class Packing:
             part = table.cut(start, stop)
             if self._is_large(part.nbytes):
                 stop, part = start + 1, table.cut(start, start + 1)  # rows may be of very different sizes
-            self._take(part, part.nbytes)
+            wanted = self._wanted_rows(flight, lot.offsets[start:stop], part)
+            if len(wanted):
+                self._take(wanted, wanted.nbytes)
             self._slot["pack_s"] += time.monotonic() - begun_s
             for first, last in runs(lot.offsets[start:stop]):
                 self._passed(flight, first, last)
@@ -147,6 +220,7 @@ class Packing:
                 return
             self.flush()
             self._open_up()
+            self._open.holdout = self._holdout
         if self._first is None:
             self._pack(part)
         else:
@@ -159,7 +233,8 @@ class Packing:
     def _pack(self, part: Part) -> None:
         """Add `part` to the open shard; count what does not fit in."""
         try:
-            self._open.packer.take(part, self._outbox.schema)
+            for packer, of_split in self._by_split(part):
+                packer.take(of_split, self._schema)
             self._slot["samples"] += len(part) if isinstance(part, Table) else 1
         except (SchemaMismatchError, MemoryError) as error:
             kind = "schema" if isinstance(error, SchemaMismatchError) else "transform"
@@ -204,11 +279,13 @@ class Packing:
         # Before a sample and not after: so the end of a unit lies in the shard of its last sample.
         target_bytes = self._target_bytes()
         self._decide_if_due()
-        if self._open.packer.size_bytes >= target_bytes:
+        if self._open.size_bytes >= target_bytes:
             self.flush()
             target_bytes = self._target_bytes()
         self._open_up()
-        return target_bytes - self._open.packer.size_bytes
+        if not self._open.num_samples:
+            self._open.holdout = self._holdout
+        return target_bytes - self._open.size_bytes
 
     def _target_bytes(self, published: int | None = None) -> int:
         now = time.monotonic()
@@ -216,6 +293,7 @@ class Packing:
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
             bounds.limit_to(self._limit_bytes)
+            self._look_at_held_out()
         share_bytes = self._limit_bytes // self._job.num_workers
         published = self._outbox.published if published is None else published
         return target_bytes(published, self._job.shard_bytes, share_bytes)
@@ -272,7 +350,7 @@ class Packing:
         now_s = time.monotonic()
         if not self._decide_if_due():
             return
-        size_bytes = self._open.packer.size_bytes
+        size_bytes = self._open.size_bytes
         if is_due(size_bytes, now_s - since_s, self._target_bytes(), now_s - self._started_s):
             self.flush()
 

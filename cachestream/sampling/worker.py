@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from cachestream.sampling.partition import Partition
 from cachestream.sampling.wardens import LINGER_AT_MOST_S, Wardens
 from cachestream.sampling.watch import Watch
 from cachestream.storage.cache import Cache
+from cachestream.storage.holdout import choose_split
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.looking import forget_lost_worker, lost_worker
 from cachestream.storage.skipping import warn_of_skipped
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "start_worker"]
 
 _TICK_S: Final = 0.05
+_OPENING_S: Final = 8.0  # of a source: after that the caller is told what it waits for
 logger = logging.getLogger("cachestream")
 
 
@@ -219,6 +222,7 @@ def start_worker(
     hang_timeout_s: float = HANG_TIMEOUT_S,
     partition: tuple[int, int] | str | None = None,
     linger_s: float = 0.0,
+    holdout: float | None = None,
     **unknown: object,
 ) -> Worker:
     """Fill `cache` from `source` in background processes; returns at once.
@@ -244,6 +248,8 @@ def start_worker(
         partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
             end in order): a job that is started again finds it at work.
+        holdout: the share of the samples that is held out of training, by their keys (`EpochLoader(split=, holdout=)`).
+            These are kept, up to half of the limit, while others are replaced.
         unknown: refused, with the name that is meant.
 
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
@@ -257,11 +263,31 @@ def start_worker(
     )
     options.check()
     cache = cache if isinstance(cache, Cache) else Cache(cache)
+    if holdout is not None:
+        choose_split(cache, "train", holdout)
     with head_start(cache, protocols_of(source)) as launch:
-        job = options.job(cache, open_source(source))
+        with _told_if_slow(cache):
+            opened = open_source(source)
+        job = options.job(cache, opened)
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_of_mixture(worker, transform)
     return worker
+
+
+@contextmanager
+def _told_if_slow(cache: Cache) -> Iterator[None]:
+    """Warn, while the source is still being opened after a while."""
+    told = (
+        f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
+        "or it lists slowly"
+    )
+    timer = threading.Timer(_OPENING_S, logger.warning, ("%s", told))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _leave_to_source(options: Mapping[str, object]) -> None:

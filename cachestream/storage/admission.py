@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -177,8 +177,12 @@ class Admission:
             surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
             surplus -= tables.reserved_bytes()[1]  # others are unlinking as much
             victims: list[ShardRow] = []
+            kept = tables.held_out_shards()
             with contextlib.closing(self._evictable(tables, policy)) as candidates:
-                while surplus > 0 and (row := next(candidates, None)) is not None:
+                ordered = sorted(candidates, key=lambda row: row.id in kept) if kept else candidates
+                for row in ordered:
+                    if surplus <= 0:
+                        break
                     victims.append(row)
                     surplus -= row.size_bytes
             self._doom(tables, victims, owner)
@@ -265,20 +269,27 @@ class Admission:
     def _victims(self, tables: Tables, need_bytes: int, *, used_only: bool) -> list[ShardRow] | None:
         if need_bytes <= 0:
             return []
-        with contextlib.closing(self._evictable(tables, None, used_only=used_only)) as candidates:
+        kept = tables.held_out_shards()  # a validation set that is turned over would be none
+        with contextlib.closing(self._evictable(tables, None, kept, used_only=used_only)) as candidates:
             return choose_victims(candidates, need_bytes)
 
     def _evictable(
-        self, tables: Tables, policy: EvictionPolicy | None, *, used_only: bool = False
+        self,
+        tables: Tables,
+        policy: EvictionPolicy | None,
+        kept: Collection[int] = (),
+        *,
+        used_only: bool = False,
     ) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy
         ranges = self._leases.leased()
         if callable(policy):
-            rows = list(_outside(ranges, tables.shards(used_only=used_only)))
+            unleased = _outside(ranges, tables.shards(used_only=used_only))
+            rows = [row for row in unleased if row.id not in kept]
             yield from in_order(policy, rows) if rows else ()
         elif policy != "none":
             with contextlib.closing(tables.shards(policy, but=ranges, used_only=used_only)) as candidates:
-                yield from _outside(ranges, candidates)
+                yield from (row for row in _outside(ranges, candidates) if row.id not in kept)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:

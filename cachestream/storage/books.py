@@ -15,7 +15,7 @@ from typing import Final, get_args
 from cachestream.model import Container, FieldKind, Schema
 from cachestream.storage.directory import booked_bytes
 from cachestream.storage.eviction import ORDERS
-from cachestream.storage.layout import STATEMENTS
+from cachestream.storage.layout import SPLIT_STATEMENTS, STATEMENTS
 from cachestream.storage.shard import SUFFIX, MappedShard, storage_of
 from cachestream.storage.tables import Tables
 
@@ -79,17 +79,20 @@ def nonsense(tables: Tables) -> str | None:
 
 def has_our_layout(tables: Tables) -> bool:
     """Whether the tables and triggers are those that this version makes."""
-    return tables.execute(_LAYOUT).fetchall() == _our_layout()
+    return tables.execute(_LAYOUT).fetchall() in (
+        _layout_of(STATEMENTS),
+        _layout_of(STATEMENTS + SPLIT_STATEMENTS),
+    )
 
 
 _LAYOUT: Final = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
 
 
 @cache
-def _our_layout() -> list[tuple[str, ...]]:
+def _layout_of(statements: tuple[str, ...]) -> list[tuple[str, ...]]:
     model = sqlite3.connect(":memory:")
     try:
-        for statement in STATEMENTS:
+        for statement in statements:
             model.execute(statement)
         return model.execute(_LAYOUT).fetchall()
     finally:

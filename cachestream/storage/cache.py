@@ -15,10 +15,12 @@ import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
 from cachestream.errors import CacheError
 from cachestream.model import Schema, Snapshot
+from cachestream.split import Split
 from cachestream.storage import snapshots
 from cachestream.storage.admission import HEADROOM_BYTES, Admission
 from cachestream.storage.directory import Directory, open_directory
 from cachestream.storage.eviction import EvictionPolicy, check_policy
+from cachestream.storage.holdout import choose_split, count_held_out
 from cachestream.storage.leases import Lease
 from cachestream.storage.looking import has_worker, occupied_bytes, read_status, state_of_filling
 from cachestream.storage.opening import open_catalogue, parse_limit, policy_name, save_settings
@@ -190,14 +192,22 @@ class Cache:
 
     # --- epochs
 
-    def snapshot(self, epoch_size: int | None = None, *, turnover: float = 0.25) -> EpochDataset:
+    def snapshot(
+        self,
+        epoch_size: int | None = None,
+        *,
+        turnover: float = 0.25,
+        split: str | None = None,
+        holdout: float | None = None,
+    ) -> EpochDataset:
         """A frozen, leased, map-style dataset of what is cached now: `len()`, `[i]`, any torch sampler.
 
         With an `epoch_size` below that, of the least used shards that cover it. When the cache is full
         and the filling goes on, the `turnover` share of it that eviction would take first is left out.
-        Raises NotEnoughSamplesError when the cache is empty.
+        `split` and `holdout` as in `EpochLoader`. Raises NotEnoughSamplesError when the cache is empty.
         """
-        return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover))
+        chosen = choose_split(self, split, holdout)
+        return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover, split=chosen))
 
     def take_snapshot(
         self,
@@ -205,26 +215,36 @@ class Cache:
         turnover: float = 0.0,
         least: int = 0,
         mine: Collection[str] = (),
+        split: Split | None = None,
     ) -> tuple[Snapshot, Lease]:
         """The values behind `snapshot`: the shards, and the lease that keeps them. Less is left out for the `turnover` where
         fewer than `least` samples would remain; `mine` are the paths of leases that whoever takes this one lets go soon.
         """
         count = None if epoch_size is None else check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
+        if split is not None:
+            count_held_out(self, split)
+            turnover = 0.0 if split.held_out else turnover
         with self.catalogue.transaction() as tables:
             excluded = shards_to_leave(
                 tables, self.directory, self.admission, turnover, least, epoch_size=count, mine=mine
             )
-            return snapshots.take_snapshot(tables, self.admission.leases, self.path, count, excluded)
+            return snapshots.take_snapshot(tables, self.admission.leases, self.path, count, excluded, split)
 
     def retake_snapshot(
-        self, shard_ids: npt.ArrayLike, counts: npt.ArrayLike, epoch_size: int | None = None
+        self,
+        shard_ids: npt.ArrayLike,
+        counts: npt.ArrayLike,
+        epoch_size: int | None = None,
+        split: Split | None = None,
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
         wanted, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)
+        if split is not None:
+            count_held_out(self, split)
         with self.catalogue.transaction() as tables:
             leases = self.admission.leases
-            return snapshots.retake_snapshot(tables, leases, self.path, (wanted, expected), epoch_size)
+            return snapshots.retake_snapshot(tables, leases, self.path, (wanted, expected), epoch_size, split)
 
     # --- space and soundness
 
@@ -275,6 +295,7 @@ class Cache:
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
         self._space.clear()
+        save_settings(self.directory, self.catalogue)
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""

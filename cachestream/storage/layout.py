@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "STATEMENTS"]
+__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "SPLIT_STATEMENTS", "STATEMENTS"]
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
 SCHEMA_VERSION: Final = 1
@@ -41,4 +41,13 @@ STATEMENTS: Final = (
             size_bytes = size_bytes - OLD.size_bytes; END""",
     """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
         UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
+)
+
+# Of a cache that holds samples out: how many of a shard's, and which `part` of its stretches of the remote the shard has
+# (WHOLE, TRAIN, HELD_OUT). A shard that is not listed is whole, and its samples are not counted yet.
+SPLIT_STATEMENTS: Final = (
+    """CREATE TABLE IF NOT EXISTS splits (
+        id INTEGER PRIMARY KEY, held_out INTEGER NOT NULL, part INTEGER NOT NULL)""",
+    """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
+        DELETE FROM splits WHERE id = OLD.id; END""",
 )

@@ -21,6 +21,7 @@ from cachestream.storage.tables import Tables
 __all__ = [
     "RESTS",
     "WAITS",
+    "all_dropped",
     "describe_loss",
     "forget_lost_worker",
     "has_worker",
@@ -102,10 +103,25 @@ def silence_of_remote(directory: Directory) -> str:
     return said and f"waiting for the remote: {said}"
 
 
+def all_dropped(directory: Directory, tables: Tables) -> str:
+    """How many samples the transform has left out, where nothing else has come; "" where something has."""
+    board = None if tables.totals()[1] or tables.meta("written_samples", 0) else _board(directory)
+    dropped = 0 if board is None else board.totals().dropped
+    return (
+        f"transform returned None for all {dropped} samples so far, which leaves them out" if dropped else ""
+    )
+
+
 def hindrance(directory: Directory, tables: Tables) -> str:
-    """Why nothing comes at present: the worker, the disk, or the remote; "" where none is known to be at fault."""
-    lost = describe_loss(lost_worker(directory))
-    return lost or shortage_of_disk(directory, tables) or silence_of_remote(directory)
+    """Why nothing comes at present: the worker, the disk, the remote or the transform; "" where none is known to be at
+    fault.
+    """
+    return (
+        describe_loss(lost_worker(directory))
+        or shortage_of_disk(directory, tables)
+        or silence_of_remote(directory)
+        or all_dropped(directory, tables)
+    )
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
@@ -131,6 +147,8 @@ def read_status(
         reserved_bytes = sum(tables.reserved_bytes())
         disk_message = shortage_of_disk(directory, tables)
         schema_text = _schema_text(meta)
+        held_out_samples = tables.held_out()[0]
+        dropped = all_dropped(directory, tables)
     current = passes[-1] if passes else None
     told = "" if fill_state == "stopped" else meta.get("fill_message", "")
     is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
@@ -155,7 +173,7 @@ def read_status(
         source=meta.get("source"),
         num_units=None if current is None else current.length,
         fill_state=fill_state,
-        fill_message=describe_loss(lost_worker(directory)) or told,
+        fill_message=describe_loss(lost_worker(directory)) or told or dropped,
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
         pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
         is_listing=is_listing,
@@ -165,6 +183,8 @@ def read_status(
         worker=_worker_status(directory),
         disk_message=disk_message,
         remote_message=silence_of_remote(directory),
+        holdout=meta.get("holdout"),
+        held_out_samples=held_out_samples,
     )
 
 

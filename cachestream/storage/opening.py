@@ -40,6 +40,7 @@ _OPEN_TIMEOUT_S: Final = 60.0
 _SAVES: Final = 3
 _SAVING_S: Final = 1.0
 _SAVED: Final = ("cache_id", "size_limit", "min_free", "eviction")
+_SAVED_IF_SET: Final = ("holdout",)
 
 
 logger = logging.getLogger("cachestream")
@@ -166,6 +167,7 @@ def _saved_settings(directory: Directory) -> dict[str, Any]:
             "size_limit": type(saved["size_limit"]) is int and saved["size_limit"] >= MIN_LIMIT_BYTES,
             "min_free": type(saved["min_free"]) is int and saved["min_free"] >= 0,
             "eviction": saved["eviction"] in ORDERS,
+            "holdout": type(saved.get("holdout")) is float and 0 < saved["holdout"] < 1,
         }
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
@@ -182,6 +184,7 @@ def _sealed_settings(directory: Directory) -> dict[str, Any] | None:
     try:
         saved = _read_settings(directory)
         settings = {key: saved[key] for key in _SAVED}
+        settings |= {key: saved[key] for key in _SAVED_IF_SET if key in saved}
         return settings if saved["xxh3"] == _seal(settings) else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -205,6 +208,7 @@ def save_settings(directory: Directory, catalogue: Catalogue) -> None:
 def _to_be_saved(catalogue: Catalogue) -> str:
     stored = _stored(catalogue)
     settings = {key: stored[key] for key in _SAVED}
+    settings |= {key: stored[key] for key in _SAVED_IF_SET if key in stored}
     return json.dumps({"format": "cachestream", **settings, "xxh3": _seal(settings)})
 
 

@@ -74,34 +74,76 @@ class Publisher:
         Raises CacheFullError when the disk refuses the bytes, CacheError when it fails, and
         SchemaMismatchError when the cache holds other samples.
         """
-        header = encode_header(content)
-        size_bytes = len(header) + content.data_bytes
-        footprint = self._admission.footprint(size_bytes)
-        shard_id = self._admission.reserve(
-            footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
+        shard_ids = self.publish_together(
+            [content], spans, progress, may_evict=may_evict, spare_unused=spare_unused
         )
-        if shard_id is None:
-            return None
+        return None if shard_ids is None else shard_ids[0]
+
+    def publish_together(
+        self,
+        contents: Sequence[ShardContent],
+        spans: Sequence[Span],
+        progress: Progress,
+        *,
+        may_evict: bool = True,
+        spare_unused: bool = True,
+    ) -> list[int] | None:
+        """As `publish`, of several shards with the same spans: all become visible, or none."""
+        headers = [encode_header(content) for content in contents]
+        footprints = [
+            self._admission.footprint(len(header) + content.data_bytes)
+            for header, content in zip(headers, contents, strict=True)
+        ]
+        shard_ids: list[int] = []
         try:
-            occupied = self._write(shard_id, header, content, footprint)
+            for footprint in footprints:
+                shard_id = self._admission.reserve(
+                    footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
+                )
+                if shard_id is None:
+                    self._cancel(shard_ids)
+                    return None
+                shard_ids.append(shard_id)
+            occupied = [
+                self._write(*one) for one in zip(shard_ids, headers, contents, footprints, strict=True)
+            ]
             with self._transaction() as tables:
-                if not tables.fulfil_reservation(shard_id, self._owner):
-                    raise CacheError(
-                        f"{self._directory.root}: another process has cleared what was reserved for shard {shard_id}, "
-                        "because its own seemed to be gone; its samples will be fetched again"
-                    )
-                row = ShardRow(shard_id, occupied, content.num_samples, 0, int(tables.meta("clock", 0)))
-                tables.insert_shard(row, merge_schema(tables, content.schema), progress.pass_id, spans)
-                tables.add("written_samples", content.num_samples)
-                tables.add("written_bytes", size_bytes)
+                for shard_id, header, content, size_bytes in zip(
+                    shard_ids, headers, contents, occupied, strict=True
+                ):
+                    self._enter(tables, shard_id, content, size_bytes, progress.pass_id, spans)
+                    tables.add("written_bytes", len(header) + content.data_bytes)
                 _commit(tables, progress)
         except BaseException as error:
-            self._admission.cancel(shard_id, self._owner)
+            self._cancel(shard_ids)
             if isinstance(error, CacheError):
                 with self._catalogue.reading() as tables:
                     self._check_same(tables)  # a rebuild removes what is being written
             raise
-        return shard_id
+        return shard_ids
+
+    def _enter(
+        self,
+        tables: Tables,
+        shard_id: int,
+        content: ShardContent,
+        size_bytes: int,
+        pass_id: int,
+        spans: Sequence[Span],
+    ) -> None:
+        if not tables.fulfil_reservation(shard_id, self._owner):
+            raise CacheError(
+                f"{self._directory.root}: another process has cleared what was reserved for shard {shard_id}, "
+                "because its own seemed to be gone; its samples will be fetched again"
+            )
+        row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
+        tables.insert_shard(row, merge_schema(tables, content.schema), pass_id, spans)
+        tables.add("written_samples", content.num_samples)
+        tables.enter_split(shard_id, content.fill)
+
+    def _cancel(self, shard_ids: list[int]) -> None:
+        for shard_id in shard_ids:
+            self._admission.cancel(shard_id, self._owner)
 
     def commit(self, progress: Progress) -> None:
         """Commit progress that brought no samples."""

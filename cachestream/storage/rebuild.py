@@ -31,6 +31,8 @@ def rebuild(directory: Directory, tables: Tables) -> None:
     removed: its reservation is lost, and its samples will be fetched again.
     """
     book = _Book(tables)
+    if tables.holdout is not None:
+        tables.hold_out(tables.holdout)
     last_id = _IDS_SKIPPED if os.path.exists(directory.settings) else 0
     for name in sorted(os.listdir(directory.shards)):
         if TEMPORARY_NAME.fullmatch(name):
@@ -69,6 +71,9 @@ class _Book:
         pass_id, spans = self._place(shard.fill)
         row = ShardRow(shard_id, size_of_file(path), shard.num_samples, 0, 0)
         tables.insert_shard(row, self._schema_ids[shard.schema], pass_id, spans)
+        if "part" in shard.fill and tables.holdout is None:
+            tables.hold_out(float(shard.fill["holdout"]))
+        tables.enter_split(shard_id, shard.fill)
 
     def _place(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
         """The pass and the spans that a shard's `fill` tells; pass 0 where it tells none."""

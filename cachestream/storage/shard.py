@@ -230,6 +230,13 @@ class MappedShard:
             text[start:stop].decode("utf-8", "surrogatepass") for start, stop in itertools.pairwise(offsets)
         ]
 
+    def key_hashes(self) -> npt.NDArray[np.uint64]:
+        """The xxh3 hashes of the samples' keys, uint64 `[num_samples]`; raises CorruptShardError for damaged keys."""
+        self.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
+        text = self.array(KEY_FIELD).tobytes()
+        pairs = itertools.pairwise(self.array(f"{KEY_FIELD}#offsets").tolist())
+        return np.array([xxhash.xxh3_64_intdigest(text[start:stop]) for start, stop in pairs], np.uint64)
+
     def verify(self, *names: str) -> None:
         """Check the columns `names`, or all, against their checksums; raises CorruptShardError naming the column."""
         columns = {name: self.columns[name] for name in names or self.columns}

@@ -9,6 +9,7 @@ import numpy as np
 
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.model import IntArray, Schema, Snapshot
+from cachestream.split import Split
 from cachestream.storage.leases import Lease, Leases, ranges_of
 from cachestream.storage.tables import Tables
 
@@ -17,16 +18,24 @@ __all__ = ["retake_snapshot", "select_shards", "take_snapshot"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shelf:
-    """What is cached: int64 arrays `[num_shards]`, by ascending id."""
+    """What is cached: int64 arrays `[num_shards]`, by ascending id. `counts` are samples of the `split`, or all."""
 
     ids: IntArray
     counts: IntArray
+    sizes: IntArray
     schema_ids: IntArray
     uses: IntArray
+    split: Split | None
 
     @classmethod
-    def of(cls, tables: Tables) -> _Shelf:
-        return cls(*tables.shard_columns("id", "num_samples", "schema_id", "uses"))
+    def of(cls, tables: Tables, split: Split | None) -> _Shelf:
+        ids, sizes, schema_ids, uses = tables.shard_columns("id", "num_samples", "schema_id", "uses")
+        counts = sizes
+        if split is not None:
+            held_out = tables.held_out_counts()
+            # A shard that came since they were counted is for the next epoch.
+            counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
+        return cls(ids, counts, sizes, schema_ids, uses, split)
 
 
 def select_shards(
@@ -34,10 +43,10 @@ def select_shards(
 ) -> IntArray:
     """The indices of the shards for an epoch, ascending.
 
-    All but `excluded`, or with an `epoch_size` below that the least used first, older before newer,
+    All that have samples but `excluded`, or with an `epoch_size` below that the least used first, older before newer,
     until they cover it.
     """
-    chosen = np.flatnonzero(~np.isin(ids, excluded))
+    chosen = np.flatnonzero(~np.isin(ids, excluded) & (counts > 0))
     if epoch_size is None or int(counts[chosen].sum()) <= epoch_size:
         return chosen
     by_use = chosen[np.argsort(uses[chosen], kind="stable")]
@@ -46,24 +55,39 @@ def select_shards(
 
 
 def take_snapshot(
-    tables: Tables, leases: Leases, root: str, epoch_size: int | None, excluded: IntArray
+    tables: Tables,
+    leases: Leases,
+    root: str,
+    epoch_size: int | None,
+    excluded: IntArray,
+    split: Split | None = None,
 ) -> tuple[Snapshot, Lease]:
     """Choose, lease and count as used the shards of an epoch."""
-    shelf = _Shelf.of(tables)
+    shelf = _Shelf.of(tables, split)
     if not len(shelf.ids):
         raise NotEnoughSamplesError(
             f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
             "and wait for samples with cache.wait(min_samples, timeout_s)"
         )
     chosen = select_shards(shelf.ids, shelf.counts, shelf.uses, excluded, epoch_size)
+    if split is not None and not len(chosen):
+        raise NotEnoughSamplesError(
+            f"of the {int(shelf.sizes.sum())} samples that the cache at {root} holds none is of the split '{split.name}' "
+            f"(holdout={split.holdout:g}); wait for more, or hold out another share"
+        )
     return _hold(tables, leases, root, shelf, chosen, epoch_size)
 
 
 def retake_snapshot(
-    tables: Tables, leases: Leases, root: str, wanted: tuple[IntArray, IntArray], epoch_size: int | None
+    tables: Tables,
+    leases: Leases,
+    root: str,
+    wanted: tuple[IntArray, IntArray],
+    epoch_size: int | None,
+    split: Split | None = None,
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards `wanted` (ids, counts) that are still there; also the ids that are gone."""
-    shelf = _Shelf.of(tables)
+    shelf = _Shelf.of(tables, split)
     order = np.argsort(wanted[0], kind="stable")
     ids, counts = wanted[0][order], wanted[1][order]
     place = np.minimum(np.searchsorted(ids, shelf.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
@@ -86,10 +110,12 @@ def _hold(
     ranges = ranges_of(shelf.ids, chosen)
     lease = leases.create(ranges)
     try:
-        tables.mark_used(ranges)
+        if shelf.split is None or not shelf.split.held_out:
+            tables.mark_used(ranges)  # nothing is trained on what is held out
         cache_id = tables.meta("cache_id")
     except BaseException:
         lease.release()
         raise
     ids, counts = shelf.ids[chosen], shelf.counts[chosen]
-    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size), lease
+    sizes = None if shelf.split is None else shelf.sizes[chosen]
+    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, shelf.split, sizes), lease

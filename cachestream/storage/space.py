@@ -94,6 +94,7 @@ class Space:
                         "close them"
                     )
                 tables.forget_filling()
+                tables.execute("DELETE FROM meta WHERE key = 'holdout'")  # what comes may be split otherwise
             with translated_disk_errors(root, "clearing it"):
                 for name in os.listdir(self._directory.quarantine):
                     remove_if_there(os.path.join(self._directory.quarantine, name))

@@ -17,6 +17,7 @@ import numpy as np
 
 from cachestream.errors import CacheError
 from cachestream.model import Snapshot
+from cachestream.split import Split
 from cachestream.storage.catalogue import Revision
 from cachestream.storage.leases import Lease, ranges_of
 
@@ -50,8 +51,11 @@ class Standing:
     takes the uses of some seconds with it, but not their order: all shards were used alike.
     """
 
-    def __init__(self, cache: Cache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, cache: Cache, clock: Callable[[], float] = time.monotonic, split: Split | None = None
+    ) -> None:
         self._cache = cache
+        self._split = split
         self._clock = clock
         self._last: _Taken | None = None
         self._given: list[str] = []  # paths of the leases of the last epochs
@@ -75,7 +79,7 @@ class Standing:
         return snapshot, lease
 
     def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
-        snapshot, lease = self._cache.take_snapshot(epoch_size, turnover, least, self._given)
+        snapshot, lease = self._cache.take_snapshot(epoch_size, turnover, least, self._given, self._split)
         self._given = [*self._given[1 - _GIVEN :], lease.path]
         return snapshot, lease
 
@@ -98,7 +102,8 @@ class Standing:
             return
         last.lease.release()
         # Whoever has removed the cache wants no new catalogue there.
-        if last.uncounted and os.path.exists(self._cache.catalogue.path):
+        trains = self._split is None or not self._split.held_out
+        if trains and last.uncounted and os.path.exists(self._cache.catalogue.path):
             ids = last.snapshot.shard_ids
             with self._cache.catalogue.transaction() as tables:
                 tables.mark_used(ranges_of(ids, np.arange(len(ids))), last.uncounted)

@@ -45,7 +45,8 @@ class CacheStatus:
     that was the next epoch. `pass_number` counts passes over the remote from 1 (0: none
     yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
     source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full,
-    `remote_message` what the worker waits for that does not answer.
+    `remote_message` what the worker waits for that does not answer. `holdout`: the share of the samples that is held out,
+    None where none is; `held_out_samples`: those of them that are cached, as far as they have been counted.
     """
 
     path: str
@@ -78,6 +79,8 @@ class CacheStatus:
     is_listing: bool = False
     disk_message: str = ""
     remote_message: str = ""
+    holdout: float | None = None
+    held_out_samples: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -13,7 +13,9 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.model import IntArray, Schema, ShardRow, Span
+from cachestream.split import HELD_OUT, TRAIN, WHOLE
 from cachestream.storage.eviction import ORDERS
+from cachestream.storage.layout import SPLIT_STATEMENTS
 from cachestream.storage.progress import Claim, PassRow, ProgressTables, Suspect
 
 __all__ = ["Claim", "FailureRow", "PassRow", "Reservation", "Suspect", "Tables"]
@@ -181,10 +183,12 @@ class Tables(ProgressTables):
         )
         self.execute("UPDATE totals SET shards = ?, samples = ?, size_bytes = ?", self.sums())
 
-    def spans(self) -> dict[int, list[Span]]:
-        """What the shards hold of each pass: pass id → spans."""
+    def spans(self, part: int = WHOLE) -> dict[int, list[Span]]:
+        """What the shards hold of each pass: pass id → spans. Of one `part`, what holds its samples."""
         found: dict[int, list[Span]] = {}
-        for pass_id, blob in self.execute("SELECT pass_id, spans FROM shards"):
+        other = None if self.holdout is None else {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part)
+        without = f" WHERE id NOT IN (SELECT id FROM splits WHERE part = {other})" if other else ""
+        for pass_id, blob in self.execute(f"SELECT pass_id, spans FROM shards{without}"):
             found.setdefault(pass_id, []).extend(unpack_spans(blob))
         return found
 
@@ -195,6 +199,61 @@ class Tables(ProgressTables):
         self.execute(
             "DELETE FROM meta WHERE key IN ('schema', 'source', 'transform', 'fill_state', 'fill_message', 'votes')"
         )
+
+    # --- the held-out split
+
+    @property
+    def holdout(self) -> float | None:
+        """The share of the samples that is held out; None where that was never asked for."""
+        value = self.meta("holdout")
+        return None if value is None else float(value)
+
+    def hold_out(self, holdout: float) -> None:
+        """Hold out the share `holdout` from now on; `insert_split` may be called then."""
+        for statement in SPLIT_STATEMENTS:
+            self.execute(statement)
+        self.set_meta("holdout", holdout)
+
+    def insert_split(self, shard_id: int, held_out: int, part: int = WHOLE) -> None:
+        """`held_out` of a shard's samples are held out; it is a `part` of what its spans tell of."""
+        self.execute(
+            "INSERT OR IGNORE INTO splits SELECT id, ?, ? FROM shards WHERE id = ?",
+            (held_out, part, shard_id),
+        )
+
+    def enter_split(self, shard_id: int, fill: Mapping[str, Any]) -> None:
+        """Note what a shard's `fill` says of the split, if it was made under the same holdout."""
+        if "part" in fill and self.holdout == fill["holdout"]:
+            self.insert_split(shard_id, int(fill["held_out"]), int(fill["part"]))
+
+    def uncounted_shards(self) -> list[int]:
+        """The shards of which it is not known how many samples are held out."""
+        rows = self.execute("SELECT id FROM shards WHERE id NOT IN (SELECT id FROM splits)")
+        return [row[0] for row in rows]
+
+    def held_out(self) -> tuple[int, int]:
+        """Samples that are held out, as far as they are counted, and bytes of the shards that hold nothing else."""
+        if self.holdout is None:
+            return 0, 0
+        row = self.execute(
+            "SELECT coalesce(sum(held_out), 0), coalesce(sum(CASE WHEN held_out = num_samples THEN size_bytes END), 0) "
+            "FROM splits JOIN shards USING (id)"
+        ).fetchone()
+        return int(row[0]), int(row[1])
+
+    def held_out_shards(self) -> set[int]:
+        """The shards that hold nothing but held-out samples: they stay while others can go."""
+        if self.holdout is None:
+            return set()
+        rows = self.execute("SELECT id FROM splits JOIN shards USING (id) WHERE held_out = num_samples")
+        return {row[0] for row in rows}
+
+    def held_out_counts(self) -> IntArray:
+        """How many samples of each shard are held out, int64 `[num_shards]` by ascending id; -1 where that is not known."""
+        rows = self.execute(
+            "SELECT coalesce(held_out, -1) FROM shards LEFT JOIN splits USING (id) ORDER BY id"
+        )
+        return np.fromiter((row[0] for row in rows), np.int64)
 
     # --- schemas
 

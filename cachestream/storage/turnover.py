@@ -100,6 +100,9 @@ def shards_to_leave(
         ids, sizes, uses, counts = tables.shard_columns(
             "id", "size_bytes", "uses", "num_samples", policy=policy
         )
+    if kept := tables.held_out_shards():
+        goes = ~np.isin(ids, list(kept))
+        ids, sizes, uses, counts = ids[goes], sizes[goes], uses[goes], counts[goes]
     is_free = admission.leases.holders(ids) == 0
     order = np.argsort(np.where(is_free, -1, admission.leases.holders(ids, mine)), kind="stable")
     ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))

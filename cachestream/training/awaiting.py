@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.holdout import count_samples
 from cachestream.storage.looking import hindrance
 from cachestream.storage.skipping import warn_of_skipped
 from cachestream.storage.status import describe_skipped, remedy_for_skipped
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["ColdStart"]
 
 _WATCH_S: Final = 0.02
-_SILENT_S: Final = 10.0
+_SILENT_S: Final = 8.0
+_LOOK_AGAIN_S: Final = 0.5
 _LONGEST_S: Final = 0.5  # of a look: more where the process was stopped, and nobody has kept it waiting
 
 logger = logging.getLogger("cachestream")
@@ -49,31 +51,33 @@ class ColdStart:
         # A moment before the trainer gives up waiting for its batch: this error says more.
         give_up_s, speak_s = 0.9 * settings.timeout_s, _SILENT_S
         waited_s, looked_s = 0.0, time.monotonic()
-        while (have := self._cache.num_samples) < wanted:
+        while (have := count_samples(self._cache, settings.split)) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
             late = waited_s > give_up_s
             if ended or late:
                 # Asked again: the last samples may have come between the count and the state.
-                have = self._cache.num_samples
+                have = count_samples(self._cache, settings.split)
                 if have >= least:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
-            if not have and waited_s > speak_s:
-                self._tell_why_none()
-                speak_s = math.inf
+            if waited_s > speak_s:
+                speak_s = math.inf if self._tell_why(have, wanted) else waited_s + _LOOK_AGAIN_S
             if cancelled() or self._closed.wait(_WATCH_S):
                 raise Cancelled
             before_s, looked_s = looked_s, time.monotonic()
             waited_s += min(looked_s - before_s, _LONGEST_S)
 
-    def _tell_why_none(self) -> None:
+    def _tell_why(self, have: int, wanted: int) -> bool:
+        """Say what the samples are waited for, if it is known; returns whether it is."""
         with self._cache.catalogue.reading() as tables:
             why = hindrance(self._cache.directory, tables)
         if why:
-            logger.warning("%s holds no samples so far: %s", self._cache.path, why)
+            told = "no samples" if not have else f"{have} samples of {wanted}"
+            logger.warning("%s holds %s so far: %s", self._cache.path, told, why)
         else:
             warn_of_skipped(self._cache)
+        return bool(why)
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
         with self._cache.catalogue.reading() as tables:
@@ -101,5 +105,6 @@ class ColdStart:
             hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
         else:
             hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-        told = f"{self._cache.path} holds {have} samples, {wanted} are needed for an epoch, and {why}: {hint}"
+        of = "" if self._settings.split is None else f" of the split '{self._settings.split.name}'"
+        told = f"{self._cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
         return f"{told} ({skipped})" if skipped and skipped not in hint else told

@@ -19,6 +19,7 @@ from cachestream.errors import (
     SchemaMismatchError,
 )
 from cachestream.model import Schema, Snapshot
+from cachestream.split import Split
 from cachestream.storage.leases import Lease, join_lease
 from cachestream.storage.standing import Standing
 from cachestream.training.epoch import Request
@@ -73,10 +74,18 @@ class Holder:
     last ones, whose open shards the next ones take over. Where no other snapshot can be taken, the last one is given again.
     """
 
-    def __init__(self, cache: Cache, turnover: float, least: int, replay: Replay | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        turnover: float,
+        least: int,
+        replay: Replay | None = None,
+        split: Split | None = None,
+    ) -> None:
         self.maps: EpochMaps | None = None
         self._cache = cache
-        self._standing = Standing(cache)
+        self._split = split
+        self._standing = Standing(cache, split=split)
         self._turnover = turnover
         self._least = least
         self._replay = replay
@@ -99,7 +108,7 @@ class Holder:
             shared = ranks.share(request.name, lead, watch.cancelled)
             if led:
                 return led[0]
-            snapshot = _from_payload(shared)
+            snapshot = _from_payload(shared, self._split)
             lease = join_lease(snapshot.lease)
             gone = None if shared["gone"] is None else tuple(shared["gone"])
             replayed, rest = _replayed_from(shared)
@@ -144,7 +153,9 @@ class Holder:
         record = (request.records or {}).get(self._cache.cache_id)
         if record is not None:
             try:
-                snapshot, lease, gone = self._cache.retake_snapshot(record.shard_ids, record.counts)
+                snapshot, lease, gone = self._cache.retake_snapshot(
+                    record.shard_ids, record.counts, split=self._split
+                )
                 new = tuple(shard_id for shard_id in gone if shard_id not in record.gone)
                 return Held(snapshot, lease, EpochMaps(snapshot, self.maps), new)
             except NotEnoughSamplesError:
@@ -196,7 +207,10 @@ class Holder:
         """The shards of a recorded epoch: all that are needed, or an error."""
         given = (request.records or {}).get(self._cache.cache_id)
         record = given or replay.stretch(self._cache, request.epoch, request.index, leader)
-        snapshot, lease, gone = self._cache.retake_snapshot(record.shard_ids, record.counts)
+        record.check_split(self._split)
+        snapshot, lease, gone = self._cache.retake_snapshot(
+            record.shard_ids, record.counts, split=self._split
+        )
         if set(gone) - record.gone - {shard_id for shard_id in gone if shard_id < 0}:
             lease.release()
             raise EpochError(
@@ -227,6 +241,7 @@ def _to_payload(held: Held) -> Payload:
         "schema": snapshot.schema.to_json(),
         "shards": snapshot.shard_ids.tolist(),
         "counts": snapshot.counts.tolist(),
+        "sizes": None if snapshot.sizes is None else snapshot.sizes.tolist(),
         "gone": held.gone,
         "replayed": None if held.replayed is None else held.replayed.to_state(),
         "rest": None if held.rest is None else held.rest.stretches,
@@ -239,7 +254,7 @@ def _replayed_from(payload: Payload) -> tuple[Record | None, Rest | None]:
     return Record.from_state(payload["replayed"]), Rest(tuple((a, b) for a, b in payload["rest"]))
 
 
-def _from_payload(payload: Payload) -> Snapshot:
+def _from_payload(payload: Payload, split: Split | None) -> Snapshot:
     return Snapshot(
         payload["cache_id"],
         payload["root"],
@@ -247,4 +262,6 @@ def _from_payload(payload: Payload) -> Snapshot:
         Schema.from_json(payload["schema"]),
         np.array(payload["shards"], np.int64),
         np.array(payload["counts"], np.int64),
+        split=split,
+        sizes=None if payload["sizes"] is None else np.array(payload["sizes"], np.int64),
     )

@@ -8,12 +8,14 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
 from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
+from cachestream.storage.holdout import choose_split
 from cachestream.training.course import Course
 from cachestream.training.cursor import Cursor
 from cachestream.training.dataset import EpochDataset
@@ -78,6 +80,9 @@ class EpochLoader:
             samples at a time, which are read in long runs, from all over the cache. Let a window fit in memory twice.
         ragged: how fields come whose shape varies, and bytes: "list", "padded" (a `Padded`: values and lengths), "nested" (a
             jagged tensor), as one tensor without an object a sample; or a mapping of fields to these, str included.
+        split: "train", without the samples that are held out, or "held-out", those alone: by a hash of their keys, the same
+            on every run, node and resume. None: all, or "train" where `holdout` is given.
+        holdout: the share of the samples that is held out, such as 0.05. The cache keeps it: one share for all that use it.
 
     Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
     EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
@@ -105,6 +110,8 @@ class EpochLoader:
         weights: bool | Mapping[str, float] | None = None,
         locality: int | None = None,
         ragged: Ragged = "list",
+        split: str | None = None,
+        holdout: float | None = None,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, EpochLoader.__init__)
@@ -116,9 +123,10 @@ class EpochLoader:
             )
         prefetch = check_count("prefetch", prefetch)
         drawing = Drawing(shuffle, seed, sampler, make_weights(weights), locality)
-        self._settings = settings = EpochSettings(
+        settings = EpochSettings(
             batch_size, drawing, epoch_size, min_samples, turnover, drop_last, timeout_s, with_keys, ragged
         ).checked(replay)
+        self._settings = settings = replace(settings, split=choose_split(cache, split, holdout))
         self.cache = cache
         self._pid = os.getpid()
         self.batch_size = settings.batch_size
@@ -221,6 +229,8 @@ class EpochLoader:
         Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for another value.
         """
         request, weights = from_state(state), self._settings.drawing.weights
+        for record in (request.records or {}).values():
+            record.check_split(self._settings.split)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
         self._course.go_on_from(state, request)

@@ -74,7 +74,8 @@ class FieldAddresses:
 class EpochMaps:
     """The mapped shards of one snapshot. Thread-safe, but for the dropping of maps: see `open`.
 
-    `verified` holds the ids of the shards that this process has checked, shared with later epochs.
+    `verified` holds the ids of the shards that this process has checked, shared with later epochs, and `picked` the rows
+    of the snapshot's split in the shards that hold samples of both.
     At most `max_open` shards are mapped at a time (the kernel limits the maps of a process).
     """
 
@@ -98,6 +99,8 @@ class EpochMaps:
             self._buckets = np.searchsorted(self.starts, firsts, side="right") - 1
         else:
             self._buckets = np.repeat(np.arange(snapshot.num_shards), snapshot.counts)
+        self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
+        self._rows = self._rows_of_split()
         self.fields = {
             field.name: FieldAddresses(field, snapshot.num_shards)
             for field in (*snapshot.schema.fields, KEYS)
@@ -123,15 +126,40 @@ class EpochMaps:
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
         """For each of `samples` (numbers within the snapshot) the shard's place and the row in it."""
+        if self._rows is not None:
+            return self._shards_of(samples), self._rows[samples]
+        shards = self._shards_of(samples)
+        return shards, samples - self.starts[shards]
+
+    def _shards_of(self, samples: IntArray) -> IntArray:
+        shards: IntArray
         if not self._bucket_bits:
             shards = self._buckets[samples]
-            return shards, samples - self.starts[shards]
+            return shards
         shards = self._buckets[samples >> self._bucket_bits]
         beyond = np.flatnonzero(self.starts[shards + 1] <= samples)
         while len(beyond):
             shards[beyond] += 1
             beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
-        return shards, samples - self.starts[shards]
+        return shards
+
+    def _rows_of_split(self) -> IntArray | None:
+        """The row of each sample in its shard; None where shards have samples of one split alone."""
+        snapshot = self.snapshot
+        if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
+            return None
+        rows: list[IntArray] = []
+        for shard_id, count, size in zip(
+            *(array.tolist() for array in (snapshot.shard_ids, snapshot.counts, snapshot.sizes)), strict=True
+        ):
+            picked = np.arange(count, dtype=np.int64)
+            if count < size:
+                if shard_id not in self.picked:
+                    self.picked[shard_id] = _pick(snapshot, shard_id)
+                if len(self.picked[shard_id]) == count:  # else it is put aside when it is opened
+                    picked = self.picked[shard_id]
+            rows.append(picked)
+        return np.concatenate(rows)
 
     def open(
         self, shards: IntArray, settle: Callable[[], None] | None = None, *, ahead: bool = False
@@ -176,12 +204,17 @@ class EpochMaps:
         return shard
 
     def _insert(self, place: int, shard: MappedShard) -> None:
-        expected = int(self.snapshot.counts[place])
+        expected = int((self.snapshot.counts if self.snapshot.sizes is None else self.snapshot.sizes)[place])
         merged = self.snapshot.schema.merge(shard.schema)
         if shard.num_samples != expected or merged != self.snapshot.schema:
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
                 f"{expected} of {self.snapshot.schema}; run 'cachestream verify CACHE --repair'"
+            )
+        picked = self.picked.get(int(self.snapshot.shard_ids[place]))
+        if self._rows is not None and picked is not None and len(picked) != self.snapshot.counts[place]:
+            raise CorruptShardError(
+                f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[place]}"
             )
         low, high = shard.address, shard.address + shard.size_bytes
         with self._lock:
@@ -235,6 +268,15 @@ class EpochMaps:
 
     def __repr__(self) -> str:
         return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
+
+
+def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
+    """The rows of the snapshot's split in a shard; none where it is damaged."""
+    assert snapshot.split is not None
+    try:
+        return snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
+    except CorruptShardError:
+        return np.empty(0, np.int64)
 
 
 def element_bytes(field: Field) -> int:

@@ -18,6 +18,7 @@ from cachestream.config import (
     reject_unknown,
 )
 from cachestream.errors import ConfigError
+from cachestream.split import Split
 from cachestream.training.ragged import Ragged, check_ragged
 from cachestream.training.replay import Replay
 from cachestream.training.samplers import SamplerLike, check_sampler
@@ -80,6 +81,7 @@ class EpochSettings:
     with_keys: bool = False
     ragged: Ragged = "list"
     replay: Replay | None = None
+    split: Split | None = None
 
     def to_compare(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -102,6 +104,7 @@ class EpochSettings:
             "epoch_size": self.epoch_size,
             "drop_last": self.drop_last,
             "locality": drawing.locality,
+            **({} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}),
         }
 
     def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:

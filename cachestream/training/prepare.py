@@ -66,7 +66,7 @@ class Preparer:
         self._joined = self._wanted
         self._cold_start = ColdStart(cache, settings, closed)
         least = settings.batch_size if settings.drop_last else 1
-        self._holder = Holder(cache, settings.turnover, least, settings.replay)
+        self._holder = Holder(cache, settings.turnover, least, settings.replay, settings.split)
         self.last_s = 0.0
         self._looked_s = 0.0
 
@@ -191,6 +191,8 @@ class Preparer:
         else:
             remaining = self._remaining(request)
             record = draw_order(self._settings, request, dataset, self.ranks, remaining, cancelled)
+            if self._settings.split is not None:
+                record = replace(record, split=self._settings.split.name)
         order, bounds = rebuild(record)
         if request.records and held.gone != ():
             expected = rebuild(given or next(iter(request.records.values())))[0].size

@@ -15,6 +15,7 @@ import numpy as np
 from cachestream.errors import ConfigError
 from cachestream.model import IntArray, Snapshot
 from cachestream.permutation import Permutation
+from cachestream.split import Split
 from cachestream.training.locality import LocalOrder
 from cachestream.training.plan import ListedOrder, Order, SequentialOrder, ShuffledOrder, TailOrder
 
@@ -40,7 +41,7 @@ class Record:
     """A segment of an epoch: `drawn` samples of the shards, in a recorded order, less the cuts.
 
     `key` seeds the permutation of a "shuffled" order and of a "local" one, whose `window` and run length are in
-    `local`; `listed` and `bounds` are what a sampler gave.
+    `local`; `listed` and `bounds` are what a sampler gave. `split`: whose samples they are, None of all.
     """
 
     shard_ids: IntArray
@@ -52,6 +53,15 @@ class Record:
     bounds: IntArray | None = None
     cuts: tuple[Cut, ...] = ()
     local: tuple[int, int] | None = None
+    split: str | None = None
+
+    def check_split(self, split: Split | None) -> None:
+        """Raise ConfigError where the samples are not those of `split`."""
+        asked = None if split is None else split.name
+        if asked != self.split:
+            raise ConfigError(
+                f"this epoch was drawn with split={self.split!r}, and this EpochLoader has split={asked!r}; give it the same"
+            )
 
     def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> Record:
         """The record from `position` of its present order on, up to, not with, `stop`."""
@@ -84,6 +94,8 @@ class Record:
             state["listed"] = self.listed.tolist()
         if self.bounds is not None:
             state["bounds"] = self.bounds.tolist()
+        if self.split is not None:
+            state["split"] = self.split
         if self.local is not None:
             state["local"] = list(self.local)
         return state
@@ -102,6 +114,7 @@ class Record:
                 bounds=_integers(state.get("bounds")),
                 cuts=tuple(Cut(int(cut[0]), tuple(cut[1]), *map(int, cut[2:])) for cut in state["cuts"]),
                 local=_window_and_run(state.get("local")),
+                split=state.get("split"),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(

@@ -43,7 +43,8 @@ def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray
     while len(starts):
         shards, rows = maps.locate(starts)
         ends = np.minimum(stops, maps.starts[shards + 1])
-        parts.append((shards, rows, ends - starts))
+        last = maps.locate(ends - 1)[1]  # of one split, others may lie in between
+        parts.append((shards, rows, last + 1 - rows))
         more = ends < stops
         starts, stops = ends[more], stops[more]
     shards, rows, counts = (np.concatenate(part) for part in zip(*parts, strict=True))

@@ -8,7 +8,6 @@ so that equal weights draw every sample once.
 from __future__ import annotations
 
 import base64
-import itertools
 import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 import xxhash
 
 from cachestream.errors import ConfigError, CorruptShardError
-from cachestream.model import KEY_FIELD, IntArray, Snapshot
+from cachestream.model import IntArray, Snapshot
 from cachestream.permutation import Permutation, mix_key
 from cachestream.storage.shard import MappedShard, shard_path
 
@@ -88,7 +87,7 @@ class KeyWeights:
         known, self._of_shards = self._of_shards, {}
         for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
             found = known.get(shard_id)
-            self._of_shards[shard_id] = _read(snapshot.root, shard_id, count) if found is None else found
+            self._of_shards[shard_id] = _read(snapshot, shard_id, count) if found is None else found
         return self.of(np.concatenate(list(self._of_shards.values())))
 
     # --- between ranks, and checkpoints
@@ -149,18 +148,13 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
     return drawn
 
 
-def _read(root: str, shard_id: int, count: int) -> Hashes:
+def _read(snapshot: Snapshot, shard_id: int, count: int) -> Hashes:
     """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, which whoever gathers from it puts aside."""
     try:
-        shard = MappedShard(shard_path(root, shard_id))
-        shard.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
+        hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()
     except CorruptShardError:
         return np.zeros(count, np.uint64)
-    text = shard.array(KEY_FIELD).tobytes()
-    offsets = shard.array(f"{KEY_FIELD}#offsets").tolist()
-    shard.close()
-    pairs = itertools.pairwise(offsets)
-    return np.array([xxhash.xxh3_64_intdigest(text[start:stop]) for start, stop in pairs], np.uint64)
+    return hashes if snapshot.split is None else hashes[snapshot.split.rows(hashes)]
 
 
 def _bytes(key: str) -> bytes:

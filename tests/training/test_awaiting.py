@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache, EpochLoader, NotEnoughSamplesError
+from cachestream.errors import SourceUnavailableError
+from cachestream.report import one_line
 from cachestream.storage.skipping import is_much
 from tests.sampling.support import wait_until
 
@@ -121,3 +125,64 @@ def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> N
         with EpochLoader(cache, batch_size, turnover=0.6, timeout_s=DEADLINE_S) as loader:
             for _ in range(4):
                 assert [len(batch["x"]) for batch in loader] == [batch_size]
+
+
+def warned_of(cache: Cache, caplog: pytest.LogCaptureFixture, words: str) -> bool:
+    return any(
+        words in record.getMessage() and cache.path in record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    )
+
+
+def test_a_web_server_that_accepts_and_says_nothing_is_told_of_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts
+        urls = [f"http://127.0.0.1:{silent.getsockname()[1]}/{number}.bin" for number in range(20)]
+        with (
+            Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache,
+            cs.stream(urls, cache, batch_size=4, num_workers=1, timeout_s=DEADLINE_S) as loader,
+            ThreadPoolExecutor(1) as trainer,
+        ):
+            waiting = trainer.submit(lambda: next(iter(loader)))
+            wait_until(
+                lambda: warned_of(cache, caplog, "holds no samples so far: waiting for the remote"),
+                "a warning",
+            )
+            assert cache.status().remote_message.startswith("waiting for the remote: ")
+            assert "waiting for the remote" in cache.status().worker.states  # type: ignore[union-attr]
+            loader.close()
+            assert waiting.exception(DEADLINE_S) is not None
+
+
+def test_a_remote_that_is_silent_while_it_is_listed_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachestream.sampling.worker._OPENING_S", 0.1)
+    monkeypatch.setattr("cachestream.remote.paging.PAGE_TIMEOUT_S", 3.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache,
+    ):
+        options = {"key": "a", "secret": "b", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with pytest.raises(SourceUnavailableError, match="does not answer"):
+            cs.stream("s3://bucket/train/", cache, batch_size=4, storage_options=options)
+    assert warned_of(cache, caplog, "opening the source has taken 0.1 s")
+
+
+def test_a_transform_that_drops_everything_is_told_of_while_the_pass_goes_on(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    def draw(rng: np.random.Generator) -> dict[str, float]:
+        return {"x": float(rng.random())}
+
+    why = "transform returned None for all"
+    with cs.stream(
+        draw, cache, batch_size=4, transform=lambda _: None, num_workers=1, timeout_s=20.0
+    ) as loader:
+        with pytest.raises(NotEnoughSamplesError, match=f"'filling': {why} [0-9]+ samples so far"):
+            next(iter(loader))
+        assert warned_of(cache, caplog, f"holds no samples so far: {why}")
+        assert cache.status().fill_message.startswith(why)
+        assert why in one_line(cache.status())
