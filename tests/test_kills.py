@@ -219,8 +219,8 @@ def run(tmp_path: Path, processes: Processes, kills: int, seed: int) -> None:
         # All of it comes in the end, exactly once.
         scan["limit"] = LAST_LIMIT
         cache.size_limit = LAST_LIMIT
-        with cs.start_worker(cache, SOURCE, num_workers=2) as worker:
-            wait_until(lambda: worker.wait(1.0) and cache.fill_state() == "complete", "it is complete")
+        with cs.start_worker(cache, SOURCE, num_workers=2):
+            wait_until(lambda: cache.fill_state() == "complete", "it is complete")
         assert only_once(cache) == SOURCE.keys()
         assert scan["over"] == 0
         looks, most = scan["looks"], scan["most"]

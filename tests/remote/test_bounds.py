@@ -173,13 +173,13 @@ def test_a_worker_skips_what_is_above_the_limit_of_its_cache_and_says_what_to_ra
     good = [f"{server.url}/good/{number}.bin" for number in range(20)]
     source = cs.open_source([*good, f"{server.url}/endless/a.bin", f"{server.url}/bomb/a.bin"])
     with Cache(tmp_path / "cache", size_limit="30MB", min_free=0) as cache:
-        with cs.start_worker(cache, source, num_workers=1) as worker:
+        with cs.start_worker(cache, source, num_workers=1):
             (pid,) = sampling_pids(cache)
             peaks: list[int] = []
 
             def has_ended() -> bool:
                 peaks.extend(_peak(pid))
-                return worker.wait(0.0)
+                return cache.fill_state() == "complete"
 
             wait_until(has_ended, "all was read")
         assert len(only_once(cache)) == 20

@@ -280,7 +280,7 @@ def test_two_reads_of_a_dataset_that_counts_do_not_see_one_another() -> None:
         ([1, 2], {}, "takes an iterable"),
         (DataLoader(Numbers()), {}, "give its dataset"),
         (Plain(), {"shards": 2}, "nothing would split it"),
-        (Numbers(), {"shards": 0}, "at least 1"),
+        (Numbers(), {"shards": 0}, "1 or more"),
         (Numbers(), {"shards": True}, "whole number"),
         (Numbers(), {"shards": 2, "thread_safe": True}, "variable of the process"),
         (Torn(Exception(threading.Lock())), {}, "cannot be sent"),

@@ -532,7 +532,7 @@ def test_listing_is_done_once_and_not_by_the_children(tmp_path: Path) -> None:
         ("a.parquet", {"nulls": ["n"]}, r"nulls= is a list: give a dict, such as \{'age': -1\}"),
         ("a.parquet", {"decode_images": "bin"}, r"decode_images='bin': give a list of columns"),
         ("a.txt", {"storage_options": "anon"}, r"storage_options= is a str: give a dict"),
-        ("a.tar", {"samples_per_visit": "10"}, r"samples_per_visit='10': must be"),
+        ("a.tar", {"samples_per_visit": "10"}, r"samples_per_visit='10': give a whole number"),
     ],
 )
 def test_options_of_another_type_are_refused(

@@ -122,7 +122,7 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
     assert as_growing(source) is source
     assert is_source(source)
     assert source.is_listing, "nothing of this has asked for the rest"
-    assert repr(source).endswith(f"{len(source.first_names)} files and more>")
+    assert f"{len(source.first_names)} files and more" in repr(source)
     rest = [name for page in source.more_names(source.first_names[-1]) for name in page.names]
     assert [*source.first_names, *rest] == [closed.key(unit) for unit in range(closed.num_units)]
 

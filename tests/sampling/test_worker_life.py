@@ -214,7 +214,7 @@ def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes
     os.kill(supervisor_pid(cache), number)
     processes.wait_until_gone()
     assert cache.fill_state() == "stopped"
-    assert worker.wait(DEADLINE_S)
+    assert not worker.wait(DEADLINE_S), "it ended before the pass was complete"
     worker.close()
     assert left_files(cache) == []
 

@@ -283,13 +283,17 @@ def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
 
     with cs.start_worker(cache, cs.CallableSource(draw), num_workers=2) as worker, in_use(cache):
         within(cache, 2 * MB, lambda: evicted(cache) > 100, "it turns over")
-        with pytest.raises(TimeoutError, match=r"filling.*not complete within 0\.2 s; wait longer") as caught:
-            worker.wait(0.2)
-        assert isinstance(pickle.loads(pickle.dumps(caught.value)), cs.WorkerTimeoutError)
-        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
         assert worker.status().pass_done is None
     keys = keys_of(cache)
     assert max(keys.values()) == 1
+
+
+def test_a_wait_that_is_too_short_says_how_far_the_filling_is(cache: Cache) -> None:
+    with cs.start_worker(cache, Numbers(None, pause_s=0.5), num_workers=1) as worker:
+        with pytest.raises(TimeoutError, match=r"not complete within 0\.2 s; wait longer") as caught:
+            worker.wait(0.2)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), cs.WorkerTimeoutError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @dataclass(frozen=True)
@@ -316,8 +320,8 @@ def test_a_sample_that_the_limit_never_holds_is_skipped_and_the_others_are_read_
     journal = tmp_path / "journal"
     source = OneLarge(60, 2, 50_000, journal=str(journal), large=large)
     options: dict[str, Any] = {} if in_rows else {"transform": lambda sample: sample}
-    with cs.start_worker(cache, source, num_workers=2, **options) as worker:
-        within(cache, 15 * MB, lambda: worker.wait(0.0), "the pass is complete")
+    with cs.start_worker(cache, source, num_workers=2, **options):
+        within(cache, 15 * MB, lambda: cache.fill_state() in ("complete", "full"), "nothing more comes")
     reads = Counter(journal.read_text().split())
     assert max(reads.values()) <= 2
     assert only_once(cache) == (source.keys() if fits else source.keys() - {"30/0"})

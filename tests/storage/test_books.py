@@ -15,7 +15,7 @@ import pytest
 import cachestream as cs
 from cachestream.errors import CacheStreamError
 from cachestream.storage.cache import Cache
-from tests.storage.support import assert_sound, content, disk_bytes, new_cache, publish
+from tests.storage.support import assert_sound, content, disk_bytes, new_cache, publish, use_all
 
 LIMIT = 4_000_000
 UNITS = 24
@@ -151,13 +151,13 @@ def test_the_limit_does_not_rest_on_one_number(fast_path: Path, statement: str) 
     path = fast_path / "cache"
     with new_cache(path, "2MB") as cache:
         first = 0
-        while cache.status().evicted_shards == 0:
-            publish(cache, content(first, size_bytes=100_000))
+        while publish(cache, content(first, size_bytes=100_000)) is not None:
             first += 3
         full = cache.num_shards
     change(path, statement)
     with Cache(path) as cache:
         for more in range(first, first + 90, 3):
+            use_all(cache)
             publish(cache, content(more, size_bytes=100_000))
             assert disk_bytes(str(path)) <= 2_000_000
         assert cache.num_shards >= full - 1
