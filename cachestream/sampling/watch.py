@@ -71,6 +71,13 @@ class Watch:
         """Look no more."""
         self._over.set()
 
+    def end(self, timeout_s: float) -> None:
+        """Look no more, and wait until the process that is gone is reaped, and the thread has ended."""
+        self.close()
+        if self.process is not None:
+            self.process.wait(timeout=timeout_s)
+        self._thread.join(timeout_s)
+
     def _watch(self) -> None:
         try:
             while not self._over.wait(_LOOK_S) and self._is_needed():

@@ -173,8 +173,8 @@ class Worker:
                     f"{timeout_s:.0f} s; kill that process: the cache stays sound"
                 )
             time.sleep(_TICK_S)
-        if self._watch is not None and self._watch.process is not None:
-            self._watch.process.wait(timeout=timeout_s)  # it has let go of its lock, and is about to be gone
+        if self._watch is not None:
+            self._watch.end(timeout_s)  # the worker has let go of its lock, and is about to be gone
 
     def __enter__(self) -> Self:
         return self

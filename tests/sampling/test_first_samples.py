@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,15 +92,15 @@ def test_the_minority_is_left_out_and_counted_whichever_comes_first(
 
 
 @pytest.mark.parametrize("in_rows", [False, True])
-def test_integers_beside_floats_are_stored_as_floats(cache: Cache, in_rows: bool) -> None:
-    with cs.start_worker(cache, Scores(40), num_workers=2, transform=None if in_rows else dict) as worker:
-        assert worker.wait(DEADLINE_S)
-    assert failures_of(cache) == {}
-    with cache.snapshot() as dataset:
-        found = [dataset[i]["score"] for i in range(len(dataset))]
-        assert sorted(map(float, found)) == [unit + unit % 2 / 2 for unit in range(40)]
-        assert {str(score.dtype) for score in found} == {"torch.float64"}
-        del found
+def test_integers_beside_floats_are_stored_as_floats(tmp_path: Path, in_rows: bool) -> None:
+    with Cache(tmp_path / "scores", size_limit="50MB", min_free=0) as cache:
+        with cs.start_worker(cache, Scores(40), num_workers=2, transform=None if in_rows else dict) as worker:
+            assert worker.wait(DEADLINE_S)
+        assert failures_of(cache) == {}
+        with cs.EpochLoader(cache, 40) as loader:
+            scores = next(iter(loader))["score"]
+            assert str(scores.dtype) == "torch.float64"
+            assert sorted(scores.tolist()) == [unit + unit % 2 / 2 for unit in range(40)]
 
 
 @dataclass(frozen=True)

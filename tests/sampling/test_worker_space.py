@@ -289,9 +289,11 @@ def test_an_endless_source_fills_and_turns_over(cache: Cache) -> None:
 
 
 def test_a_wait_that_is_too_short_says_how_far_the_filling_is(cache: Cache) -> None:
-    with cs.start_worker(cache, Numbers(None, pause_s=0.5), num_workers=1) as worker:
-        with pytest.raises(TimeoutError, match=r"not complete within 0\.2 s; wait longer") as caught:
-            worker.wait(0.2)
+    with (
+        cs.start_worker(cache, Numbers(None, pause_s=0.5), num_workers=1) as worker,
+        pytest.raises(TimeoutError, match=r"not complete within 0\.2 s; wait longer") as caught,
+    ):
+        worker.wait(0.2)
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), cs.WorkerTimeoutError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
