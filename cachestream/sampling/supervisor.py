@@ -355,6 +355,7 @@ class Supervisor:
             _, samples, _ = tables.totals()
         if meta.get("catalogue_id") != self._catalogue_id:
             logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+            self._catalogue_id = meta.get("catalogue_id")
             self._say_again()
         self._history.append(
             samples,
@@ -374,7 +375,7 @@ class Supervisor:
             tables.set_meta("fill_message", message)
             tables.set_meta("fill_traceback", words)
             tables.add("epoch_waits", int(message == WAITS))
-            self._catalogue_id = tables.meta("catalogue_id")
+            self._catalogue_id = self._catalogue_id or tables.meta("catalogue_id")
         self._state, self._message = state, message
 
     def _say_again(self) -> None:

@@ -127,7 +127,7 @@ def test_a_worker_is_stopped_in_time_while_the_disk_is_full(
     worker.stop(DEADLINE_S)
     processes.wait_until_gone()
     os.unlink(small_disk / "theirs")
-    with cs.start_worker(cache, source, num_workers=2) as worker:
+    with cs.start_worker(cache, source, num_workers=2), in_use(cache):
         before = last_shard(cache)
         wait_until(lambda: last_shard(cache) > before, "the next one publishes")
     only_once(cache)
