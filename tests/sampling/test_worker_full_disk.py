@@ -22,7 +22,15 @@ from cachestream.storage import standing
 from cachestream.storage.board import Board
 from cachestream.storage.history import ROW
 from tests.sampling.sources import Numbers
-from tests.sampling.support import DEADLINE_S, Processes, left_files, only_once, sampling_pids, wait_until
+from tests.sampling.support import (
+    DEADLINE_S,
+    Processes,
+    in_use,
+    left_files,
+    only_once,
+    sampling_pids,
+    wait_until,
+)
 from tests.support.caches import add_shard, numbered
 
 BLOCK = 4096

@@ -113,7 +113,8 @@ def test_a_worker_fills_a_cache_again_after_a_repair(
         left = cache.num_samples
     table, column, old, new = damage
     change(path, f"UPDATE {table} SET {column} = replace({column}, '{old}', '{new}')")
-    only_documented_errors(lambda: fill(path, template))
+    if damage is not TEXTS["the seed of the pass"]:  # another seed makes sense: only `verify` finds it
+        only_documented_errors(lambda: fill(path, template))
     with Cache(path) as cache:
         assert cache.verify(repair=True).ok
         assert cache.num_samples >= left
