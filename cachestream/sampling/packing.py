@@ -284,6 +284,7 @@ class Packing:
             target_bytes = self._target_bytes()
         self._open_up()
         if not self._open.num_samples:
+            self._look_at_held_out()  # for each shard: shards may come faster than the limit is looked at
             self._open.holdout = self._holdout
         return target_bytes - self._open.size_bytes
 
@@ -293,7 +294,6 @@ class Packing:
             self._limit_until_s = now + 1.0
             self._limit_bytes = self._cache.size_limit
             bounds.limit_to(self._limit_bytes)
-            self._look_at_held_out()
         share_bytes = self._limit_bytes // self._job.num_workers
         published = self._outbox.published if published is None else published
         return target_bytes(published, self._job.shard_bytes, share_bytes)
