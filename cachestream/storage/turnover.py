@@ -90,8 +90,9 @@ def shards_to_leave(
         return np.empty(0, np.int64)
     if policy == "none":
         policy = "lru"
+    kept = tables.held_out_shards()
     if callable(policy):
-        rows = in_order(policy, list(tables.shards()))
+        rows = in_order(policy, [row for row in tables.shards() if row.id not in kept])
         table = np.array(
             [(row.id, row.size_bytes, row.uses, row.num_samples) for row in rows], np.int64
         ).reshape(-1, 4)
@@ -100,7 +101,7 @@ def shards_to_leave(
         ids, sizes, uses, counts = tables.shard_columns(
             "id", "size_bytes", "uses", "num_samples", policy=policy
         )
-    if kept := tables.held_out_shards():
+    if kept:
         goes = ~np.isin(ids, list(kept))
         ids, sizes, uses, counts = ids[goes], sizes[goes], uses[goes], counts[goes]
     is_free = admission.leases.holders(ids) == 0
