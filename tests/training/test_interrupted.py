@@ -86,14 +86,20 @@ def test_a_trainer_that_was_stopped_before_there_was_a_sample_is_not_late_either
         "import os, signal, sys, time\n"
         "from cachestream import Cache\n"
         "from tests.support.caches import add_shard\n"
+        "print('loaded', flush=True); time.sleep(0.5)\n"
         "os.kill({0}, signal.SIGSTOP); time.sleep({1}); os.kill({0}, signal.SIGCONT); time.sleep(0.5)\n"
         "with Cache({2!r}) as cache: add_shard(cache, ((str(n), {{'number': n}}) for n in range(16)))\n"
     )
     with EpochLoader(cache, 4, timeout_s=3.0) as loader:
         stopping = subprocess.Popen(
-            [sys.executable, "-c", script.format(os.getpid(), STOPPED_S, cache.path)], cwd=ROOT
+            [sys.executable, "-c", script.format(os.getpid(), STOPPED_S, cache.path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
         )
         try:
+            assert stopping.stdout is not None
+            with stopping.stdout as said:
+                assert said.readline() == b"loaded\n"
             assert sum(len(batch["number"]) for batch in loader) == 16
         finally:
             stopping.wait(60)
