@@ -103,7 +103,6 @@ PEER_ANSWERS: Final[dict[str, str]] = {
     "persistent_workers": "nothing is needed: the worker fills on from epoch to epoch",
     "predownload": "nothing is needed: filling does not depend on where training is",
     "resampled": "nothing is needed: there is always a next epoch",
-    "split": "name the folder of the split as the source",
     "streams": "give cs.mix({source: weight}) as the source",
     "subsample": "EpochLoader and stream take epoch_size=, or a sampler=",
     "worker_init_fn": "nothing is needed: no process makes batches, and transform= runs in the background",

@@ -33,7 +33,7 @@ from cachestream.errors import (
 from cachestream.model import Span
 from cachestream.remote.growing import as_growing, begins_with
 from cachestream.remote.retry import backoff_delays
-from cachestream.remote.source import DivisibleSource, Source
+from cachestream.remote.source import Source, as_divisible
 from cachestream.sampling.coverage import END, Coverage
 from cachestream.sampling.order import Order, PassPlan
 from cachestream.sampling.packer import Packer
@@ -268,10 +268,11 @@ class _Maker:
     def _source_of(self, plan: PassPlan) -> Source:
         """The source in the parts that the pass read its units in."""
         source, parts = self._source, max(1, len(plan.segments))
-        if not isinstance(source, DivisibleSource) or source.rounds == parts:
+        divisible = as_divisible(source)
+        if divisible is None or divisible.rounds == parts:
             return source
         if plan not in self._divided:
-            self._divided[plan] = source.divided(parts)
+            self._divided[plan] = divisible.divided(parts)
         return self._divided[plan]
 
     def names_same(self, plan: PassPlan) -> bool:

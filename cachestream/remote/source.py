@@ -9,7 +9,15 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DivisibleSource", "Rows", "RowsSource", "Source", "one_by_one", "parts_for_diversity"]
+__all__ = [
+    "DivisibleSource",
+    "Rows",
+    "RowsSource",
+    "Source",
+    "as_divisible",
+    "one_by_one",
+    "parts_for_diversity",
+]
 
 MANY_UNITS: Final = 64
 EXPANSION: Final = 2
@@ -73,7 +81,6 @@ class RowsSource(Source, Protocol):
         ...
 
 
-@runtime_checkable
 class DivisibleSource(Source, Protocol):
     """A source of large units, each of which can be read in parts: a small cache then holds parts of many units.
 
@@ -92,6 +99,15 @@ class DivisibleSource(Source, Protocol):
     def divided(self, parts: int) -> DivisibleSource:
         """The same samples, with each unit in so many parts."""
         ...
+
+
+def as_divisible(source: Any) -> DivisibleSource | None:
+    """`source`, if its units can be read in parts."""
+    # Not isinstance: to see whether num_units is there, it would list everything.
+    if callable(getattr(source, "divided", None)):
+        found: DivisibleSource = source
+        return found
+    return None
 
 
 def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:

@@ -14,7 +14,7 @@ from cachestream.remote.filelist import whole_units
 from cachestream.remote.filesystem import Remote
 from cachestream.remote.functions import fingerprint_of
 from cachestream.remote.growing import as_growing
-from cachestream.remote.source import DivisibleSource, Source, parts_for_diversity
+from cachestream.remote.source import Source, as_divisible, parts_for_diversity
 from cachestream.sampling.child import import_path
 from cachestream.sampling.curriculum import check_curriculum
 from cachestream.sampling.job import Job, Payload, pack, pack_sampler
@@ -79,6 +79,7 @@ class WorkerOptions:
         if not isinstance(fingerprint, str) or not fingerprint:
             raise ConfigError(f"{owner}: fingerprint={fingerprint!r}: must be a str that names the data")
         _check_share(partition, num_units)
+        divisible = as_divisible(source)
         kind, weights, sampler = _order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()
@@ -111,19 +112,20 @@ class WorkerOptions:
             growing=growing is not None,
             label_names=tuple(map(str, getattr(source, "label_names", ()))),
             protocols=tuple(sorted(protocols)),
-            rounds=source.rounds if kind == "shuffle" and isinstance(source, DivisibleSource) else 1,
+            rounds=divisible.rounds if kind == "shuffle" and divisible is not None else 1,
         )
 
     def _divided(self, cache: Cache, source: Source) -> Source:
         """The source in parts as small as its cache needs for something of many units; as before, once it is filled."""
         is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
-        if not isinstance(source, DivisibleSource) or source.rounds > 1 or not is_shuffled:
+        divisible = as_divisible(source)
+        if divisible is None or divisible.rounds > 1 or not is_shuffled:
             return source
         parts = parts_of_last_pass(cache, source.fingerprint)
         if parts is None:
-            unit_bytes, most = source.part_limit()
-            parts = parts_for_diversity(cache.size_limit, source.num_units or 0, unit_bytes, most)
-        return source.divided(parts) if parts > 1 else source
+            unit_bytes, most = divisible.part_limit()
+            parts = parts_for_diversity(cache.size_limit, divisible.num_units or 0, unit_bytes, most)
+        return divisible.divided(parts) if parts > 1 else source
 
     def _shard_bytes(self, cache: Cache) -> int:
         usable = cache.size_limit - overhead_bytes(cache.directory) - HEADROOM_BYTES

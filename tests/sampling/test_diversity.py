@@ -18,12 +18,12 @@ from cachestream.testing.observing import cached_keys
 
 TARS = 20
 SAMPLES = 64
-SAMPLE_BYTES = 16_000
+SAMPLE_BYTES = 32_000
 
 
 @pytest.fixture(scope="module")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty tars of about 1 MB, of one class each."""
+    """Twenty tars of about 2 MB, of one class each."""
     folder = tmp_path_factory.mktemp("remote")
     for number in range(TARS):
         with tarfile.open(folder / f"{number:03}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:

@@ -83,8 +83,12 @@ def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache)
 def test_each_pass_of_a_sampler_is_drawn_anew_and_leaves_no_files(cache: Cache) -> None:
     cache.size_limit = 2_000_000
     source = Numbers(300, nbytes=10_000)
-    with cs.start_worker(cache, source, num_workers=1, order=RandomSampler(range(300))) as worker:
-        wait_until(lambda: worker.status().pass_number >= 3, "a third pass")
+    with (
+        cs.start_worker(cache, source, num_workers=1, order=RandomSampler(range(300))) as worker,
+        cs.EpochLoader(cache, batch_size=10, min_samples=10) as loader,
+    ):
+        # A full cache rests until epochs have used what it holds.
+        wait_until(lambda: [*loader] and worker.status().pass_number >= 3, "a third pass")
     orders = [path for path in Path(cache.directory.worker).iterdir() if path.name.startswith("order-")]
     assert len(orders) == 1
     for path in orders:
