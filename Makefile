@@ -10,7 +10,7 @@ PEERS_ARGS  ?=
 ACCURACY_ARGS ?=
 
 # What an installed copy is made from: pip builds the part in C when it installs.
-MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/_gather.c
+MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/batches/_gather.c
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check pytest soak sanitize bench bench-peers bench-accuracy clean
@@ -42,7 +42,7 @@ sanitize: $(VENV)/.ready-dev  ## test the part in C under gcc's address and unde
 	cp -r cachestream tests pyproject.toml $(SANITIZED)
 	gcc -g -O1 -fsanitize=address,undefined -fno-sanitize-recover -std=c11 -Wall -Wextra -pthread -shared -fPIC \
 	  -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
-	  cachestream/training/_gather.c -o $(SANITIZED)/cachestream/training/_gather.abi3.so
+	  cachestream/training/batches/_gather.c -o $(SANITIZED)/cachestream/training/batches/_gather.abi3.so
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  $(abspath $(BIN))/python -m pytest -n 2 tests/training $(PYTEST_ARGS)
@@ -58,7 +58,7 @@ bench-accuracy: $(PEERS_VENV)/.ready-peers  ## time to accuracy over a slow remo
 
 clean:  ## remove what was made here, the virtual environment too
 	rm -rf $(VENV) $(PEERS_VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
-	rm -f cachestream/training/*.so
+	rm -f cachestream/training/batches/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up with the extras named after the dash; made anew only when what it depends on has changed.

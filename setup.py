@@ -17,8 +17,8 @@ WITHOUT = (
 )
 
 gather = Extension(
-    "cachestream.training._gather",
-    ["cachestream/training/_gather.c"],
+    "cachestream.training.batches._gather",
+    ["cachestream/training/batches/_gather.c"],
     extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-pthread"],
     extra_link_args=["-pthread"],
     py_limited_api=True,

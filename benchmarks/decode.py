@@ -19,8 +19,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.measure import emit
-from cachestream.remote import jpegs
-from cachestream.remote.images import ImageOptions, decode_image
+from cachestream.sources.decode import images
+from cachestream.sources.decode.images import ImageOptions, decode_image
 
 SIZES: Final = ((640, 480), (2560, 1920))
 ROUNDS: Final = 5
@@ -43,7 +43,7 @@ def photograph(width: int, height: int, seed: int = 0) -> bytes:
 def without_simplejpeg() -> Iterator[None]:
     kept = sys.modules.get("simplejpeg")
     sys.modules["simplejpeg"] = None  # type: ignore[assignment]  # how Python notes what cannot be imported
-    jpegs._turbo.cache_clear()
+    images._turbo.cache_clear()
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ def without_simplejpeg() -> Iterator[None]:
             del sys.modules["simplejpeg"]
         else:
             sys.modules["simplejpeg"] = kept
-        jpegs._turbo.cache_clear()
+        images._turbo.cache_clear()
 
 
 def pillow_full_size(data: bytes) -> np.ndarray[Any, Any]:

@@ -24,8 +24,7 @@ import cachestream as cs
 from benchmarks.measure import emit, scratch
 from benchmarks.pagecache import evict
 from cachestream.permutation import Permutation
-from cachestream.training.locality import LocalOrder, run_length
-from cachestream.training.plan import Order, SequentialOrder, ShuffledOrder
+from cachestream.training.plan import LocalOrder, SampleOrder, SequentialOrder, ShuffledOrder, run_length
 from tests.support.caches import add_shard
 
 SAMPLES, SHARD, CLASSES, BATCH = 100_000, 2_000, 100, 256
@@ -34,7 +33,7 @@ ROW_FLOATS, SHARDS, SHARD_ROWS = 512, 32, 4096
 KEY = 11
 
 
-def orders() -> dict[str, Order]:
+def orders() -> dict[str, SampleOrder]:
     run = run_length(np.full(SAMPLES // SHARD, SHARD))
     local = {f"{w:,}": LocalOrder(SAMPLES, SAMPLES, w, run, KEY) for w in WINDOWS}
     return {
@@ -51,7 +50,7 @@ def entropy_bits(labels: npt.NDArray[np.int64]) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
-def quality(order: Order) -> tuple[float, float, float]:
+def quality(order: SampleOrder) -> tuple[float, float, float]:
     """Distance of neighbours (in samples), entropy (bits) and number of classes in a batch."""
     drawn = order.at(np.arange(order.size, dtype=np.int64))
     labels = drawn // (SAMPLES // CLASSES)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import cachestream as cs
 from benchmarks.decode import photograph
 from benchmarks.measure import emit, scratch
-from cachestream.remote.images import ImageOptions, decode_image
+from cachestream.sources.decode.images import ImageOptions, decode_image
 
 IMAGES: Final = 2000
 DISTINCT: Final = 50

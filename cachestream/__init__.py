@@ -29,30 +29,29 @@ if TYPE_CHECKING:
         WorkerTimeoutError,
     )
     from cachestream.integrations.metrics import metrics
-    from cachestream.remote.arrays import ArraySource
-    from cachestream.remote.arrow_files import ArrowSource
-    from cachestream.remote.datasets import DatasetSource
-    from cachestream.remote.files import FileSource
-    from cachestream.remote.functions import CallableSource
-    from cachestream.remote.images import ImageOptions
-    from cachestream.remote.iterables import IterableSource
-    from cachestream.remote.lines import LinesSource
-    from cachestream.remote.litdata import LitDataSource
-    from cachestream.remote.manifest import Manifest
-    from cachestream.remote.mds import MDSSource
-    from cachestream.remote.mix import mix
-    from cachestream.remote.open import open_source
-    from cachestream.remote.source import Source
-    from cachestream.remote.tables import ParquetSource
-    from cachestream.remote.tars import TarSource
-    from cachestream.remote.tfrecords import TFRecordSource
-    from cachestream.sampling.worker import Worker, start_worker
+    from cachestream.listing.manifest import Manifest
+    from cachestream.sources.arrays import ArraySource
+    from cachestream.sources.arrow_files import ArrowSource
+    from cachestream.sources.base import Source
+    from cachestream.sources.datasets import DatasetSource, IterableSource
+    from cachestream.sources.decode.images import ImageOptions
+    from cachestream.sources.files import FileSource
+    from cachestream.sources.functions import CallableSource
+    from cachestream.sources.lines import LinesSource
+    from cachestream.sources.mix import mix
+    from cachestream.sources.open import open_source
+    from cachestream.sources.parquet import ParquetSource
+    from cachestream.sources.peers.litdata import LitDataSource
+    from cachestream.sources.peers.mds import MDSSource
+    from cachestream.sources.tar import TarSource
+    from cachestream.sources.tfrecord import TFRecordSource
     from cachestream.storage.cache import Cache
     from cachestream.streaming import stream
-    from cachestream.training.batches import collate
+    from cachestream.training.batches.collate import collate
+    from cachestream.training.batches.ragged import Padded
     from cachestream.training.dataset import EpochDataset
     from cachestream.training.loader import EpochLoader
-    from cachestream.training.ragged import Padded
+    from cachestream.worker.worker import Worker, start_worker
 
 __all__ = [
     "ArraySource",
@@ -102,31 +101,31 @@ __version__ = "0.1.0"
 
 # Where a name lives; whatever is public and not named here is an error class.
 _HOMES: Final[dict[str, str]] = {
-    "ArraySource": "remote.arrays",
-    "ArrowSource": "remote.arrow_files",
+    "ArraySource": "sources.arrays",
+    "ArrowSource": "sources.arrow_files",
     "Cache": "storage.cache",
-    "CallableSource": "remote.functions",
-    "DatasetSource": "remote.datasets",
+    "CallableSource": "sources.functions",
+    "DatasetSource": "sources.datasets",
     "EpochDataset": "training.dataset",
     "EpochLoader": "training.loader",
-    "FileSource": "remote.files",
-    "ImageOptions": "remote.images",
-    "LinesSource": "remote.lines",
-    "LitDataSource": "remote.litdata",
-    "MDSSource": "remote.mds",
-    "IterableSource": "remote.iterables",
-    "Manifest": "remote.manifest",
-    "Padded": "training.ragged",
-    "ParquetSource": "remote.tables",
-    "Source": "remote.source",
-    "TFRecordSource": "remote.tfrecords",
-    "TarSource": "remote.tars",
-    "Worker": "sampling.worker",
-    "collate": "training.batches",
+    "FileSource": "sources.files",
+    "ImageOptions": "sources.decode.images",
+    "LinesSource": "sources.lines",
+    "LitDataSource": "sources.peers.litdata",
+    "MDSSource": "sources.peers.mds",
+    "IterableSource": "sources.datasets",
+    "Manifest": "listing.manifest",
+    "Padded": "training.batches.ragged",
+    "ParquetSource": "sources.parquet",
+    "Source": "sources.base",
+    "TFRecordSource": "sources.tfrecord",
+    "TarSource": "sources.tar",
+    "Worker": "worker.worker",
+    "collate": "training.batches.collate",
     "metrics": "integrations.metrics",
-    "mix": "remote.mix",
-    "open_source": "remote.open",
-    "start_worker": "sampling.worker",
+    "mix": "sources.mix",
+    "open_source": "sources.open",
+    "start_worker": "worker.worker",
     "stream": "streaming",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachestream.command import main
+from cachestream.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,9 @@
-"""Sizes, limits and the few numbers that the whole package shares; the only place that parses them."""
+"""Sizes, limits, extras, and the few numbers that the whole package shares."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import math
 import numbers
@@ -10,27 +11,23 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any, Final, TypeGuard, TypeVar
 
 from cachestream.errors import ConfigError
 
-__all__ = [
-    "NO_THREADS",
-    "PEER_ANSWERS",
-    "PEER_KEYWORDS",
-    "SHORTEST_S",
-    "check_count",
-    "check_mapping",
-    "check_seconds",
-    "check_share",
-    "format_size",
-    "keywords_of",
-    "parse_path",
-    "parse_size",
-    "reject_unknown",
-    "whole_number",
-    "with_generator",
-]
+
+def require(module: str, extra: str, what: str) -> Any:
+    """The module `module`, which `what` needs and the extra `extra` brings; ConfigError without it."""
+    try:
+        found: ModuleType = importlib.import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise ConfigError(
+            f"{what} needs {module.partition('.')[0]} ({missing} is missing): pip install 'cachestream[{extra}]'"
+        ) from error
+    return found
+
 
 # What to do about Python's "can't start new thread".
 NO_THREADS: Final = (

@@ -17,8 +17,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Permutation", "mix_key"]
-
 IntArray = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]
 

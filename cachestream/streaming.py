@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from cachestream.config import SHORTEST_S, check_seconds, keywords_of, reject_unknown
-from cachestream.remote.growing import is_source
-from cachestream.remote.open import SOURCE_OPTIONS, Unopened, open_source
-from cachestream.sampling.options import WorkerOptions
-from cachestream.sampling.worker import Worker, start_worker
+from cachestream.sources.base import is_source
+from cachestream.sources.open import SOURCE_OPTIONS, Unopened, open_source
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
 from cachestream.training.ranks import find_share, is_elastic
-
-__all__ = ["StreamLoader", "stream"]
+from cachestream.worker.options import WorkerOptions
+from cachestream.worker.worker import Worker, start_worker
 
 _CACHE: Final = ("min_free", "eviction")
 _TIMEOUT_S: Final = 120.0  # the loader's

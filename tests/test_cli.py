@@ -24,15 +24,15 @@ from PIL import Image
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.cli import main
-from cachestream.storage.history import ROW
+from cachestream.cli.app import main
 from cachestream.storage.status import CacheStatus
+from cachestream.storage.telemetry import ROW
 from tests.support.caches import fill
 from tests.support.s3 import S3Server
 
 COUNT: Final = 60
 TIMEOUT_S: Final = 180  # only what hangs takes so long, also on a busy machine
-COMMAND: Final = [sys.executable, "-m", "cachestream.cli"]
+COMMAND: Final = [sys.executable, "-m", "cachestream.cli.app"]
 
 
 def cli(
@@ -451,7 +451,7 @@ def in_a_folder_that_is_gone(*arguments: object) -> str:
     """The command line after its current folder was removed."""
     return (
         "import os, sys, tempfile; folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder);"
-        f"from cachestream.command import main; main({[str(argument) for argument in arguments]!r})"
+        f"from cachestream.cli.main import main; main({[str(argument) for argument in arguments]!r})"
     )
 
 
@@ -507,7 +507,7 @@ def test_a_worker_works_without_standard_error(images: Path, cache: Path) -> Non
 def test_a_cache_that_is_somebody_elses_is_not_called_none(cache: Path) -> None:
     fill(cache, 1, 8).close()
     code = (
-        "import os, cachestream.cli as cli\n"
+        "import os, cachestream.cli.app as cli\n"
         "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
         f"try: cli._open({str(cache)!r})\n"
         "except Exception as error: print(error)"
@@ -556,7 +556,7 @@ class Finder:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
-from cachestream.command import main
+from cachestream.cli.main import main
 main(["--version"])
 """
 
@@ -584,7 +584,7 @@ def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> Non
     (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
     code = (
         "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None;"
-        f"from cachestream.cli import main; main(['plot', {str(cache)!r}])"
+        f"from cachestream.cli.app import main; main(['plot', {str(cache)!r}])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cachestream import Cache
-from tests.sampling.support import keys_of
 from tests.test_cli import cli, done, refused
+from tests.worker.support import keys_of
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from cachestream.config import (
     with_generator,
 )
 from cachestream.errors import ConfigError
-from cachestream.remote.open import SOURCE_OPTIONS
+from cachestream.sources.open import SOURCE_OPTIONS
 
 
 @pytest.mark.parametrize(

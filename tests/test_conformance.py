@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream.testing import CHECKS, SourceChecks, check_source
+from cachestream.testing.checks import CHECKS, SourceChecks, check_source
 from tests.support.s3 import S3Server
 
 UNITS: Final = 6

@@ -19,12 +19,11 @@ import pytest
 from PIL import Image
 
 from cachestream import Cache, EpochError
-from cachestream.demo import Size, run
-from cachestream.demo.data import PLACES, Remote, make_remote
-from cachestream.demo.launch import Ranks
-from cachestream.demo.main import Outcome
+from cachestream.demo.data import PLACES, DemoData, make_remote
 from cachestream.demo.messages import Settings
-from cachestream.demo.watch import LimitWatch
+from cachestream.demo.progress import LimitWatch
+from cachestream.demo.run import Outcome, Size, run
+from cachestream.demo.torchrun import TorchrunJob
 
 ROOT: Final = Path(__file__).parents[1]
 SHORT: Final = Size(num_samples=810, num_held_out=135, epochs=3, epoch_s=1.0, fetch_s=1.5)
@@ -122,7 +121,7 @@ def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
     Cache(tmp_path / "cache", "10MB").close()
     settings = Settings(missing, missing, 1, str(tmp_path / "cache"), 100_000, 100_000, 2, 1, 1.0, 1)
     reason = r"rank \d: SourceError: .*missing: no such file or folder"
-    with Ranks(settings, tmp_path / "log", tmp_path) as ranks, pytest.raises(EpochError, match=reason):
+    with TorchrunJob(settings, tmp_path / "log", tmp_path) as ranks, pytest.raises(EpochError, match=reason):
         list(iter(lambda: ranks.events(1.0), None))
     assert "Traceback" in (tmp_path / "log").read_text()
 
@@ -141,7 +140,7 @@ def test_a_demo_whose_cache_exceeded_its_limit_has_a_problem(tmp_path: Path) -> 
     with Cache(tmp_path, "10MB") as cache:
         with LimitWatch(cache.path, 4096) as watch:
             wait_until("it has looked", lambda: watch.looks > 0)
-        remote = Remote("remote", "held-out", 1, 1)
+        remote = DemoData("remote", "held-out", 1, 1)
         outcome = Outcome(remote, [], cache.status(), cache.verify(), watch, tmp_path / "demo.png")
     over, unfinished = outcome.problems(SHORT)
     assert "more than its limit of 4,096" in over

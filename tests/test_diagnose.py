@@ -22,19 +22,19 @@ import pytest
 from PIL import Image
 
 import cachestream as cs
-from cachestream.diagnosis import crowding, probing
-from cachestream.diagnosis import diagnose as diagnosis
-from cachestream.diagnosis.diagnose import diagnose
-from cachestream.diagnosis.findings import Findings
-from cachestream.diagnosis.stages import Crowd, Delivery, Stages, Written, judge
 from cachestream.errors import ConfigError, SourceError, SourceUnavailableError
-from cachestream.remote import pulse
-from cachestream.remote.files import FileSource
+from cachestream.sources.files import FileSource
+from cachestream.tools.diagnose import diagnose as diagnosis
+from cachestream.tools.diagnose import probing
+from cachestream.tools.diagnose.diagnose import diagnose
+from cachestream.tools.diagnose.findings import Findings
+from cachestream.tools.diagnose.stages import Crowd, LoaderRate, Stages, Written, judge
+from cachestream.transport import metering
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
 TIMEOUT_S: Final = 180
-COMMAND: Final = [sys.executable, "-m", "cachestream.cli", "diagnose"]
+COMMAND: Final = [sys.executable, "-m", "cachestream.cli.app", "diagnose"]
 
 # --- figures
 
@@ -63,7 +63,7 @@ EVEN: Final = Stages(
     pack_s=0.001,
     written=Written(100, 15_000_000, 0.005),
     crowd=CROWD,
-    delivery=Delivery(50_000.0, 7.5e9, 12e9, "cpu"),
+    delivery=LoaderRate(50_000.0, 7.5e9, 12e9, "cpu"),
     cores=4,
     workers=4,
     has_turbo=False,
@@ -81,7 +81,7 @@ FIGURES: Final = {
     "transform": replace(EVEN, transform_s=10.0, transform_cpu_s=9.9),
     "pack": replace(EVEN, pack_s=10.0),
     "disk": replace(EVEN, written=Written(100, 15_000_000, 10.0)),
-    "transfer": replace(EVEN, delivery=Delivery(10.0, 1.5e6, 12e9, "cuda")),
+    "transfer": replace(EVEN, delivery=LoaderRate(10.0, 1.5e6, 12e9, "cuda")),
 }
 ODD: Final = {
     "nothing but a function": replace(
@@ -276,11 +276,11 @@ def test_objects_on_their_way_when_the_time_is_up_are_counted(
 
 
 def test_what_the_cores_did_holds_what_this_process_did() -> None:
-    before_s, until_s = crowding.machine_s(), time.thread_time() + 0.5
+    before_s, until_s = probing.machine_s(), time.thread_time() + 0.5
     assert before_s is not None
     while time.thread_time() < until_s:
         pass
-    after_s = crowding.machine_s()
+    after_s = probing.machine_s()
     assert after_s is not None
     assert after_s - before_s > 0.25  # counted in hundredths of a second, by looking who runs
 
@@ -375,7 +375,7 @@ def test_every_kind_of_source_is_measured_to_the_end_and_leaves_nothing(
     assert not found.notes
     assert not found.skipped
     assert not list(folder.iterdir())
-    assert pulse._on_fetched is pulse._ignore
+    assert metering._on_fetched is metering._ignore
 
 
 def test_only_the_first_names_of_a_large_listing_are_asked_for(s3_bucket: Path, s3_server: S3Server) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from cachestream.cli import app
+from cachestream.cli.app import app
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES_THAT_RUN: Final = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/**/*.md"))]

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 from typer.main import get_command
 
-from cachestream.cli import app
+from cachestream.cli.app import app
 
 GROUP: Final[Any] = get_command(app)
 OPTIONS: Final = [

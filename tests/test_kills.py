@@ -28,11 +28,11 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import CacheStreamError
-from cachestream.sampling.worker import Worker
 from cachestream.storage.locks import is_held
+from cachestream.worker.worker import Worker
 from tests.kills.scanner import Numbers, scanning
-from tests.sampling.sources import Named
-from tests.sampling.support import ROOT, TOKEN, Processes, failures_of, left_files, only_once, wait_until
+from tests.worker.sources import Named
+from tests.worker.support import ROOT, TOKEN, Processes, failures_of, left_files, only_once, wait_until
 
 MB: Final = 1_000_000
 SOURCE: Final = Named(units=700, samples=3, nbytes=8_000, pause_s=0.004)  # 17 MB
@@ -42,8 +42,8 @@ LAST_LIMIT: Final = 60 * MB
 ROLES: Final = {"sampling process": 5, "fork server": 1, "supervisor": 3, "trainer": 2}
 NAMES: Final = {b"cs-sampler": "sampling process", b"cs-forkserver": "fork server"}
 COMMANDS: Final = {
-    b"cachestream.sampling.process": "sampling process",
-    b"cachestream.sampling.background": "supervisor",
+    b"cachestream.worker.sampling_process": "sampling process",
+    b"cachestream.worker.background": "supervisor",
     b"tests.kills.trainer": "trainer",
 }
 TRAINERS: Final = ("epochs", "slow", "loader")

@@ -214,7 +214,7 @@ def test_a_wheel_with_the_part_in_c_is_for_every_python_from_3_10_on_this_kind_o
     assert (python, abi) == ("cp310", "abi3")
     assert platform.startswith("linux_")
     binaries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert binaries == ["cachestream/training/_gather.abi3.so"]
+    assert binaries == ["cachestream/training/batches/_gather.abi3.so"]
 
 
 def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
@@ -228,7 +228,7 @@ def test_without_a_compiler_a_wheel_for_every_machine_is_built_and_works(
     shutil.unpack_archive(pure, tmp_path / "site", format="zip")
     code = (
         "import importlib.util, sys; sys.path.insert(0, 'site'); import cachestream as cs;"
-        "print(cs.Cache.__name__, cs.__file__, importlib.util.find_spec('cachestream.training._gather'))"
+        "print(cs.Cache.__name__, cs.__file__, importlib.util.find_spec('cachestream.training.batches._gather'))"
     )
     name, where, gather = run_python(code, cwd=tmp_path).split()
     assert (name, gather) == ("Cache", "None")
@@ -251,9 +251,7 @@ def test_the_wheel_works_from_a_bare_environment(wheel: Path, tmp_path: Path) ->
     assert version == cachestream.__version__
     assert Path(where).is_relative_to(home)
     run_python("import cachestream as cs; cs.Cache; cs.FileSource; cs.start_worker", python, tmp_path)
-    code = (
-        "import importlib.util; print(importlib.util.find_spec('cachestream.training._gather') is not None)"
-    )
+    code = "import importlib.util; print(importlib.util.find_spec('cachestream.training.batches._gather') is not None)"
     assert run_python(code, python, tmp_path) == str(can_compile())
     command = [str(home / "bin" / "cachestream"), "--help"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from cachestream.errors import ConfigError
-from cachestream.plots import plot_growth
-from cachestream.storage.history import ROW
+from cachestream.storage.telemetry import ROW
+from cachestream.tools.plots import plot_growth
 
 
 def history(count: int, step_s: float = 1.0, scale: int = 10**6) -> npt.NDArray[Any]:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import cachestream as cs
-from cachestream.refetching import refetch
-from tests.sampling.sources import Named
+from cachestream.tools.refetching import refetch
+from tests.worker.sources import Named
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Named(units=40, samples=5, nbytes=2000)
@@ -191,7 +191,7 @@ def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path
     command = [
         sys.executable,
         "-m",
-        "cachestream.cli",
+        "cachestream.cli.app",
         "refetch",
         str(tmp_path / "run"),
         str(files),

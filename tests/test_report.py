@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cachestream.report import (
+from cachestream.cli.display import (
     Rates,
     RateWindow,
     bottleneck,
@@ -17,9 +17,9 @@ from cachestream.report import (
     remaining_s,
     status_view,
 )
-from cachestream.storage.board import Totals
 from cachestream.storage.status import CacheStatus, WorkerStatus
 from cachestream.storage.tables import FailureRow
+from cachestream.storage.telemetry import Totals
 
 NOTHING = Totals(**{field.name: 0 for field in dataclasses.fields(Totals)})
 

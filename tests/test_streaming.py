@@ -11,7 +11,7 @@ import pytest
 
 import cachestream as cs
 from cachestream.errors import ConfigError
-from cachestream.remote.open import SOURCE_OPTIONS
+from cachestream.sources.open import SOURCE_OPTIONS
 
 SOURCES = (
     *(cs.ArraySource, cs.FileSource, cs.LitDataSource, cs.MDSSource, cs.ParquetSource, cs.TarSource),

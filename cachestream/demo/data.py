@@ -19,8 +19,6 @@ from PIL import Image
 
 from cachestream.errors import ConfigError
 
-__all__ = ["PLACES", "SIDE", "Remote", "make_remote", "shrink"]
-
 SIDE: Final = 48  # pixels of the views that are cached
 PHOTOGRAPHS: Final = (
     "astronaut.png", "brick.png", "camera.png", "cell.png", "chelsea.png", "coffee.png", "coins.png",
@@ -36,7 +34,7 @@ _THREADS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class DemoData:
     """What was made: `url` is the folder to sample, `held_out` one with further views, to measure accuracy on."""
 
     url: str
@@ -50,7 +48,7 @@ def make_remote(
     num_samples: int,
     num_held_out: int,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Remote:
+) -> DemoData:
     """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out.
 
     The same files each time. Raises ConfigError without scikit-image, and for fewer samples than places.
@@ -73,7 +71,7 @@ def make_remote(
                 done += 1
                 if on_progress is not None:
                     on_progress(done, total)
-    return Remote(str(root / "train"), str(root / "held-out"), num_samples, written["train"])
+    return DemoData(str(root / "train"), str(root / "held-out"), num_samples, written["train"])
 
 
 def shrink(sample: Mapping[str, Any]) -> dict[str, Any]:

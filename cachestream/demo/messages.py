@@ -1,12 +1,10 @@
-"""What the ranks are told, and what the first of them reports: one line of JSON each."""
+"""Messages between the demo and its ranks: one line of JSON each."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass
-
-__all__ = ["Begun", "EpochDone", "Event", "Failed", "Progress", "Settings", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EpochProgress:
     """`done` of the `total` batches of `epoch` (from 1) are trained on."""
 
     epoch: int
@@ -89,8 +87,8 @@ class Failed:
         return f"rank {self.rank}: {self.error}"
 
 
-Event = Begun | Progress | EpochDone | Failed
-_KINDS = {kind.__name__: kind for kind in (Begun, Progress, EpochDone, Failed)}
+Event = Begun | EpochProgress | EpochDone | Failed
+_KINDS = {kind.__name__: kind for kind in (Begun, EpochProgress, EpochDone, Failed)}
 
 
 def encode(event: Event) -> str:

@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from cachestream.demo.data import PLACES, SIDE
 
-__all__ = ["augment", "make_network", "normalise"]
-
 _SHIFT: Final = 5  # pixels
 
 

@@ -12,15 +12,13 @@ import numpy.typing as npt
 from cachestream.demo.messages import EpochDone
 from cachestream.errors import ConfigError
 
-__all__ = ["draw"]
-
 # Okabe and Ito's palette, which also people with colour blindness tell apart.
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#888888"
 _MEGABYTE: Final = 1e6
 
 
 def draw(rows: npt.NDArray[Any], epochs: Sequence[EpochDone], remote_samples: int, path: Path) -> None:
-    """Draw the cache's history `rows` (see storage/history.py) and the `epochs` over time into `path`.
+    """Draw the cache's history `rows` (see storage/telemetry.py) and the `epochs` over time into `path`.
 
     Raises ConfigError where matplotlib is missing, or for an ending that it cannot write.
     """

@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: a line an epoch, and on a terminal bars below them that move."""
+"""The demo's display: a line an epoch, and on a terminal bars below them that move."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cachestream.config import format_size
-from cachestream.demo.messages import EpochDone, Progress
+from cachestream.demo.messages import EpochDone, EpochProgress
 from cachestream.storage.status import CacheStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Screen"]
 
 _BAR_WIDTH: Final = 26
 # Heading and width of each column.
@@ -54,7 +53,7 @@ class Screen:
         self._what, self._done, self._total = what, done, total
         self._refresh()
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: EpochProgress) -> None:
         self.doing(f"epoch {event.epoch}", event.done, event.total)
 
     def status(self, status: CacheStatus) -> None:

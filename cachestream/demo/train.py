@@ -1,4 +1,4 @@
-"""What each rank of the demo runs: `torchrun --nproc-per-node 2 -m cachestream.demo.train SETTINGS`.
+"""The training that each rank of the demo runs: `torchrun --nproc-per-node 2 -m cachestream.demo.train SETTINGS`.
 
 All ranks do the same; cachestream sees to it that one worker runs, and that they agree on every epoch.
 The first rank reports on stdout, a line an event.
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cachestream as cs
 from cachestream.demo.data import SIDE, shrink
-from cachestream.demo.messages import Begun, EpochDone, Event, Failed, Progress, Settings, encode
+from cachestream.demo.messages import Begun, EpochDone, EpochProgress, Event, Failed, Settings, encode
 from cachestream.demo.network import augment, make_network, normalise
 
 _PROGRESS_S: Final = 0.2
@@ -162,7 +162,7 @@ class _Rank:
             trainer.step(batch["image"], batch["label"])
             if time.perf_counter() - told_s > _PROGRESS_S:
                 told_s = time.perf_counter()
-                _say(Progress(loader.epoch + 1, done, len(loader)))
+                _say(EpochProgress(loader.epoch + 1, done, len(loader)))
         self._finish_work()
         seconds, after = time.perf_counter() - began_s, loader.stats
         self._check_agreement(after.epoch, after.batches, drawn_from)

@@ -16,7 +16,10 @@ from accelerate.utils import send_to_device
 from cachestream.errors import ConfigError
 from cachestream.training.loader import EpochLoader
 
-__all__ = ["PreparedLoader", "prepare_loader"]
+__all__ = [
+    "PreparedLoader",
+    "prepare_loader",
+]
 
 
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoader:

@@ -10,7 +10,12 @@ from lightning.pytorch import Callback, LightningDataModule
 
 from cachestream.integrations.lightning_hooks import DataHooks, EpochHooks, MetricsHooks
 
-__all__ = ["CacheCallback", "CacheDataModule", "MetricsCallback", "callbacks"]
+__all__ = [
+    "CacheCallback",
+    "CacheDataModule",
+    "MetricsCallback",
+    "callbacks",
+]
 
 
 class CacheCallback(EpochHooks, Callback):

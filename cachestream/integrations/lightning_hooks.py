@@ -1,4 +1,4 @@
-"""What Lightning has to be told about epochs that grow; the same for `lightning` and `pytorch_lightning`.
+"""Lightning's hooks for epochs that grow; the same for `lightning` and `pytorch_lightning`.
 
 Lightning measures a loader once, and holds every later epoch to that length. It loads a loader's state only when
 the checkpoint is from the midst of an epoch. Both are put right here, between its epochs, on what its fit loop holds.
@@ -14,7 +14,12 @@ from typing import Any, Final
 from cachestream.integrations.metrics import metrics
 from cachestream.training.loader import EpochLoader
 
-__all__ = ["DataHooks", "EpochHooks", "MetricsHooks"]
+__all__ = [
+    "DataHooks",
+    "EpochHooks",
+    "MetricsHooks",
+]
+
 
 _FUNCTIONS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
     from cachestream.training.loader import EpochLoader
 
-__all__ = ["metrics"]
+__all__ = [
+    "metrics",
+]
 
 
 def metrics(

@@ -12,14 +12,11 @@ import sqlite3
 from functools import cache
 from typing import Final, get_args
 
-from cachestream.model import Container, FieldKind, Schema
-from cachestream.storage.directory import booked_bytes
+from cachestream.schema import Container, FieldKind, Schema
 from cachestream.storage.eviction import ORDERS
-from cachestream.storage.layout import SPLIT_STATEMENTS, STATEMENTS
+from cachestream.storage.layout import booked_bytes
 from cachestream.storage.shard import SUFFIX, MappedShard, storage_of
-from cachestream.storage.tables import Tables
-
-__all__ = ["SENSELESS", "contradiction", "has_our_layout", "nonsense", "sizes_of_shards", "wrong_sizes"]
+from cachestream.storage.tables import SPLIT_STATEMENTS, STATEMENTS, Tables
 
 # The errors that values of a damaged catalogue lead to.
 SENSELESS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)

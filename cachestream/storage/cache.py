@@ -14,29 +14,32 @@ import numpy.typing as npt
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
 from cachestream.errors import CacheError
-from cachestream.model import Schema, Snapshot
-from cachestream.split import Split
+from cachestream.schema import Schema, Snapshot, Split
 from cachestream.storage import snapshots
-from cachestream.storage.admission import HEADROOM_BYTES, Admission
-from cachestream.storage.directory import Directory, open_directory
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.holdout import choose_split, count_held_out
+from cachestream.storage.layout import Directory, open_directory
 from cachestream.storage.leases import Lease
-from cachestream.storage.looking import has_worker, occupied_bytes, read_status, state_of_filling
 from cachestream.storage.opening import open_catalogue, parse_limit, policy_name, save_settings
-from cachestream.storage.space import Space
-from cachestream.storage.status import CacheStatus, VerifyReport
+from cachestream.storage.recovery import Checker, check_books, remove_leftovers
+from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, Space
+from cachestream.storage.status import (
+    CacheStatus,
+    VerifyReport,
+    has_worker,
+    occupied_bytes,
+    read_status,
+    state_of_filling,
+)
 from cachestream.storage.tables import Tables
 from cachestream.storage.turnover import shards_to_leave
-from cachestream.storage.verify import Checker, check_books, remove_leftovers
-from cachestream.storage.waiting import wait_for_samples
+from cachestream.storage.wait import wait_for_samples
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.training.dataset import EpochDataset
 
-__all__ = ["Cache"]
 
 logger = logging.getLogger("cachestream")
 
@@ -77,7 +80,7 @@ class Cache:
         }
         self.directory: Directory = open_directory(path)
         self.catalogue = open_catalogue(self.directory, given)
-        self.admission = Admission(self.directory, self.catalogue, self._policy_now)
+        self.admission = Reservations(self.directory, self.catalogue, self._policy_now)
         self._space = Space(self.directory, self.catalogue, self.admission)
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")

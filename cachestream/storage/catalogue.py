@@ -1,4 +1,4 @@
-"""The catalogue: one SQLite file, one row a shard, and the only connections to it.
+"""The catalogue: one SQLite file, one row a shard, its tables, and the only connections to it.
 
 `journal_mode=TRUNCATE, synchronous=FULL`: rows are per shard, so WAL's speed is not needed, and the
 SQLite that many Pythons bundle has a WAL-reset corruption. Writers use BEGIN IMMEDIATE, so what a
@@ -19,20 +19,17 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
-from cachestream.private import open_private
+from cachestream.linux import open_private
 from cachestream.storage.books import SENSELESS, has_our_layout, nonsense
-from cachestream.storage.faults import (
+from cachestream.storage.locks import file_identity
+from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     disk_error,
     translated_disk_errors,
     translated_sql_errors,
     unwritable,
 )
-from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS
-from cachestream.storage.locks import file_identity
-from cachestream.storage.tables import Tables
-
-__all__ = ["Catalogue", "CatalogueDamagedError", "Revision"]
+from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, Tables
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0

@@ -12,8 +12,6 @@ from cachestream.storage.shard import MappedShard, shard_path
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
-__all__ = ["Content", "Contents"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:

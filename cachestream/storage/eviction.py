@@ -1,4 +1,4 @@
-"""Which shards go first: pure functions of frozen rows."""
+"""The order of eviction: pure functions of frozen rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Final
 
 from cachestream.config import format_size
 from cachestream.errors import ConfigError
-from cachestream.model import ShardRow
-
-__all__ = ["ORDERS", "EvictionPolicy", "check_policy", "choose_victims", "in_order"]
+from cachestream.schema import ShardRow
 
 # A callable gets the evictable rows, oldest first, and returns them (or their ids), first to go first.
 EvictionPolicy = str | Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]

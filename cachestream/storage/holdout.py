@@ -1,4 +1,4 @@
-"""What a cache holds out: the share is stored once, and samples that came before that are counted by their keys."""
+"""The held-out share of a cache: it is stored once, and samples that came before that are counted by their keys."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from cachestream.errors import ConfigError, CorruptShardError
-from cachestream.split import Split, check_holdout, check_split
+from cachestream.schema import Split, check_holdout, check_split
 from cachestream.storage.opening import save_settings
 from cachestream.storage.shard import MappedShard, shard_path
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
-__all__ = ["choose_split", "count_held_out", "count_samples"]
 
 logger = logging.getLogger("cachestream")
 

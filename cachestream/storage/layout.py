@@ -1,53 +1,239 @@
-"""The layout of the catalogue: its tables, and what tells it from other SQLite files."""
+"""The cache directory: its files, its owner, its disk usage, and the quarantine for damaged shards."""
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "SPLIT_STATEMENTS", "STATEMENTS"]
+from cachestream.config import parse_path
+from cachestream.errors import ConfigError
+from cachestream.linux import filesystem_of, is_network_filesystem, make_private_folder, move, remove
+from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.shard import shard_path
 
-APPLICATION_ID: Final = 0x43535452  # "CSTR"
-SCHEMA_VERSION: Final = 1
+TEMPORARY_SUFFIX: Final = ".tmp"
+BLOCK_BYTES: Final = 4096
+_MOST_PATH_BYTES: Final = 500  # SQLite takes 512, and adds to them
+_FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
+# What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
+_HARMLESS: Final = frozenset({"lost+found"})
 
-STATEMENTS: Final = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
-    "CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE)",
-    """CREATE TABLE passes (
-        id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
-        evicted_before INTEGER NOT NULL)""",
-    """CREATE TABLE claims (
-        id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL,
-        offset INTEGER NOT NULL, stop INTEGER NOT NULL, owner TEXT NOT NULL)""",
-    """CREATE TABLE shards (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL,
-        uses INTEGER NOT NULL, last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL,
-        pass_id INTEGER NOT NULL, spans BLOB NOT NULL)""",
-    """CREATE TABLE reservations (
-        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL)""",
-    """CREATE TABLE suspects (
-        pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
-        PRIMARY KEY (pass_id, position)) WITHOUT ROWID""",
-    """CREATE TABLE failures (
-        kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
-        PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
-    # The sums over all shards, kept by the triggers: every reservation asks for them.
-    "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
-    "INSERT INTO totals VALUES (0, 0, 0)",
-    """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
-        UPDATE totals SET shards = shards + 1, samples = samples + NEW.num_samples,
-            size_bytes = size_bytes + NEW.size_bytes; END""",
-    """CREATE TRIGGER shard_goes AFTER DELETE ON shards BEGIN
-        UPDATE totals SET shards = shards - 1, samples = samples - OLD.num_samples,
-            size_bytes = size_bytes - OLD.size_bytes; END""",
-    """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
-        UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
-)
 
-# Of a cache that holds samples out: how many of a shard's, and which `part` of its stretches of the remote the shard has
-# (WHOLE, TRAIN, HELD_OUT). A shard that is not listed is whole, and its samples are not counted yet.
-SPLIT_STATEMENTS: Final = (
-    """CREATE TABLE IF NOT EXISTS splits (
-        id INTEGER PRIMARY KEY, held_out INTEGER NOT NULL, part INTEGER NOT NULL)""",
-    """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
-        DELETE FROM splits WHERE id = OLD.id; END""",
-)
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The paths inside the cache at `root`."""
+
+    root: str
+
+    @property
+    def catalogue(self) -> str:
+        return os.path.join(self.root, "catalogue.sqlite")
+
+    @property
+    def settings(self) -> str:
+        """A copy of the settings, for when the catalogue is lost."""
+        return os.path.join(self.root, "cache.json")
+
+    @property
+    def shards(self) -> str:
+        return os.path.join(self.root, "shards")
+
+    @property
+    def leases(self) -> str:
+        return os.path.join(self.root, "leases")
+
+    @property
+    def quarantine(self) -> str:
+        return os.path.join(self.root, "quarantine")
+
+    @property
+    def worker(self) -> str:
+        return os.path.join(self.root, "worker")
+
+    def temporary_shard(self, shard_id: int) -> str:
+        """Where a shard is written. Beside its final place, so that one listing sees it once."""
+        return os.path.join(self.shards, f"{shard_id:012d}{TEMPORARY_SUFFIX}")
+
+    def bytes_of(self, shard_ids: Iterable[int]) -> int:
+        """What the files of shards that are being written, or being evicted, occupy."""
+        return sum(
+            size_of_file(path)
+            for shard_id in shard_ids
+            for path in (self.temporary_shard(shard_id), shard_path(self.root, shard_id))
+        )
+
+    def worker_file(self, name: str) -> str:
+        return os.path.join(self.worker, name)
+
+
+def open_directory(path: str | os.PathLike[str]) -> Directory:
+    """The cache directory at `path`, created if need be (mode 0700); `~` is the user's home.
+
+    Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no
+    reliable locks), a file, a directory that belongs to somebody else or that everybody may write to.
+    """
+    given = parse_path(path, "cache")
+    if not given or "://" in given:
+        raise ConfigError(f"{given!r} is no local directory; give the cache one on a disk of this machine")
+    try:
+        root = os.path.realpath(given)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{given!r} is relative to the current folder, which is gone; give an absolute path"
+        ) from error
+    if len(os.fsencode(Directory(root).catalogue)) > _MOST_PATH_BYTES:
+        raise ConfigError(f"{root} is too long a path for SQLite; give a directory nearer to the root")
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise ConfigError(f"{root} is a file; give a directory for the cache")
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be created ({error.strerror}); choose another directory") from error
+    _check_owner(root)
+    kind = filesystem_of(root)
+    if is_network_filesystem(kind):
+        raise ConfigError(
+            f"{root} lies on a network filesystem ({kind}), where file locks are not reliable; "
+            "choose a directory on a local disk of this machine"
+        )
+    directory = Directory(root)
+    for name in _FOLDERS:
+        if os.path.islink(os.path.join(root, name)):
+            raise ConfigError(
+                f"{root}/{name} is a symbolic link, and what lies behind it cannot be held within the limit; "
+                "remove it, or put the whole cache there"
+            )
+    if not all(os.path.isdir(os.path.join(root, name)) for name in _FOLDERS):
+        _create_folders(directory)
+    return directory
+
+
+def _create_folders(directory: Directory) -> None:
+    with translated_disk_errors(directory.root, "listing it"):
+        known = set(os.listdir(directory.root)) - _HARMLESS
+    if known and not known & {*_FOLDERS, "cache.json", "catalogue.sqlite"}:
+        raise ConfigError(
+            f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of its own"
+        )
+    for name in _FOLDERS:
+        path = os.path.join(directory.root, name)
+        with translated_disk_errors(path, "creating it"):
+            make_private_folder(path)
+
+
+def _check_owner(root: str) -> None:
+    info = os.stat(root)
+    if info.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+        raise ConfigError(
+            f"{root} belongs to another user (uid {info.st_uid}); choose a directory of your own"
+        )
+    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"{root} may be written by everybody; run 'chmod o-w' on it or choose another directory"
+        )
+    if info.st_mode & stat.S_ISVTX and info.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{root} is a shared temporary directory; give the cache a directory of its own inside it"
+        )
+
+
+def booked_bytes(info: os.stat_result) -> int:
+    """What a file counts: some disks say only later what it occupies (ZFS), or compress it, so no less than its bytes."""
+    return max(allocated_bytes(info), -(-info.st_size // BLOCK_BYTES) * BLOCK_BYTES)
+
+
+def allocated_bytes(info: os.stat_result) -> int:
+    """What a file occupies on disk."""
+    return info.st_blocks * 512
+
+
+def overhead_bytes(directory: Directory) -> int:
+    """Allocated bytes of everything in the cache but published shards and shards being written."""
+    total = allocated_bytes(os.stat(directory.root))
+    with os.scandir(directory.root) as entries:
+        for entry in entries:
+            total += _size_of(entry)
+            if entry.name != "shards" and entry.is_dir(follow_symlinks=False):
+                total += _size_below(entry.path)
+    return total
+
+
+def _size_below(folder: str) -> int:
+    """The folders of a cache are flat; what others put there may not be."""
+    total = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                total += _size_of(entry)
+                if entry.is_dir(follow_symlinks=False):
+                    total += _size_below(entry.path)
+    except FileNotFoundError:
+        pass  # removed meanwhile by its owner
+    return total
+
+
+def _size_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return allocated_bytes(entry.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return 0  # removed meanwhile by its owner
+
+
+def size_of_file(path: str) -> int:
+    """Allocated bytes of the file at `path`; 0 when there is none."""
+    try:
+        return allocated_bytes(os.lstat(path))
+    except FileNotFoundError:
+        return 0
+
+
+def remove_if_there(path: str) -> bool:
+    """Remove the file at `path`; whether it was there."""
+    try:
+        remove(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def free_bytes(root: str) -> int:
+    """What this user may still write on the disk that holds `root`."""
+    info = os.statvfs(root)
+    return info.f_bavail * info.f_frsize
+
+
+def sync_folder(folder: str) -> None:
+    """Make renames and unlinks in `folder` survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+KEPT_AT_MOST: Final = 4
+KEPT_SHARE: Final = 20  # of the limit, at most one part in so many: the rest is for shards that can be used
+
+
+def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
+    """Move the shard file `path`, if it is there, into the quarantine, or remove it where that has no room.
+
+    The newest few stay, as far as they take no more than a share of `limit_bytes`.
+    """
+    with translated_disk_errors(path, "putting it aside"):
+        try:
+            move(path, os.path.join(directory.quarantine, os.path.basename(path)))
+        except FileNotFoundError:
+            return
+        kept_bytes = 0
+        names = sorted(os.listdir(directory.quarantine), reverse=True)
+        for place, name in enumerate(names):
+            kept = os.path.join(directory.quarantine, name)
+            kept_bytes += size_of_file(kept)
+            if place >= KEPT_AT_MOST or kept_bytes > limit_bytes // KEPT_SHARE:
+                remove_if_there(kept)
+        sync_folder(directory.quarantine)
+        sync_folder(os.path.dirname(path))

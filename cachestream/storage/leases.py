@@ -15,10 +15,8 @@ from typing import Final
 import numpy as np
 
 from cachestream.errors import EpochError
-from cachestream.model import IntArray
+from cachestream.schema import IntArray
 from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
-
-__all__ = ["Lease", "Leases", "join_lease", "merge_ranges", "ranges_of"]
 
 _CREATE_TIMEOUT_S = 2.0
 

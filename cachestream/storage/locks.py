@@ -13,10 +13,8 @@ import threading
 import time
 
 from cachestream.errors import CacheFullError, CacheLockedError
-from cachestream.private import open_private, remove
-from cachestream.storage.faults import disk_error
-
-__all__ = ["HeldFile", "file_identity", "is_held", "lock_file", "remove_unheld"]
+from cachestream.linux import open_private, remove
+from cachestream.storage.os_errors import disk_error
 
 _held: set[HeldFile] = set()
 # Held from the open of a file to its entry in _held, and while the process forks: a child that was forked

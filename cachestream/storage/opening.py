@@ -16,9 +16,10 @@ import xxhash
 
 from cachestream.config import format_size, parse_size
 from cachestream.errors import CacheError, CacheLockedError, ConfigError
-from cachestream.private import move, open_private, remove
+from cachestream.linux import move, open_private, remove
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import (
+from cachestream.storage.eviction import ORDERS, EvictionPolicy
+from cachestream.storage.layout import (
     Directory,
     allocated_bytes,
     free_bytes,
@@ -26,13 +27,10 @@ from cachestream.storage.directory import (
     remove_if_there,
     size_of_file,
 )
-from cachestream.storage.eviction import ORDERS, EvictionPolicy
-from cachestream.storage.faults import CatalogueDamagedError, translated_disk_errors
 from cachestream.storage.locks import lock_file
-from cachestream.storage.rebuild import rebuild
+from cachestream.storage.os_errors import CatalogueDamagedError, translated_disk_errors
+from cachestream.storage.recovery import rebuild
 from cachestream.storage.tables import Tables
-
-__all__ = ["MIN_LIMIT_BYTES", "open_catalogue", "parse_limit", "save_settings"]
 
 MIN_LIMIT_BYTES: Final = 1_000_000
 DEFAULT_MIN_FREE: Final = "1GB"

@@ -1,7 +1,11 @@
-"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all."""
+"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all.
+
+Without it the kernel waits for the fsync, and the disk idles while the file is copied into the page cache.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -11,17 +15,28 @@ from typing import Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError
-from cachestream.model import Schema, ShardRow, Span
-from cachestream.private import move, open_private
-from cachestream.storage.admission import Admission
+from cachestream.linux import move, open_private
+from cachestream.schema import Schema, ShardRow, Span
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.directory import Directory, allocated_bytes, booked_bytes, sync_folder
-from cachestream.storage.faults import translated_disk_errors
+from cachestream.storage.layout import Directory, allocated_bytes, booked_bytes, sync_folder
+from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.reservations import Reservations
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow, Tables
-from cachestream.storage.writeback import begin_writeback
 
-__all__ = ["CatalogueReplacedError", "Progress", "Publisher"]
+_SYNC_FILE_RANGE_WRITE: Final = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_call = getattr(_libc, "sync_file_range", None)  # Linux; not every libc has it
+if _call is not None:
+    _call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def begin_writeback(fd: int, nbytes: int) -> None:
+    """Begin to write the last `nbytes` before the position of `fd`. A hint: what fails shows in the fsync."""
+    if _call is not None:
+        _call(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
+
 
 _PIECE_BYTES: Final = 8 << 20
 
@@ -31,7 +46,7 @@ class CatalogueReplacedError(CacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class UnitProgress:
     """What a commit says of the units: how far the claims are, and what was skipped on the way.
 
     `claims` holds (claim id, position, offset): all before that is done. `settled` are positions of
@@ -51,7 +66,9 @@ class Publisher:
     mean others, and what this process has read may be read by one of them. Then everything raises CatalogueReplacedError.
     """
 
-    def __init__(self, directory: Directory, catalogue: Catalogue, admission: Admission, owner: str) -> None:
+    def __init__(
+        self, directory: Directory, catalogue: Catalogue, admission: Reservations, owner: str
+    ) -> None:
         self._directory = directory
         self._catalogue = catalogue
         self._admission = admission
@@ -63,7 +80,7 @@ class Publisher:
         self,
         content: ShardContent,
         spans: Sequence[Span],
-        progress: Progress,
+        progress: UnitProgress,
         *,
         may_evict: bool = True,
         spare_unused: bool = True,
@@ -83,7 +100,7 @@ class Publisher:
         self,
         contents: Sequence[ShardContent],
         spans: Sequence[Span],
-        progress: Progress,
+        progress: UnitProgress,
         *,
         may_evict: bool = True,
         spare_unused: bool = True,
@@ -145,7 +162,7 @@ class Publisher:
         for shard_id in shard_ids:
             self._admission.cancel(shard_id, self._owner)
 
-    def commit(self, progress: Progress) -> None:
+    def commit(self, progress: UnitProgress) -> None:
         """Commit progress that brought no samples."""
         with self._transaction() as tables:
             _commit(tables, progress)
@@ -223,7 +240,7 @@ def merge_schema(tables: Tables, schema: Schema) -> int:
     return tables.schema_id(schema)
 
 
-def _commit(tables: Tables, progress: Progress) -> None:
+def _commit(tables: Tables, progress: UnitProgress) -> None:
     for claim_id, position, offset in progress.claims:
         tables.move_claim(claim_id, position, offset)
     tables.clear_suspects(progress.pass_id, progress.settled)

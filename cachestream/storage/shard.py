@@ -23,20 +23,9 @@ import numpy.typing as npt
 import xxhash
 
 from cachestream.errors import CorruptShardError
-from cachestream.mapping import FileMap
-from cachestream.model import KEY_FIELD, Field, Schema
-from cachestream.storage.faults import disk_error
-
-__all__ = [
-    "Column",
-    "ColumnData",
-    "MappedShard",
-    "ShardContent",
-    "content_hash",
-    "encode_header",
-    "shard_path",
-    "storage_of",
-]
+from cachestream.linux import FileMap
+from cachestream.schema import KEY_FIELD, Field, Schema
+from cachestream.storage.os_errors import disk_error
 
 FORMAT_VERSION: Final = 1
 SUFFIX: Final = ".safetensors"

@@ -1,23 +1,33 @@
-"""Snapshots: which shards the next epoch is drawn from, chosen and leased in one transaction."""
+"""Snapshots: the shards that the next epoch is drawn from, chosen and leased in one transaction.
+
+Epochs of a few milliseconds follow one another faster than leases are made, each of which is a file, a lock, and a
+transaction that waits for the disk.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import NotEnoughSamplesError
-from cachestream.model import IntArray, Schema, Snapshot
-from cachestream.split import Split
+from cachestream.errors import CacheError, NotEnoughSamplesError
+from cachestream.schema import IntArray, Schema, Snapshot, Split
+from cachestream.storage.catalogue import Revision
 from cachestream.storage.leases import Lease, Leases, ranges_of
 from cachestream.storage.tables import Tables
 
-__all__ = ["retake_snapshot", "select_shards", "take_snapshot"]
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shelf:
+class _CachedShards:
     """What is cached: int64 arrays `[num_shards]`, by ascending id. `counts` are samples of the `split`, or all."""
 
     ids: IntArray
@@ -28,7 +38,7 @@ class _Shelf:
     split: Split | None
 
     @classmethod
-    def of(cls, tables: Tables, split: Split | None) -> _Shelf:
+    def of(cls, tables: Tables, split: Split | None) -> _CachedShards:
         ids, sizes, schema_ids, uses = tables.shard_columns("id", "num_samples", "schema_id", "uses")
         counts = sizes
         if split is not None:
@@ -63,7 +73,7 @@ def take_snapshot(
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease]:
     """Choose, lease and count as used the shards of an epoch."""
-    shelf = _Shelf.of(tables, split)
+    shelf = _CachedShards.of(tables, split)
     if not len(shelf.ids):
         raise NotEnoughSamplesError(
             f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
@@ -87,7 +97,7 @@ def retake_snapshot(
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards `wanted` (ids, counts) that are still there; also the ids that are gone."""
-    shelf = _Shelf.of(tables, split)
+    shelf = _CachedShards.of(tables, split)
     order = np.argsort(wanted[0], kind="stable")
     ids, counts = wanted[0][order], wanted[1][order]
     place = np.minimum(np.searchsorted(ids, shelf.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
@@ -103,7 +113,7 @@ def retake_snapshot(
 
 
 def _hold(
-    tables: Tables, leases: Leases, root: str, shelf: _Shelf, chosen: IntArray, epoch_size: int | None
+    tables: Tables, leases: Leases, root: str, shelf: _CachedShards, chosen: IntArray, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
     schema_ids = np.unique(shelf.schema_ids[chosen]).tolist()
     schema = reduce(Schema.merge, tables.schemas(schema_ids))
@@ -119,3 +129,96 @@ def _hold(
     ids, counts = shelf.ids[chosen], shelf.counts[chosen]
     sizes = None if shelf.split is None else shelf.sizes[chosen]
     return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, shelf.split, sizes), lease
+
+
+_STANDS_S: Final = 10.0
+_GIVEN: Final = 8  # more epochs than one loader ever has open
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A snapshot of the whole cache, at `revision`, and a lease that is nobody else's; `uncounted` times it was given out
+    again since it was counted.
+    """
+
+    snapshot: Snapshot
+    lease: Lease
+    revision: Revision
+    until_s: float
+    uncounted: int = 0
+
+
+class StandingSnapshots:
+    """The snapshots of one reader. Used by one thread.
+
+    For ten seconds, a snapshot is the last one again, if no worker runs and nothing was committed since: then a new one
+    would hold the same. Its further uses are counted together, at the next one or by `settle`. A process that is killed
+    takes the uses of some seconds with it, but not their order: all shards were used alike.
+    """
+
+    def __init__(
+        self, cache: Cache, clock: Callable[[], float] = time.monotonic, split: Split | None = None
+    ) -> None:
+        self._cache = cache
+        self._split = split
+        self._clock = clock
+        self._last: _Taken | None = None
+        self._given: list[str] = []  # paths of the leases of the last epochs
+
+    def take(self, epoch_size: int | None, turnover: float, least: int = 0) -> tuple[Snapshot, Lease]:
+        """As `Cache.take_snapshot`."""
+        if epoch_size is not None or self._cache.has_worker():
+            self.settle()
+            return self._take(epoch_size, turnover, least)
+        again = self._again()
+        if again is not None:
+            return again
+        self.settle()
+        self._enforce_limit()  # what the epoch before last held may go now
+        before = self._cache.catalogue.revision()
+        snapshot, lease = self._take(None, turnover, least)
+        now = self._cache.catalogue.revision()
+        is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
+        if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
+            self._last = _Taken(snapshot, mine, now, self._clock() + _STANDS_S)
+        return snapshot, lease
+
+    def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
+        snapshot, lease = self._cache.take_snapshot(epoch_size, turnover, least, self._given, self._split)
+        self._given = [*self._given[1 - _GIVEN :], lease.path]
+        return snapshot, lease
+
+    def close(self) -> None:
+        """Let the snapshot go, and what is over the cache's limit with it."""
+        self.settle()
+        if os.path.exists(self._cache.catalogue.path):
+            self._enforce_limit()
+
+    def _enforce_limit(self) -> None:
+        """As a worker does, where there is one. What cannot go now goes later: nobody trains worse for it."""
+        if not self._cache.has_worker():
+            with suppress(CacheError):
+                self._cache.enforce_limit()
+
+    def settle(self) -> None:
+        """Count what is not yet counted, and let the snapshot go."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        last.lease.release()
+        # Whoever has removed the cache wants no new catalogue there.
+        trains = self._split is None or not self._split.held_out
+        if trains and last.uncounted and os.path.exists(self._cache.catalogue.path):
+            ids = last.snapshot.shard_ids
+            with self._cache.catalogue.transaction() as tables:
+                tables.mark_used(ranges_of(ids, np.arange(len(ids))), last.uncounted)
+
+    def _again(self) -> tuple[Snapshot, Lease] | None:
+        last = self._last
+        if last is None or self._clock() > last.until_s or self._cache.catalogue.revision() != last.revision:
+            return None
+        lease = last.lease.again()
+        if lease is None:
+            return None
+        last.uncounted += 1
+        return last.snapshot, lease

@@ -1,10 +1,10 @@
-"""What can be said to the catalogue within one transaction: typed statements, no decisions."""
-
+"""Typed statements to the catalogue within one transaction: shards, passes, claims, suspects. No decisions."""
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,13 +12,184 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.model import IntArray, Schema, ShardRow, Span
-from cachestream.split import HELD_OUT, TRAIN, WHOLE
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span
 from cachestream.storage.eviction import ORDERS
-from cachestream.storage.layout import SPLIT_STATEMENTS
-from cachestream.storage.progress import Claim, PassRow, ProgressTables, Suspect
 
-__all__ = ["Claim", "FailureRow", "PassRow", "Reservation", "Suspect", "Tables"]
+APPLICATION_ID: Final = 0x43535452  # "CSTR"
+SCHEMA_VERSION: Final = 1
+
+STATEMENTS: Final = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "CREATE TABLE schemas (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE)",
+    """CREATE TABLE passes (
+        id INTEGER PRIMARY KEY, plan TEXT NOT NULL UNIQUE, length INTEGER, next_position INTEGER NOT NULL,
+        evicted_before INTEGER NOT NULL)""",
+    """CREATE TABLE claims (
+        id INTEGER PRIMARY KEY, pass_id INTEGER NOT NULL, position INTEGER NOT NULL,
+        offset INTEGER NOT NULL, stop INTEGER NOT NULL, owner TEXT NOT NULL)""",
+    """CREATE TABLE shards (
+        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, num_samples INTEGER NOT NULL,
+        uses INTEGER NOT NULL, last_used INTEGER NOT NULL, schema_id INTEGER NOT NULL,
+        pass_id INTEGER NOT NULL, spans BLOB NOT NULL)""",
+    """CREATE TABLE reservations (
+        id INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL, owner TEXT NOT NULL, doomed INTEGER NOT NULL)""",
+    """CREATE TABLE suspects (
+        pass_id INTEGER NOT NULL, position INTEGER NOT NULL, deaths INTEGER NOT NULL, reason TEXT NOT NULL,
+        PRIMARY KEY (pass_id, position)) WITHOUT ROWID""",
+    """CREATE TABLE failures (
+        kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
+        PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
+    # The sums over all shards, kept by the triggers: every reservation asks for them.
+    "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
+    "INSERT INTO totals VALUES (0, 0, 0)",
+    """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
+        UPDATE totals SET shards = shards + 1, samples = samples + NEW.num_samples,
+            size_bytes = size_bytes + NEW.size_bytes; END""",
+    """CREATE TRIGGER shard_goes AFTER DELETE ON shards BEGIN
+        UPDATE totals SET shards = shards - 1, samples = samples - OLD.num_samples,
+            size_bytes = size_bytes - OLD.size_bytes; END""",
+    """CREATE TRIGGER shard_resized AFTER UPDATE OF size_bytes ON shards BEGIN
+        UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
+)
+
+# Of a cache that holds samples out: how many of a shard's, and which `part` of its stretches of the remote the shard has
+# (WHOLE, TRAIN, HELD_OUT). A shard that is not listed is whole, and its samples are not counted yet.
+SPLIT_STATEMENTS: Final = (
+    """CREATE TABLE IF NOT EXISTS splits (
+        id INTEGER PRIMARY KEY, held_out INTEGER NOT NULL, part INTEGER NOT NULL)""",
+    """CREATE TRIGGER IF NOT EXISTS split_goes AFTER DELETE ON shards BEGIN
+        DELETE FROM splits WHERE id = OLD.id; END""",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run of positions of a pass that one sampling process works on; progress moves its start."""
+
+    id: int
+    pass_id: int
+    position: int
+    offset: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassRow:
+    """One pass over the remote: `plan` (JSON) says the order, `next_position` what is claimed."""
+
+    id: int
+    plan: str
+    length: int | None
+    next_position: int
+    evicted_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A position that was being read when its process died, and how often."""
+
+    position: int
+    deaths: int
+    reason: str
+
+
+class ProgressTables:
+    """The statements on the progress of the filling, within one transaction."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.execute = connection.execute
+        self.executemany = connection.executemany
+
+    # --- progress
+
+    def passes(self) -> list[PassRow]:
+        rows = self.execute("SELECT id, plan, length, next_position, evicted_before FROM passes ORDER BY id")
+        return [PassRow(*row) for row in rows]
+
+    def insert_pass(self, plan: str, length: int | None, evicted_before: int) -> int:
+        cursor = self.execute(
+            "INSERT INTO passes (plan, length, next_position, evicted_before) VALUES (?, ?, 0, ?)",
+            (plan, length, evicted_before),
+        )
+        return int(cursor.lastrowid or 0)
+
+    def earlier_pass(self, plan: str, length: int | None) -> int:
+        """The id of the pass of this plan, entered before all others if it is not known (any more)."""
+        ids = {row.plan: row.id for row in self.passes()}
+        if plan not in ids:
+            # Below 0, because 0 is no pass: the last one stays the one that is worked on.
+            ids[plan] = min([0, *ids.values()]) - 1
+            self.execute("INSERT INTO passes VALUES (?, ?, ?, 0, -1)", (ids[plan], plan, length))
+        return ids[plan]
+
+    def forget_old_passes(self) -> None:
+        """Drop the passes of which no shard is cached, but for the last."""
+        self.execute(
+            "DELETE FROM passes WHERE id NOT IN (SELECT DISTINCT pass_id FROM shards) "
+            "AND id < (SELECT max(id) FROM passes)"
+        )
+
+    def advance_pass(self, pass_id: int, next_position: int) -> None:
+        self.execute("UPDATE passes SET next_position = ? WHERE id = ?", (next_position, pass_id))
+
+    def extend_pass(self, pass_id: int, plan: str, length: int | None) -> None:
+        """The pass has grown. One of the same plan that was rebuilt from shards is the same pass."""
+        same = self.execute("SELECT id FROM passes WHERE plan = ? AND id != ?", (plan, pass_id)).fetchone()
+        if same is not None:
+            self.execute("UPDATE shards SET pass_id = ? WHERE pass_id = ?", (pass_id, same[0]))
+            self.execute("DELETE FROM passes WHERE id = ?", same)
+        self.execute("UPDATE passes SET plan = ?, length = ? WHERE id = ?", (plan, length, pass_id))
+
+    def claims(self, pass_id: int) -> list[tuple[Claim, str]]:
+        rows = self.execute(
+            "SELECT id, pass_id, position, offset, stop, owner FROM claims WHERE pass_id = ? ORDER BY position",
+            (pass_id,),
+        ).fetchall()
+        return [(Claim(*row[:5]), row[5]) for row in rows]
+
+    def positions_done(self, row: PassRow) -> int:
+        """How many positions of a pass are done: claimed, and not in a claim any more."""
+        return row.next_position - sum(claim.stop - claim.position for claim, _ in self.claims(row.id))
+
+    def insert_claim(self, pass_id: int, position: int, stop: int, owner: str) -> Claim:
+        cursor = self.execute(
+            "INSERT INTO claims (pass_id, position, offset, stop, owner) VALUES (?, ?, 0, ?, ?)",
+            (pass_id, position, stop, owner),
+        )
+        return Claim(int(cursor.lastrowid or 0), pass_id, position, 0, stop)
+
+    def take_claim(self, claim_id: int, owner: str) -> None:
+        self.execute("UPDATE claims SET owner = ? WHERE id = ?", (owner, claim_id))
+
+    def move_claim(self, claim_id: int, position: int, offset: int) -> None:
+        """The work up to (`position`, `offset`) is done; a finished claim goes."""
+        self.execute("UPDATE claims SET position = ?, offset = ? WHERE id = ?", (position, offset, claim_id))
+        self.execute("DELETE FROM claims WHERE id = ? AND position >= stop", (claim_id,))
+
+    def split_claim(self, claim_id: int, position: int, offset: int, owner: str) -> int:
+        """Give `position`, at which the work on a claim is and which is done up to `offset`, a claim of its own; its id."""
+        ((pass_id,),) = self.execute("SELECT pass_id FROM claims WHERE id = ?", (claim_id,)).fetchall()
+        own = self.insert_claim(pass_id, position, position + 1, owner)
+        self.move_claim(own.id, position, offset)
+        self.move_claim(claim_id, position + 1, 0)
+        return own.id
+
+    def suspects(self, pass_id: int) -> list[Suspect]:
+        rows = self.execute("SELECT position, deaths, reason FROM suspects WHERE pass_id = ?", (pass_id,))
+        return [Suspect(*row) for row in rows]
+
+    def add_suspect(self, pass_id: int, position: int, deaths: int, reason: str) -> None:
+        self.execute(
+            "INSERT INTO suspects VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
+            "SET deaths = deaths + excluded.deaths, reason = excluded.reason",
+            (pass_id, position, deaths, reason),
+        )
+
+    def clear_suspects(self, pass_id: int, positions: Iterable[int]) -> None:
+        self.executemany(
+            "DELETE FROM suspects WHERE pass_id = ? AND position = ?", [(pass_id, p) for p in positions]
+        )
+
 
 _ROW: Final = "id, size_bytes, num_samples, uses, last_used"
 _MAX_REASONS: Final = 200

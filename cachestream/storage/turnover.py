@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachestream.model import IntArray
-from cachestream.storage.admission import Admission, Room
-from cachestream.storage.directory import Directory
+from cachestream.schema import IntArray
 from cachestream.storage.eviction import in_order
-from cachestream.storage.looking import WAITS, state_of_filling
+from cachestream.storage.layout import Directory
+from cachestream.storage.reservations import Reservations, Room
+from cachestream.storage.status import WAITS, state_of_filling
 from cachestream.storage.tables import Tables
-
-__all__ = ["Filling", "bytes_to_leave", "leave_out", "shards_to_leave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def leave_out(
 def shards_to_leave(
     tables: Tables,
     directory: Directory,
-    admission: Admission,
+    admission: Reservations,
     turnover: float,
     least: int = 0,
     *,

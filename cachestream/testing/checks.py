@@ -17,10 +17,7 @@ from typing import Any, Final
 import cloudpickle
 
 from cachestream.errors import CacheStreamError, SampleError, WorkerError
-from cachestream.remote.source import Rows, RowsSource, Source
-from cachestream.sampling.records import to_record
-from cachestream.sampling.table import to_table
-from cachestream.sampling.worker import start_worker
+from cachestream.sources.base import Rows, RowsSource, Source
 from cachestream.storage.cache import Cache
 from cachestream.testing.observing import (
     NumberedSource,
@@ -31,8 +28,15 @@ from cachestream.testing.observing import (
     threads,
 )
 from cachestream.testing.reading import CheckedSource, Samples, expect, is_text, rng_of
+from cachestream.worker.encode import to_record, to_table
+from cachestream.worker.worker import start_worker
 
-__all__ = ["CHECKS", "SourceChecks", "check_source"]
+__all__ = [
+    "CHECKS",
+    "SourceChecks",
+    "check_source",
+]
+
 
 THREADS: Final = 8
 ROUNDS: Final = 4

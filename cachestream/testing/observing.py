@@ -1,4 +1,4 @@
-"""What the checks look at: threads, files, another process, what a cache holds."""
+"""Observations of the checks: threads, files, another process, the contents of a cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from typing import Any, Final, TypeGuard
 import cloudpickle
 import numpy as np
 
-from cachestream.remote.source import Source
-from cachestream.sampling.child import import_path, start_python
-from cachestream.sampling.job import read_frame, write_frame
+from cachestream.sources.base import Source
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
+from cachestream.worker.child import import_path, start_python
+from cachestream.worker.job import read_frame, write_frame
 
-__all__ = ["NumberedSource", "cached_keys", "fingerprint_elsewhere", "is_source", "open_files", "threads"]
+__all__ = [
+    "NumberedSource",
+    "cached_keys",
+    "fingerprint_elsewhere",
+    "is_source",
+    "open_files",
+    "threads",
+]
+
 
 _POOLED: Final = (
     "socket:",

@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 
 from cachestream.errors import CacheStreamError, SampleError
-from cachestream.remote.source import Source
-from cachestream.sampling.records import Record, to_record
+from cachestream.sources.base import Source
 from cachestream.testing.observing import is_source
+from cachestream.worker.encode import EncodedSample, to_record
 
-__all__ = ["CheckedSource", "Samples", "expect", "is_text", "rng_of"]
+__all__ = [
+    "CheckedSource",
+    "Samples",
+    "expect",
+    "is_text",
+    "rng_of",
+]
 
-Samples = list[tuple[str, Record]]
+
+Samples = list[tuple[str, EncodedSample]]
 
 
 def expect(kept: bool, message: str) -> None:
@@ -98,7 +105,7 @@ class CheckedSource:
         self.expect_no_secret(f"a key of unit {unit}", key)
         return str(key)
 
-    def record(self, unit: int, sample: Any) -> Record:
+    def record(self, unit: int, sample: Any) -> EncodedSample:
         """A sample of `unit` as it is stored, after the transform."""
         if self.transform is not None:
             sample = self.transform(sample)

@@ -1,4 +1,8 @@
-"""One epoch's samples as an ordinary map-style dataset: frozen, leased, for any DataLoader and sampler."""
+"""One epoch's samples as an ordinary map-style dataset: frozen, leased, for any DataLoader and sampler.
+
+How many threads torch uses in a thread of the trainer's is not ours to change: `torch.set_num_threads` sets what
+other threads begin with too, and one whose first operation falls into that moment would keep it.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,37 @@ import torch
 import torch.utils.data
 
 from cachestream.errors import EpochError
-from cachestream.model import IntArray, Snapshot
+from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.alone import select_alone
-from cachestream.training.batches import as_samples, packed
-from cachestream.training.buffers import BufferPool
-from cachestream.training.columns import FixedColumns, are_fixed
-from cachestream.training.gather import Block, Columns, Gatherer, Listing
-from cachestream.training.maps import EpochMaps
-from cachestream.training.together import ReadTogether
+from cachestream.training.batches import columns
+from cachestream.training.batches.buffers import BufferPool
+from cachestream.training.batches.collate import as_samples, packed
+from cachestream.training.batches.columns import FixedColumns, are_fixed
+from cachestream.training.batches.gather import Block, Columns, Gatherer, SmallSnapshot
+from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.page_cache import ReadTogether
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["EpochDataset"]
+
+def select_alone(rows: torch.Tensor, wanted: torch.Tensor, out: torch.Tensor) -> None:
+    """`torch.index_select(rows, 0, wanted, out=out)` for rows of a window; `wanted` is trusted."""
+    if columns.in_c is None or not out.is_contiguous():
+        out.numpy()[...] = rows.numpy()[wanted.numpy()]
+        return
+    count = len(wanted)
+    if not count:
+        return
+    # As the first rows of as many shards: their numbers, the rows', and where they begin.
+    places = np.zeros((3, count), np.int64)
+    places[0] = np.arange(count)
+    places[2] = wanted.numpy() * rows.element_size() + rows.data_ptr()
+    shards, size = places.ctypes.data, out.nbytes
+    source = (shards + 16 * count, size // count)
+    around = size >= columns.AROUND_BYTES
+    columns.in_c.gather(shards, shards + 8 * count, count, source, (out.data_ptr(),), around)
+
 
 Indices: TypeAlias = Sequence[int] | IntArray | torch.Tensor
 
@@ -61,7 +82,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._lock = threading.Lock()
         self._pool = BufferPool(_KEEP_BUFFERS)
         self._gatherer: Gatherer | None = None
-        self._listing: Listing | None = None
+        self._listing: SmallSnapshot | None = None
         self._columns: FixedColumns | None = None
 
     def __len__(self) -> int:
@@ -151,7 +172,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             return listing.block(where)
         block = gatherer.block(*_mapped(gatherer.maps, where))
         self._reading.reach(where)
-        self._listing = Listing.of(gatherer.maps)
+        self._listing = SmallSnapshot.of(gatherer.maps)
         return block
 
     def _alone(self) -> threading.Lock:

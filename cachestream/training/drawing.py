@@ -1,4 +1,4 @@
-"""How a new snapshot's samples are ordered, for all ranks of a cache together: the one list that they split."""
+"""The order of a new snapshot's samples, for all ranks of a cache together: the one list that they split."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Callable
 import numpy as np
 
 from cachestream.errors import RankMismatchError
-from cachestream.model import IntArray
 from cachestream.permutation import mix_key
+from cachestream.schema import IntArray
+from cachestream.training.checkpoint import OrderKind, SegmentRecord
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.epoch import Request
-from cachestream.training.locality import run_length
-from cachestream.training.options import EpochSettings
+from cachestream.training.loader_options import EpochSettings
+from cachestream.training.plan import run_length
 from cachestream.training.ranks import Payload, Ranks
-from cachestream.training.resume import OrderKind, Record
 from cachestream.training.samplers import Selection, evaluate
+from cachestream.training.segment import Request
 from cachestream.training.weights import KeyWeights, draw
-
-__all__ = ["draw_order", "exchange_updates", "interleave", "rounds_of"]
 
 Cancelled = Callable[[], bool]
 
@@ -42,28 +40,28 @@ def draw_order(
     ranks: Ranks,
     remaining: int | None,
     cancelled: Cancelled,
-) -> Record:
+) -> SegmentRecord:
     """The order of a segment, of `remaining` samples at most (None: as many as there are).
 
-    Raises whatever the sampler raises, ConfigError for samples that are not there, and as `Ranks.agree` does.
+    Raises whatever the sampler raises, ConfigError for samples that are not there, and as `TorchrunJob.agree` does.
     """
     snapshot, drawing = dataset.snapshot, settings.drawing
     key = mix_key(drawing.seed, request.epoch, request.index)
     drawn = snapshot.num_samples if remaining is None else min(snapshot.num_samples, remaining)
     if drawing.weights is not None:
         listed = _weighted(drawing.weights, request, dataset, ranks, (drawn, key), cancelled)
-        return Record(snapshot.shard_ids, snapshot.counts, "listed", len(listed), key, listed)
+        return SegmentRecord(snapshot.shard_ids, snapshot.counts, "listed", len(listed), key, listed)
     if drawing.locality is not None:
         local = drawing.locality, run_length(snapshot.counts)
-        return Record(snapshot.shard_ids, snapshot.counts, "local", drawn, key, local=local)
+        return SegmentRecord(snapshot.shard_ids, snapshot.counts, "local", drawn, key, local=local)
     if drawing.sampler is None:
         kind: OrderKind = "shuffled" if drawing.shuffle else "sequential"
-        return Record(snapshot.shard_ids, snapshot.counts, kind, drawn, key)
+        return SegmentRecord(snapshot.shard_ids, snapshot.counts, kind, drawn, key)
     chosen = evaluate(drawing.sampler, dataset, request.epoch, key, remaining, len(ranks.group))
     if not chosen.shared and len(ranks.group) > 1:
         chosen = _together(chosen, settings, request, ranks, cancelled)
     size, bounds = len(chosen.indices), chosen.bounds
-    return Record(snapshot.shard_ids, snapshot.counts, "listed", size, key, chosen.indices, bounds)
+    return SegmentRecord(snapshot.shard_ids, snapshot.counts, "listed", size, key, chosen.indices, bounds)
 
 
 def _weighted(

@@ -16,29 +16,25 @@ import torch
 from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.storage.holdout import choose_split
-from cachestream.training.course import Course
-from cachestream.training.cursor import Cursor
+from cachestream.training.batches.batch_queue import Feed
+from cachestream.training.batches.ragged import Ragged
+from cachestream.training.batches.transfer import BatchTransform, make_transfer
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.feed import Feed
-from cachestream.training.gathering import Gathering
-from cachestream.training.options import Drawing, EpochSettings, make_weights, refuse_unknown
-from cachestream.training.prefetch import Engine
+from cachestream.training.epoch_record import Recorder
+from cachestream.training.loader_options import Drawing, EpochSettings, make_weights, refuse_unknown
+from cachestream.training.pipeline import Gathering, Pipeline
+from cachestream.training.position import Cursor, TrainerPosition, from_state
 from cachestream.training.prepare import Preparer
-from cachestream.training.ragged import Ragged
 from cachestream.training.ranks import Deadlines, find_ranks
-from cachestream.training.record import Recorder
 from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Schedule
-from cachestream.training.state import from_state
 from cachestream.training.stats import LoaderStats
-from cachestream.training.transfer import BatchTransform, make_transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
 
-__all__ = ["EpochLoader"]
 
 _instances = itertools.count()
 # Or half of what the trainer waits: the late rank is named before that is over.
@@ -135,7 +131,7 @@ class EpochLoader:
         self._engine = _make_engine(cache, settings, prefetch, device, batch_transform)
         # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
         weakref.finalize(self, self._engine.stop, join=False).atexit = False
-        self._course = Course(self._engine, self._recorder, settings)
+        self._course = TrainerPosition(self._engine, self._recorder, settings)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; one that was left early ends. One that no batch was taken of begins once more:
@@ -275,7 +271,7 @@ class EpochLoader:
 class _Batches(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, loader: EpochLoader, course: Course, cursor: Cursor) -> None:
+    def __init__(self, loader: EpochLoader, course: TrainerPosition, cursor: Cursor) -> None:
         self._loader = loader  # kept alive: the threads end when it is forgotten
         self._course = course
         self._cursor = cursor
@@ -291,7 +287,7 @@ def _make_engine(
     prefetch: int,
     device: torch.device | str | int | None,
     transform: BatchTransform | None,
-) -> Engine:
+) -> Pipeline:
     transfer, closed = make_transfer(device, prefetch + 2), threading.Event()
     find = functools.partial(
         find_ranks,
@@ -305,4 +301,4 @@ def _make_engine(
     schedule = Schedule(prefetch)
     feed = Feed(prefetch, transfer) if transform is None else None
     gathering = Gathering(schedule, preparer, transfer, transform, cache.quarantine, feed)
-    return Engine(schedule, preparer, transfer, gathering, closed)
+    return Pipeline(schedule, preparer, transfer, gathering, closed)

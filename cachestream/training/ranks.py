@@ -1,4 +1,4 @@
-"""How the ranks of a job agree on an epoch: through a store, with deadlines, never through collectives.
+"""Agreement of a job's ranks on an epoch: through a store, with deadlines, never through collectives.
 
 The agreement runs in a background thread while the trainer's own collectives run, so it must not touch the
 process group: it talks through a connection of its own to a TCPStore, and every wait names who was waited for.
@@ -24,23 +24,7 @@ import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
-from cachestream.training.meeting import PAUSES_S, Cancelled, Job, Line, meet_at
-
-__all__ = [
-    "Alone",
-    "Cancelled",
-    "Deadlines",
-    "Group",
-    "Job",
-    "Payload",
-    "Ranks",
-    "StoreRanks",
-    "find_job",
-    "find_ranks",
-    "find_share",
-    "is_elastic",
-    "warn_if_early",
-]
+from cachestream.training.rendezvous import PAUSES_S, Cancelled, Line, ProcessGroup, meet_at
 
 _meetings = itertools.count()
 
@@ -93,7 +77,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """A job of one rank: it agrees with itself."""
 
     rank = 0
@@ -278,11 +262,11 @@ def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
     return kind(message if own else f"{name}: {message}")
 
 
-def find_job() -> Job | None:
+def find_job() -> ProcessGroup | None:
     """The job of `torch.distributed` that this process is in by now; None where nothing is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return Job(dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD))
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD))
 
 
 def warn_if_early(asked: str, told: str) -> bool:
@@ -304,7 +288,7 @@ def find_ranks(
     cache_id: str,
     deadlines_s: Deadlines,
     closed: threading.Event,
-    job: Job | None,
+    job: ProcessGroup | None,
 ) -> Ranks:
     """The ranks of `job`: one, where there is none.
 
@@ -312,7 +296,7 @@ def find_ranks(
     end when `closed` is set. Raises RankMismatchError, Cancelled.
     """
     if job is None or job.size == 1:
-        return Alone()
+        return SingleRank()
     first_s, later_s = deadlines_s.first, deadlines_s.later
     line = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
     ranks = StoreRanks(line, job.rank, job.size, deadlines_s, closed)

@@ -1,4 +1,4 @@
-"""What a user's sampler means for an epoch: a list of samples, the same on every rank, different every epoch."""
+"""The user's sampler as an epoch's order: a list of samples, the same on every rank, different every epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler, WeightedRandomSampler
 
 from cachestream.errors import ConfigError
-from cachestream.model import IntArray
-
-__all__ = ["SamplerLike", "Selection", "check_sampler", "evaluate"]
+from cachestream.schema import IntArray
 
 _ENDLESS: Final = 100  # times a dataset is what no epoch is
 _ENDLESS_AT_LEAST: Final = 1_000_000

@@ -1,4 +1,4 @@
-"""What is prepared, gathered and waiting, and what comes next: the state that three threads share.
+"""The state that three threads share: what is prepared, gathered and waiting, and what comes next.
 
 The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
 happens under one lock and does no work: what has to be closed is returned, and closed by the caller.
@@ -14,11 +14,79 @@ from dataclasses import replace
 from typing import Final
 
 from cachestream.errors import EpochError
-from cachestream.training.epoch import Request, Segment
-from cachestream.training.pace import Pace
-from cachestream.training.parcels import Parcel, Shelf
+from cachestream.training.batches.batch_queue import BatchGroup, BatchQueue
+from cachestream.training.segment import Request, Segment
 
-__all__ = ["Schedule"]
+_PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
+_LEAST_AHEAD_S: Final = 1.0
+_SMOOTHING: Final = 0.2
+# The middle one of so many steps counts: a single long one is a validation or a checkpoint, and no pace.
+_RECENT: Final = 3
+# Longer than a thread waits for the GIL, twice, beside a trainer that computes in Python: woken late, it would be late.
+_SLOW_S: Final = 0.012
+
+
+class Pace:
+    """How long the trainer takes for a batch, smoothed; not known before it has come for `least` of them. Until then
+    `expected_s` is a guess at it.
+    """
+
+    def __init__(self, least: int, clock: Callable[[], float], expected_s: float | None = None) -> None:
+        self._least = least
+        self._clock = clock
+        self._expected_s = expected_s
+        self._batch_s: float | None = None
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._noted = 0
+        self._last_s = 0.0
+        self._last_batches = 0
+
+    def anew(self) -> Pace:
+        """The pace of an epoch that begins: only what the one before it was is known."""
+        return Pace(self._least, self._clock, self._likely_s)
+
+    @property
+    def _likely_s(self) -> float | None:
+        return self._batch_s if self._noted >= self._least else self._expected_s
+
+    def note(self, batches: int) -> None:
+        """The trainer has come for `batches` batches, and worked on the ones before until now."""
+        now = self._clock()
+        if self._noted:
+            took_s = (now - self._last_s) / max(1, self._last_batches)
+            self._recent.append(took_s)
+            typical_s = sorted(self._recent)[len(self._recent) // 2]
+            before_s = typical_s if self._batch_s is None else self._batch_s
+            self._batch_s = before_s + _SMOOTHING * (typical_s - before_s)
+        self._last_s, self._last_batches = now, batches
+        self._noted += batches
+
+    def moved(self, batches: int) -> None:
+        """The trainer has come for `batches` more since the last note, one at a time."""
+        self._last_batches = batches
+        self.note(batches)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the trainer works on a batch for so long that nobody has to hurry."""
+        return self._batch_s is not None and self._noted >= self._least and self._batch_s >= _SLOW_S
+
+    def until_gone(self, batches: int) -> float:
+        """How long until the trainer has come for so many more batches, and is in the midst of working on the last."""
+        assert self._batch_s is not None
+        left_s = self._last_s + (batches + 0.5) * self._batch_s - self._clock()
+        return max(self._batch_s, left_s)
+
+    def is_time(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
+        """Whether to prepare what comes after a segment of `batches`, when `gathered` are there and `waiting` of these
+        wait: most are gathered, or what the trainer has left lasts no longer than `ahead_s`.
+        """
+        if gathered >= _PREPARE_AT * batches:
+            return True
+        if self._likely_s is None:
+            return False
+        return (batches - gathered + waiting) * self._likely_s <= max(_LEAST_AHEAD_S, ahead_s)
+
 
 _CLOSED: Final = "this EpochLoader is closed; make a new one"
 _GONE: Final = 2  # batches after which a slow trainer's next ones are asked for
@@ -47,7 +115,7 @@ class Schedule:
         self._prepared: deque[Segment] = deque()
         self._gathering: Segment | None = None
         self._gathered = 0
-        self._shelf = Shelf(prefetch)
+        self._shelf = BatchQueue(prefetch)
         self._open: list[Segment] = []
         self._failure: tuple[Request, BaseException] | None = None
         self._raised = False
@@ -94,12 +162,12 @@ class Schedule:
             self._trained_epoch = request.epoch - 1
         return closing
 
-    def lost(self, epoch: int, had: Parcel | None) -> Parcel | None:
+    def lost(self, epoch: int, had: BatchGroup | None) -> BatchGroup | None:
         """What was taken of `epoch` and is not with the trainer, which `had` this last: a signal came in between."""
         with self._lock:
             return self._shelf.lost(epoch, had)
 
-    def take(self, epoch: int, timeout_s: float) -> Parcel:
+    def take(self, epoch: int, timeout_s: float) -> BatchGroup:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
         with self._lock:
             if not self._shelf.holds(epoch):
@@ -114,7 +182,7 @@ class Schedule:
             self._wake_if_due()
             return parcel
 
-    def first(self, epoch: int, timeout_s: float) -> Parcel:
+    def first(self, epoch: int, timeout_s: float) -> BatchGroup:
         """What `take` would give, left where it is; raises as `take` does."""
         with self._lock:
             self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
@@ -255,7 +323,7 @@ class Schedule:
             self._work.notify()
             return self._gathering
 
-    def put(self, parcel: Parcel) -> bool:
+    def put(self, parcel: BatchGroup) -> bool:
         """Queue `parcel` when there is room; False when nobody wants it any more."""
         with self._lock:
             if len(parcel) and self._shelf.is_full:
@@ -270,7 +338,7 @@ class Schedule:
             self._wake_if_due()
             return True
 
-    def follow(self, flow: Parcel) -> bool:
+    def follow(self, flow: BatchGroup) -> bool:
         """Wait until the trainer has had most of `flow`, or nobody wants it any more: False. True is for in between, when a
         slow trainer has taken some of what was gathered.
         """
@@ -284,14 +352,14 @@ class Schedule:
                     return True
             return False
 
-    def wanted(self, parcel: Parcel) -> bool:
+    def wanted(self, parcel: BatchGroup) -> bool:
         """Whether the trainer will come for `parcel`."""
         with self._lock:
             return not self._unwanted(parcel)
 
     # --- under the lock
 
-    def _unwanted(self, parcel: Parcel) -> bool:
+    def _unwanted(self, parcel: BatchGroup) -> bool:
         return self._stopped or self._stale(parcel.segment.request)
 
     def _stale(self, request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""How the training side does: what was delivered, what the trainer waited for, how often samples were reused."""
+"""Statistics of the training side: samples delivered, time waited, how often samples were reused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from cachestream.model import IntArray, Snapshot
-
-__all__ = ["LoaderStats", "Meter", "Reuse"]
+from cachestream.schema import IntArray, Snapshot
 
 _PENDING: Final = 16
 

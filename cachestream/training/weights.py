@@ -19,11 +19,9 @@ import torch
 import xxhash
 
 from cachestream.errors import ConfigError, CorruptShardError
-from cachestream.model import IntArray, Snapshot
 from cachestream.permutation import Permutation, mix_key
+from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
-
-__all__ = ["KeyWeights", "draw"]
 
 _OFFSET_KEY: Final = 1
 _SHUFFLE_KEY: Final = 2

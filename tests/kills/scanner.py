@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.sampling.support import TOKEN
+from tests.worker.support import TOKEN
 
 NUMBERS = np.dtype([("limit", "<i8"), ("most", "<i8"), ("over", "<i8"), ("looks", "<i8")])
 PAUSE_S = 0.005  # between two looks; the machine is needed for what is looked at

@@ -15,7 +15,7 @@ from pathlib import Path
 from cachestream import Cache
 from cachestream.errors import NotEnoughSamplesError
 from cachestream.storage.shard import MappedShard, shard_path
-from tests.sampling.sources import content
+from tests.worker.sources import content
 
 STEP_S = 0.05  # what a network would take
 SLOW_S = 0.01

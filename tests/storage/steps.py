@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cachestream.storage.cache import Cache
-from cachestream.storage.directory import Directory
+from cachestream.storage.layout import Directory
 from tests.storage.support import Line, assert_books_cover_disk, assert_sound, fork
 
 __all__ = ["Crash", "Steps", "copy_of", "crash_everywhere", "crash_twice", "steps_of"]

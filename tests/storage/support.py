@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cachestream.model import ShardRow, Snapshot, Span
-from cachestream.sampling.packer import Packer
-from cachestream.sampling.records import to_record
-from cachestream.storage.admission import Owner
+from cachestream.schema import ShardRow, Snapshot, Span
 from cachestream.storage.cache import Cache
-from cachestream.storage.publish import Progress, Publisher
+from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import MappedShard, ShardContent, shard_path
+from cachestream.worker.encode import to_record
+from cachestream.worker.packer import Packer
 
 if TYPE_CHECKING:
     pass
@@ -71,7 +71,7 @@ def publish(
     shard: ShardContent,
     *,
     spans: Sequence[Span] = (),
-    progress: Progress | None = None,
+    progress: UnitProgress | None = None,
     owner: str | None = None,
     may_evict: bool = True,
 ) -> int | None:
@@ -80,7 +80,7 @@ def publish(
     name = owner or (held.name if held else "")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.admission, name)
-        return publisher.publish(shard, spans, progress or Progress(0), may_evict=may_evict)
+        return publisher.publish(shard, spans, progress or UnitProgress(0), may_evict=may_evict)
     finally:
         if held is not None:
             held.release()

@@ -12,10 +12,7 @@ from cachestream.errors import CacheLockedError
 from cachestream.storage import catalogue as module
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
-from tests.storage.support import (
-    Line,
-    fork,
-)
+from tests.storage.support import Line, fork
 
 
 def can_write(path: str) -> bool:

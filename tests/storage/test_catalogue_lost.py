@@ -11,26 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from cachestream import private
+from cachestream import linux
 from cachestream.errors import CacheError, CacheVersionError
 from cachestream.storage import opening
 from cachestream.storage import publish as publish_module
-from cachestream.storage.admission import Owner
 from cachestream.storage.cache import Cache
-from cachestream.storage.faults import CatalogueDamagedError
-from cachestream.storage.layout import APPLICATION_ID, SCHEMA_VERSION
-from cachestream.storage.publish import CatalogueReplacedError, Progress, Publisher
-from cachestream.storage.tables import Claim
-from tests.storage.support import (
-    Line,
-    assert_sound,
-    content,
-    fork,
-    keys_in,
-    new_cache,
-    publish,
-    shard_ids,
-)
+from cachestream.storage.os_errors import CatalogueDamagedError
+from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
+from cachestream.storage.reservations import Owner
+from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, Claim
+from tests.storage.support import Line, assert_sound, content, fork, keys_in, new_cache, publish, shard_ids
 
 
 @pytest.fixture
@@ -167,7 +157,7 @@ def test_several_that_find_it_lost_at_once_rebuild_it_once(filled: Cache) -> Non
 def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_entered_twice(
     filled: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = private.move
+    real = linux.move
 
     def lose(source: str, target: str) -> None:
         real(source, target)
@@ -185,7 +175,7 @@ def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_ent
 def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
     filled: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = private.move
+    real = linux.move
 
     def lose(source: str, target: str) -> None:
         os.unlink(filled.catalogue.path)
@@ -205,7 +195,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
     filled: Cache, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Its file is about to be removed, or is removed."""
-    real, owner = private.move, Owner(filled.directory, "slow")
+    real, owner = linux.move, Owner(filled.directory, "slow")
 
     def clear(source: str, target: str) -> None:
         real(source, target)
@@ -237,7 +227,7 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
     os.unlink(filled.catalogue.path)
     theirs = claim("after")
     assert theirs == mine
-    done = Progress(mine.pass_id, ((mine.id, 20, 0),))
+    done = UnitProgress(mine.pass_id, ((mine.id, 20, 0),))
     attempts: tuple[Callable[[], object], ...] = (
         lambda: publisher.commit(done),
         lambda: publisher.publish(content(12), (), done),
@@ -295,7 +285,7 @@ def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast
 def test_of_two_who_set_the_limit_at_once_the_later_is_in_the_copy_of_the_settings(
     filled: Cache, fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = private.move
+    real = linux.move
 
     def be_overtaken(source: str, target: str) -> None:
         patch.undo()

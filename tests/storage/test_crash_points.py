@@ -9,24 +9,16 @@ from typing import Any
 
 import pytest
 
-from cachestream.model import Span
+from cachestream.schema import Span
 from cachestream.storage import publish as publish_module
-from cachestream.storage.admission import Admission
 from cachestream.storage.cache import Cache
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.publish import Progress, Publisher
+from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.reservations import Reservations
 from cachestream.storage.shard import ShardContent, shard_path
 from cachestream.storage.tables import Reservation, Tables
 from tests.storage.steps import Crash, crash_everywhere, crash_twice, steps_of
-from tests.storage.support import (
-    Line,
-    content,
-    fork,
-    keys_in,
-    new_cache,
-    publish,
-    use_all,
-)
+from tests.storage.support import Line, content, fork, keys_in, new_cache, publish, use_all
 
 SHARD_BYTES = 100_000
 FIRST = 8  # shards that the template holds
@@ -67,7 +59,7 @@ def keys_of(numbers: range | list[int]) -> set[str]:
 
 
 def publish_next(cache: Cache, line: Line) -> None:
-    progress = Progress(1, claims=((1, FIRST + 1, 0),))
+    progress = UnitProgress(1, claims=((1, FIRST + 1, 0),))
     shard_id = publish(cache, shard(FIRST), spans=[Span((FIRST, 0), (FIRST + 1, 0))], progress=progress)
     line.say(f"published {shard_id}")
 
@@ -346,23 +338,23 @@ def nothing(*_: object) -> None:
 
 
 def unlink_before_row() -> None:
-    real = Admission._doom
+    real = Reservations._doom
 
-    def doom(self: Admission, tables: Tables, victims: list[object], owner: str) -> None:
+    def doom(self: Reservations, tables: Tables, victims: list[object], owner: str) -> None:
         self._remove_files([row.id for row in victims])  # type: ignore[attr-defined]
         real(self, tables, victims, owner)  # type: ignore[arg-type]
 
-    Admission._doom = doom  # type: ignore[assignment, method-assign]
+    Reservations._doom = doom  # type: ignore[assignment, method-assign]
 
 
 def credit_before_unlink() -> None:
-    def unlink(self: Admission, doomed: list[int], owner: str) -> None:
+    def unlink(self: Reservations, doomed: list[int], owner: str) -> None:
         del owner
         with self._catalogue.transaction() as tables:
             tables.delete_reservations(doomed)
         self._remove_files(doomed)
 
-    Admission._unlink = unlink  # type: ignore[method-assign]
+    Reservations._unlink = unlink  # type: ignore[method-assign]
 
 
 def late_accounting() -> None:
@@ -393,7 +385,7 @@ def progress_in_another_transaction() -> None:
     publish_module._commit = nothing  # type: ignore[assignment]
 
     def publish(
-        self: Publisher, content: object, spans: object, progress: Progress, **named: object
+        self: Publisher, content: object, spans: object, progress: UnitProgress, **named: object
     ) -> int | None:
         shard_id = real_publish(self, content, spans, progress, **named)  # type: ignore[arg-type]
         with self._catalogue.transaction() as tables:
@@ -449,7 +441,7 @@ def test_a_rebuild_in_two_transactions_is_found(template: Path, fast_path: Path)
 def test_a_recovery_that_forgets_the_dead_is_found(
     full: Path, fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Admission, "_abandoned", lambda *_: [])
+    monkeypatch.setattr(Reservations, "_abandoned", lambda *_: [])
     with pytest.raises(AssertionError):
         crash_everywhere(full, fast_path, publish_next, check_published)
 

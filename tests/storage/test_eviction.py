@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
-from cachestream.model import ShardRow
-from cachestream.storage import space
-from cachestream.storage.admission import Owner
+from cachestream.schema import ShardRow
+from cachestream.storage import reservations
 from cachestream.storage.cache import Cache
 from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, describe_shortage, in_order
 from cachestream.storage.locks import lock_file
-from cachestream.storage.standing import Standing
+from cachestream.storage.reservations import Owner
+from cachestream.storage.snapshots import StandingSnapshots
 from tests.storage.support import (
     DEADLINE_S,
     content,
@@ -236,7 +236,7 @@ def test_lowering_the_limit_waits_for_what_is_being_written(
     fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was promised under the old limit would otherwise come on top of the new one."""
-    monkeypatch.setattr(space, "_WRITERS_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(reservations, "_WRITERS_TIMEOUT_S", DEADLINE_S)
     with new_cache(fast_path / "cache", "4MB") as cache:
         assert publish(cache, content(0, 2, 1_000_000)) is not None
         owner = Owner(cache.directory, "writer")
@@ -317,7 +317,7 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
     with cache.catalogue.transaction() as tables:
         tables.insert_pass("{}", None, 0)
         tables.set_meta("fill_state", "filling")
-    trainers = [Standing(cache), Standing(cache)]
+    trainers = [StandingSnapshots(cache), StandingSnapshots(cache)]
     held: list[Any] = [None, None]
     for turn in range(8):
         snapshot, lease = trainers[turn % 2].take(None, 0.25)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cachestream.errors import CacheFullError
-from cachestream.storage.history import ROW, ROWS_AT_MOST, History, read_history
+from cachestream.storage.telemetry import ROW, ROWS_AT_MOST, History, read_history
 
 
 class Clock:

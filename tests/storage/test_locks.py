@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cachestream import private
+from cachestream import linux
 from cachestream.errors import CacheError
 from cachestream.storage import locks
 from cachestream.storage.locks import is_held, lock_file, remove_unheld
@@ -208,7 +208,7 @@ def test_a_file_is_removed_while_its_lock_is_held_so_that_nobody_can_take_it_bet
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(path).touch()
-    original, took = private.remove, []
+    original, took = linux.remove, []
 
     def take_first(name: str) -> None:
         took.append(lock_file(path))

@@ -19,9 +19,9 @@ import torch
 import xxhash
 
 from cachestream.errors import CacheError, CorruptShardError
-from cachestream.sampling.packer import Packer
-from cachestream.sampling.records import to_record
 from cachestream.storage.shard import MappedShard, ShardContent, encode_header, shard_path, storage_of
+from cachestream.worker.encode import to_record
+from cachestream.worker.packer import Packer
 from tests.storage.support import content, fork
 
 DTYPES = [

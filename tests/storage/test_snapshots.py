@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.model import IntArray
-from cachestream.storage.admission import Room
+from cachestream.schema import IntArray
 from cachestream.storage.leases import merge_ranges, ranges_of
+from cachestream.storage.reservations import Room
 from cachestream.storage.snapshots import select_shards
 from cachestream.storage.turnover import Filling, bytes_to_leave, leave_out
 

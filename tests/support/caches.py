@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from cachestream import Cache
-from cachestream.sampling.packer import Packer
-from cachestream.sampling.records import to_record
-from cachestream.storage.admission import Owner
-from cachestream.storage.publish import Progress, Publisher
+from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.reservations import Owner
+from cachestream.worker.encode import to_record
+from cachestream.worker.packer import Packer
 
 __all__ = ["add_shard", "fill", "numbered", "set_fill_state"]
 
@@ -26,7 +26,7 @@ def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
     owner = Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner.name)
-        shard_id = publisher.publish(packer.content({}), [], Progress(0))
+        shard_id = publisher.publish(packer.content({}), [], UnitProgress(0))
     finally:
         owner.release()
     assert shard_id is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cachestream.remote import pulse, retry
+from cachestream.transport import metering, remote_errors
 from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
 
@@ -44,17 +44,17 @@ def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is asked again at once."""
-    monkeypatch.setattr(retry, "BACKOFF_START_S", 0.02)
-    monkeypatch.setattr(retry, "BACKOFF_LIMIT_S", 0.02)
+    monkeypatch.setattr(remote_errors, "BACKOFF_START_S", 0.02)
+    monkeypatch.setattr(remote_errors, "BACKOFF_LIMIT_S", 0.02)
 
 
 @pytest.fixture
 def fetched() -> Iterator[list[int]]:
     """The bytes that sources of this process say have come, one number a report."""
     seen: list[int] = []
-    pulse.install(seen.append)
+    metering.install(seen.append)
     yield seen
-    pulse.install(None)
+    metering.install(None)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from cachestream import Cache, EpochLoader
 from cachestream.training import loader as loader_module
-from cachestream.training.meeting import Line
 from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
+from cachestream.training.rendezvous import Line
 
 __all__ = ["PATIENCE_S", "Job"]
 

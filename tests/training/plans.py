@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cachestream.model import IntArray
+from cachestream.schema import IntArray
 from cachestream.training.plan import Plan
 
 __all__ = ["batch_positions"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cachestream.training.buffers import BufferPool
+from cachestream.training.batches.buffers import BufferPool
 
 SIZE = 1 << 20
 

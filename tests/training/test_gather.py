@@ -16,14 +16,14 @@ from torch.utils.data import default_collate
 
 import cachestream as cs
 from cachestream import Cache, EpochDataset, EpochLoader
-from cachestream.model import Schema, Snapshot
-from cachestream.training import columns as columns_module
-from cachestream.training import maps as maps_module
-from cachestream.training.alone import select_alone
-from cachestream.training.buffers import BufferPool
-from cachestream.training.gather import Gatherer
-from cachestream.training.maps import EpochMaps
-from cachestream.training.memory import Select, SpanLayout, Window, select_shared
+from cachestream.schema import Schema, Snapshot
+from cachestream.training.batches import columns as columns_module
+from cachestream.training.batches import mapped_shards as maps_module
+from cachestream.training.batches.buffers import BufferPool
+from cachestream.training.batches.gather import Gatherer
+from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.row_views import Select, SpanLayout, Window, select_shared
+from cachestream.training.dataset import select_alone
 from tests.support.caches import add_shard, numbered
 from tests.support.same import same
 from tests.training.conftest import NewCache

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
-    from cachestream.training import _gather
-    from cachestream.training._gather import Queue
+    from cachestream.training.batches import _gather
+    from cachestream.training.batches._gather import Queue
 else:
     NOT_BUILT = "the part in C is not built: no C compiler, no Python.h, or a Python without the GIL"
-    _gather = pytest.importorskip("cachestream.training._gather", reason=NOT_BUILT)
+    _gather = pytest.importorskip("cachestream.training.batches._gather", reason=NOT_BUILT)
     Queue = _gather.Queue
 
 ROOT: Final = Path(__file__).parents[2]
@@ -438,7 +438,7 @@ def test_arguments_that_make_no_sense_are_refused_and_change_nothing(
 # Tasks of other processes: half a gigabyte each, from and to memory of modules, which has no other keeper.
 BUSY: Final = """
 import array, os, sys, threading
-from cachestream.training._gather import Queue
+from cachestream.training.batches._gather import Queue
 def address(values): return values.buffer_info()[0]
 block = 4 << 20
 source, scratch = array.array("B", bytes(block)), array.array("B", bytes(block))

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, NotEnoughSamplesError
-from cachestream.refetching import refetch
-from cachestream.sampling.coverage import END, in_both
-from cachestream.split import Split, is_held_out
+from cachestream.schema import Split, is_held_out
 from cachestream.storage.holdout import count_samples
 from cachestream.storage.shard import MappedShard, shard_path
-from tests.sampling.support import DEADLINE_S, sampling_pids, wait_until
+from cachestream.tools.refetching import refetch
+from cachestream.worker.cached_units import END, in_both
 from tests.training.conftest import NewCache, NewJob
+from tests.worker.support import DEADLINE_S, sampling_pids, wait_until
 
 SHARE = 0.2
 COUNT = 600

@@ -28,10 +28,11 @@ from torch.utils.data import DataLoader
 
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
-from cachestream.training import awaiting, columns, prefetch
-from tests.sampling.support import wait_until
+from cachestream.training import cold_start, pipeline
+from cachestream.training.batches import columns
 from tests.support.caches import add_shard, numbered, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
+from tests.worker.support import wait_until
 
 
 def numbers(batches: Iterable[Any]) -> list[int]:
@@ -467,7 +468,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
             add_shard(cache, numbered(0, 8))
 
     listener = Listener()
-    monkeypatch.setattr(awaiting, "_SILENT_S", 0.0)
+    monkeypatch.setattr(cold_start, "_SILENT_S", 0.0)
     logging.getLogger("cachestream").addHandler(listener)
     try:
         with EpochLoader(cache, 4) as loader:
@@ -724,7 +725,7 @@ def test_a_damaged_shard_is_put_aside_before_the_epoch_begins(new_cache: NewCach
 def test_a_shard_found_damaged_on_the_way_is_left_out_and_counted(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "_URGENT_OPEN_S", 0.0)
+    monkeypatch.setattr(pipeline, "_URGENT_OPEN_S", 0.0)
     cache = new_cache(24, 4)
     snapshot, lease = cache.take_snapshot()
     lease.release()

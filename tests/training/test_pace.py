@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.training.pace import Pace
+from cachestream.training.schedule import Pace
 
 
 class Clock:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, Padded
-from cachestream.model import Schema
-from cachestream.training.buffers import BufferPool
-from cachestream.training.gather import Gatherer
-from cachestream.training.maps import EpochMaps
-from cachestream.training.ragged import layouts_of
-from cachestream.training.transfer import map_tensors
+from cachestream.schema import Schema
+from cachestream.training.batches.buffers import BufferPool
+from cachestream.training.batches.gather import Gatherer
+from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.ragged import layouts_of
+from cachestream.training.batches.transfer import map_tensors
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
-from cachestream.training import record
-from cachestream.training.manifest import Manifest, load_manifest, save_manifest
-from tests.sampling.support import DEADLINE_S, wait_until
+from cachestream.training import epoch_record
+from cachestream.training.epoch_record import EpochManifest, load_manifest, save_manifest
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
+from tests.worker.support import DEADLINE_S, wait_until
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "shuffled": {},
@@ -184,12 +184,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk for manifests that answers once this is set; nobody waits longer than a moment for it."""
     answers = threading.Event()
 
-    def save(path: str, manifest: Manifest) -> None:
+    def save(path: str, manifest: EpochManifest) -> None:
         assert answers.wait(DEADLINE_S)
         save_manifest(path, manifest)
 
-    monkeypatch.setattr(record, "save_manifest", save)
-    monkeypatch.setattr(record, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(epoch_record, "save_manifest", save)
+    monkeypatch.setattr(epoch_record, "_CLOSE_S", 0.1)
     yield answers
     answers.set()
     wait_until(lambda: not recording(), "all is recorded")

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from cachestream import EpochLoader
-from cachestream.model import Schema, Snapshot
+from cachestream.schema import Schema, Snapshot
+from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
+from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.transfer import BatchTransform, Staged
+from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset
-from cachestream.training.epoch import Request, Segment
-from cachestream.training.maps import EpochMaps
-from cachestream.training.parcels import Delivery, Parcel
 from cachestream.training.plan import Plan, SequentialOrder
-from cachestream.training.resume import Record
 from cachestream.training.schedule import Schedule
+from cachestream.training.segment import Request, Segment
 from cachestream.training.threads import use_threads
-from cachestream.training.transfer import BatchTransform, Staged
 from tests.training.conftest import NewCache
 
 NOTHING = np.zeros(0, np.int64)
@@ -46,7 +46,7 @@ class Trainer:
             Plan(batches, 1, 1, batches),
             0,
             batches,
-            Record(NOTHING, NOTHING, "sequential", batches),
+            SegmentRecord(NOTHING, NOTHING, "sequential", batches),
         )
         assert self.schedule.add(segment)
         taken = self.schedule.next_segment()
@@ -57,8 +57,8 @@ class Trainer:
     def gather(self, count: int = 1) -> None:
         for _ in range(count):
             self.gathered += 1
-            delivery = Delivery(Staged(self.gathered), self.gathered, 1, 0)
-            assert self.schedule.put(Parcel(self.segment, deque([delivery])))
+            delivery = QueuedBatch(Staged(self.gathered), self.gathered, 1, 0)
+            assert self.schedule.put(BatchGroup(self.segment, deque([delivery])))
 
     def step(self, seconds: float) -> Any:
         """Train on one batch for `seconds`; another one is gathered meanwhile."""
@@ -106,7 +106,7 @@ def test_a_trainer_is_hurried_only_when_it_finds_no_batch_that_waits() -> None:
     assert not trainer.schedule.was_hurried(), "not since it was asked last"
 
 
-class Promise(Parcel):
+class Promise(BatchGroup):
     """Batches that are gathered while they are taken, four ahead."""
 
     is_flow = True
@@ -275,7 +275,7 @@ def test_what_was_prepared_before_a_jump_is_void() -> None:
     old = Request(0, 1)
     closing = trainer.schedule.jump(Request(0, 5))
     assert closing == [trainer.segment]
-    assert not trainer.schedule.put(Parcel(trainer.segment, deque([Delivery(Staged(5), 5, 1, 0)])))
+    assert not trainer.schedule.put(BatchGroup(trainer.segment, deque([QueuedBatch(Staged(5), 5, 1, 0)])))
     assert trainer.schedule.stale(trainer.segment.request)
     assert trainer.schedule.superseded(old)
     asked = trainer.schedule.wait_request(0.0, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.training.sharing import Sharing
+from cachestream.training.threads import Sharing
 
 
 def turns_with(sharing: Sharing, rate: Callable[[int], float], turns: int) -> tuple[Sharing, list[int]]:

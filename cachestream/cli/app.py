@@ -1,0 +1,403 @@
+"""The command line: data on stdout, logs and progress on stderr.
+
+Exit codes: 0 done, 1 a problem was found, 2 wrong use. Every option can be given in the environment as
+CACHESTREAM_<COMMAND>_<OPTION>, called as its flag is, and CACHE as CACHESTREAM_CACHE; arguments win.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+import cachestream
+from cachestream.cli import display
+from cachestream.cli.arguments import (
+    CacheArgument,
+    Commands,
+    CropOption,
+    FormatOption,
+    JsonOption,
+    OrderOption,
+    PartitionOption,
+    ResizeOption,
+    SizeLimitOption,
+    SourceArgument,
+    SourceOption,
+    StorageOption,
+    TransformOption,
+    WorkersOption,
+    load,
+    source_of,
+)
+from cachestream.cli.main import PROBLEM, run
+from cachestream.config import format_size, parse_size
+from cachestream.errors import ConfigError
+from cachestream.storage.cache import Cache
+from cachestream.storage.layout import Directory
+from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.status import lost_worker
+from cachestream.storage.telemetry import read_history
+from cachestream.tools import refetching
+from cachestream.tools.plots import plot_growth
+from cachestream.transport.remote_errors import redact
+from cachestream.worker.options import WorkerOptions
+from cachestream.worker.worker import Worker, start_worker
+
+DONE: Final = 0
+
+app = typer.Typer(
+    name="cachestream",
+    cls=Commands,
+    help="A growing local sample cache for PyTorch training on remote data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"auto_envvar_prefix": "CACHESTREAM", "help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; `arguments` are those of the process unless given."""
+    run(app, arguments)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cachestream {cachestream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            allow_from_autoenv=False,
+            help="Show the version.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _open(path: str) -> Cache:
+    """The cache at `path`, which must be there: a mistyped path should not make a new one."""
+    directory = Directory(os.path.realpath(os.path.expanduser(path)))
+    with translated_disk_errors(directory.root, "looking for a cache"):
+        is_there = any(map(_is_there, (directory.catalogue, directory.settings)))
+    if not is_there:
+        raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
+    return Cache(path)
+
+
+def _is_there(path: str) -> bool:
+    """Raises OSError for what this user may not look into."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+@app.command()
+def worker(
+    source: SourceArgument,
+    cache: CacheArgument,
+    *,
+    size_limit: SizeLimitOption = None,
+    min_free: Annotated[str | None, typer.Option(help="What stays free on the disk: 1GB unless set.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="lru (unless set), fifo, least-fresh or none.")] = None,
+    workers: WorkersOption = None,
+    transform: TransformOption = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Of a full shard: 64MB, or less in a small cache, unless set.")
+    ] = None,
+    order: OrderOption = "shuffle",
+    seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
+    bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
+    when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
+    partition: PartitionOption = None,
+    holdout: Annotated[
+        float | None, typer.Option(help="The share of the samples that is held out of training.")
+    ] = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running and return.")] = False,
+) -> None:
+    """Fill CACHE from SOURCE.
+
+    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it; with --detach in the background, until it is stopped.
+    Started again, it goes on where it stopped.
+    """
+    function = None if transform is None else load(transform, "--transform")
+    opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
+    asked: dict[str, Any] = {
+        "num_workers": workers,
+        "transform": function,
+        "shard_size": shard_size,
+        "order": load(order, "--order") if ":" in order else order,
+        "partition": partition,
+        "seed": seed,
+        "bandwidth_limit": bandwidth_limit,
+        "when_full": when_full,
+    }
+    WorkerOptions(**asked).check()  # before a cache is made
+    with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:
+        started = start_worker(filled, opened, detach=detach, holdout=holdout, **asked)
+        if detach:
+            display.say(f"filling {filled.path} in the background; see: cachestream status {cache}")
+        else:
+            _follow(started, filled)
+
+
+def _follow(started: Worker, filled: Cache) -> None:
+    """Show progress until the worker is done, or Ctrl-C; then what there is: it stays, and can be gone on with."""
+    try:
+        with started:
+            display.follow(started)
+    finally:
+        status = filled.status()
+        display.say_what_there_is(status)
+    if status.fill_state == "complete" and status.fill_message and not status.num_samples:
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def stop(
+    cache: CacheArgument,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")] = 5.0,
+) -> None:
+    """Stop the worker of CACHE.
+
+    What it has sampled stays, and the next worker goes on from there.
+    """
+    with _open(cache) as filled:
+        if filled.has_worker() or lost_worker(filled.directory) is not None:
+            Worker(filled, None, None).stop(timeout_s)
+            typer.echo(f"stopped: {display.one_line(filled.status())}", err=True)
+        else:
+            typer.echo(f"no worker is running for {filled.path}", err=True)
+
+
+@app.command()
+def status(
+    cache: CacheArgument,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
+) -> None:
+    """Show what CACHE holds and what its worker does."""
+    with _open(cache) as filled:
+        if watch:
+            display.watch(filled, interval_s, as_json=as_json)
+        else:
+            display.show(filled.status(), as_json=as_json)
+
+
+@app.command()
+def limit(
+    cache: CacheArgument, size: Annotated[str, typer.Argument(metavar="SIZE", help='Such as "500GB".')]
+) -> None:
+    """Set the size limit of CACHE.
+
+    It takes effect at once, also while a worker fills it; lowering it evicts.
+    """
+    with _open(cache) as filled:
+        filled.size_limit = parse_size(size, "SIZE")
+        used = filled.size_bytes
+        typer.echo(f"{filled.path}: {format_size(used)} of {format_size(filled.size_limit)}", err=True)
+        _report_shortfall(used, filled.size_limit)
+
+
+@app.command()
+def evict(
+    cache: CacheArgument, to: Annotated[str, typer.Option("--to", help='What may stay, such as "100GB".')]
+) -> None:
+    """Evict from CACHE down to a size.
+
+    Epochs in use keep their shards until they end.
+    """
+    with _open(cache) as filled:
+        to_bytes = parse_size(to, "--to")
+        freed = filled.evict(to_bytes)
+        used = filled.size_bytes
+        typer.echo(f"freed {format_size(freed)}; {filled.path} takes {format_size(used)}", err=True)
+        if filled.num_shards:
+            _report_shortfall(used, to_bytes)
+
+
+def _report_shortfall(used_bytes: int, wanted_bytes: int) -> None:
+    if used_bytes > wanted_bytes:
+        typer.echo(
+            f"still {format_size(used_bytes - wanted_bytes)} more than asked for: epochs in use hold their "
+            "shards, which go when these epochs end",
+            err=True,
+        )
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def clear(cache: CacheArgument) -> None:
+    """Remove all samples of CACHE.
+
+    The progress of its filling goes too; its settings stay.
+    """
+    with _open(cache) as filled:
+        held = filled.num_samples
+        filled.clear()
+        typer.echo(f"removed {held:,} samples from {filled.path}", err=True)
+
+
+@app.command()
+def verify(
+    cache: CacheArgument,
+    repair: Annotated[bool, typer.Option("--repair", help="Put damaged shards aside.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check CACHE for damage.
+
+    Every shard against its checksums, and the catalogue against the directory.
+    """
+    with _open(cache) as filled:
+        with display.progress("verifying") as advance:
+            report = filled.verify(repair=repair, on_progress=advance)
+        display.show_verification(report, as_json=as_json)
+        if not report.ok:
+            raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def refetch(
+    manifest: Annotated[
+        Path, typer.Argument(metavar="MANIFEST", help="What record= wrote: a file, or a folder of them.")
+    ],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="What the worker was given.")],
+    cache: CacheArgument,
+    *,
+    transform: Annotated[str | None, typer.Option(help="module:function, as the worker had it.")] = None,
+    size_limit: SizeLimitOption = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+) -> None:
+    """Bring the shards of recorded epochs back into CACHE.
+
+    They come back identical, to replay those epochs. Needed shards that are cached stay, others may be evicted for those that come. CACHE may be a new directory.
+    """
+    function = None if transform is None else load(transform, "--transform")
+    opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
+    wanted = refetching.wanted_shards(manifest)
+    with Cache(cache, size_limit) as filled, display.progress("refetching") as advance:
+        report = refetching.refetch(wanted, filled, opened, transform=function, on_progress=advance)
+    for reason in report.failed:
+        typer.echo(reason, err=True)
+    typer.echo(str(report), err=True)
+    if not report.ok:
+        raise typer.Exit(PROBLEM)
+
+
+@app.command()
+def plot(
+    cache: CacheArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf.")] = Path(
+        "growth.png"
+    ),
+) -> None:
+    """Draw how CACHE grew."""
+    with _open(cache) as filled:
+        rows = read_history(filled.directory.worker_file("history"))
+        output = output if output.suffix else output.with_suffix(".png")
+        plot_growth(rows, output, f"{filled.path}: {filled.num_samples:,} samples")
+        typer.echo(str(output))
+
+
+@app.command()
+def bench(
+    cache: CacheArgument,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each line.")] = 5.0,
+    batch_transform: Annotated[
+        str | None, typer.Option(help="module:function, run on whole batches, as in training.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the loader over CACHE.
+
+    Alone, with your batch transform and onto the GPU, beside memcpy and the disk.
+    """
+    function = None if batch_transform is None else load(batch_transform, "--batch-transform")
+    with _open(cache) as filled:
+        report = _late("tools.bench").bench(filled, batch_size, seconds, function)
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+
+
+@app.command()
+def diagnose(
+    source: SourceArgument,
+    *,
+    transform: TransformOption = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
+    workers: WorkersOption = None,
+    folder: Annotated[
+        str | None, typer.Option(help="On the disk of the cache to be. Else the system's.")
+    ] = None,
+    storage_option: StorageOption = None,
+    source_option: SourceOption = None,
+    format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find what holds up filling a cache from SOURCE.
+
+    The time of every stage, and the verdict. Needs no cache, and leaves nothing behind.
+    """
+    function = None if transform is None else load(transform, "--transform")
+    named = {"format": format, "resize": resize, "crop": crop}
+    opener = functools.partial(source_of, source, source_option, storage_option, **named)
+    limits = {"seconds": seconds, "workers": workers, "folder": folder}
+    found = _late("tools.diagnose.diagnose").diagnose(
+        redact(source), opener, function, **limits, on_progress=display.say
+    )
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what it makes.")] = Path(
+        "demo-output"
+    ),
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the remote data and the cache, to look at.")
+    ] = False,
+) -> None:
+    """Show the whole thing on this machine.
+
+    Two ranks train on a growing cache, without a network.
+    """
+    raise typer.Exit(int(_late("demo").run(output, keep=keep) or DONE))
+
+
+def _late(name: str) -> Any:
+    """A module that brings torch, which takes seconds that no other command should wait for."""
+    return importlib.import_module(f"cachestream.{name}")
+
+
+if __name__ == "__main__":
+    main()

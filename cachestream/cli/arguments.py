@@ -1,0 +1,132 @@
+"""Arguments of the command line: objects by name, options by pairs, sizes, sources, and the help of each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from cachestream.errors import ConfigError
+from cachestream.sources.open import open_source
+
+_SIZE: Final = re.compile(r"(\d+)(?:x(\d+))?")
+
+
+def load(name: str, what: str) -> Any:
+    """The object that "module:name" names, looked for in the current folder too."""
+    module, _, attribute = name.partition(":")
+    with suppress(FileNotFoundError):  # it is gone: nothing can be loaded from there
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what}={name!r} cannot be loaded: {error}; give module:name") from error
+
+
+def source_of(
+    text: str,
+    source_options: Sequence[str] | None,
+    storage_options: Sequence[str] | None,
+    **named: str | None,
+) -> Any:
+    """A URL or path as a source, or the object that "module:name" names.
+
+    `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own, those
+    of sizes as texts. Raises ConfigError for what cannot be read.
+    """
+    options = _pairs(source_options or (), "--source-option")
+    if storage_options:
+        options["storage_options"] = _pairs(storage_options, "--storage-option")
+    for name, value in named.items():
+        if value is not None:
+            options[name] = _size(name, value) if name in ("resize", "crop") else value
+    module, colon, name = text.partition(":")
+    is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
+    what = load(text, "SOURCE") if is_name and not os.path.exists(text) else text
+    return open_source(what, **options)
+
+
+def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
+    """KEY=VALUE pairs as a dict; values are read as JSON where they are, dots in a key nest."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{what}: give KEY=VALUE")  # not what was given: it may be a secret
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"{what}: {name!r} has a value already, and cannot have keys of its own as well"
+                )
+        inner[last] = value
+    return found
+
+
+def _size(name: str, text: str) -> int | tuple[int, int]:
+    """A number of pixels, or "240x320" as height and width."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--{name} {text!r}: give pixels, such as 224, or HEIGHTxWIDTH, such as 240x320")
+    return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
+
+
+class Commands(TyperGroup):
+    """Commands whose options have the names of their flags in the environment: CACHESTREAM_STATUS_JSON for --json."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, command in self.commands.items():
+            for option in command.params:
+                if option.param_type_name == "option":
+                    flag = max(option.opts, key=len).removeprefix("--")
+                    option.envvar = f"cachestream_{name}_{flag}".replace("-", "_").upper()
+
+
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="SOURCE", help="URL, path or wildcard; or module:name of a source.")
+]
+CacheArgument = Annotated[
+    str, typer.Argument(metavar="CACHE", envvar="CACHESTREAM_CACHE", help="The cache's directory.")
+]
+OrderOption = Annotated[
+    str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
+]
+PartitionOption = Annotated[
+    str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
+]
+StorageOption = Annotated[
+    list[str] | None, typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable.")
+]
+SourceOption = Annotated[
+    list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
+]
+FormatOption = Annotated[str | None, typer.Option(help="Of what no ending tells: mds, litdata, files, ….")]
+ResizeOption = Annotated[
+    str | None, typer.Option(metavar="PIXELS", help="Images: the shorter side, or HEIGHTxWIDTH.")
+]
+CropOption = Annotated[
+    str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
+]
+WorkersOption = Annotated[int | None, typer.Option(help="Sampling processes. Else one a core, 4 at most.")]
+SizeLimitOption = Annotated[
+    str | None,
+    typer.Option(help='Such as "200GB". Else as it was, or for a new cache 80 % of the free disk.'),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
+TransformOption = Annotated[str | None, typer.Option(help="module:function, run before caching.")]

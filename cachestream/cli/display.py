@@ -1,0 +1,376 @@
+"""The display of a cache's status, live where wanted, and of the progress of long work.
+
+Everything is made from frozen `CacheStatus` values; nothing here opens a cache.
+
+Data goes to stdout, progress to stderr. Where these are no terminals, lines take the place of what
+would be drawn over and over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cachestream.config import format_size
+from cachestream.errors import WorkerTimeoutError
+from cachestream.storage.cache import Cache
+from cachestream.storage.status import CacheStatus, VerifyReport, WorkerStatus, describe_skipped
+from cachestream.storage.telemetry import Totals
+from cachestream.worker.worker import Worker
+
+_STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "failed": "bold red"}
+_REASONS_SHOWN: Final = 5
+_BAR_WIDTH: Final = 28
+_GAP: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the worker achieves: samples cached and bytes fetched, a second."""
+
+    samples_per_s: float
+    fetched_bytes_per_s: float
+
+    def __str__(self) -> str:
+        return f"{self.samples_per_s:,.0f} samples/s, {format_size(self.fetched_bytes_per_s)}/s fetched"
+
+
+class RateWindow:
+    """Rates over the last seconds, from statuses as they come."""
+
+    def __init__(self, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, int, Totals]] = deque()
+
+    def add(self, now_s: float, worker: WorkerStatus | None) -> Rates | None:
+        """The rates up to now; None while there is no worker, or only one look at it."""
+        if worker is None or (self._seen and self._seen[-1][1] != worker.pid):
+            self._seen.clear()
+        if worker is None:
+            return None
+        self._seen.append((now_s, worker.pid, worker.totals))
+        while len(self._seen) > 2 and now_s - self._seen[0][0] > self._window_s:
+            self._seen.popleft()
+        then_s, _, then = self._seen[0]
+        if now_s <= then_s:
+            return None
+        span_s = now_s - then_s
+        return Rates(
+            (worker.totals.samples - then.samples) / span_s,
+            (worker.totals.fetched_bytes - then.fetched_bytes) / span_s,
+        )
+
+
+def average_rates(worker: WorkerStatus) -> Rates:
+    """The rates since the worker started."""
+    return Rates(worker.samples_per_s, worker.fetched_bytes_per_s)
+
+
+def describe_duration(seconds: float) -> str:
+    """A time for a person: "42 s", "12 min", "3 h 5 min", "2 d 4 h"."""
+    whole = int(seconds)
+    for unit_s, unit, below_s, below in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min")):
+        if whole >= unit_s:
+            rest = whole % unit_s // below_s
+            return f"{whole // unit_s} {unit} {rest} {below}" if rest else f"{whole // unit_s} {unit}"
+    return f"{whole // 60} min" if whole >= 60 else f"{whole} s"
+
+
+def remaining_s(status: CacheStatus) -> float | None:
+    """Seconds to the end of the pass at the average speed so far; None where that says nothing."""
+    worker, done = status.worker, status.pass_done
+    if worker is None or done is None or status.num_units is None or not worker.totals.units or done >= 1:
+        return None
+    return status.num_units * (1 - done) * worker.uptime_s / worker.totals.units
+
+
+def bottleneck(totals: Totals) -> list[tuple[str, float]]:
+    """Where the sampling processes' time went: (stage, share), the largest first; empty before any work."""
+    stages = {
+        "remote": totals.fetch_wait_s,
+        "transform": totals.transform_s,
+        "packing": totals.pack_s,
+        "disk": totals.publish_s,
+        "waiting for space": totals.space_wait_s,
+    }
+    whole_s = sum(stages.values())
+    if whole_s <= 0:
+        return []
+    return sorted(
+        ((stage, spent_s / whole_s) for stage, spent_s in stages.items()), key=lambda item: -item[1]
+    )
+
+
+def one_line(status: CacheStatus, rates: Rates | None = None) -> str:
+    """The status as one line of a log."""
+    skipped = f", {status.skipped} skipped" if status.skipped else ""
+    why = status.fill_message if status.fill_state in ("filling", "full") else ""
+    told = "".join(f"; {message}" for message in (why, status.disk_message, status.remote_message) if message)
+    return f"{status}{skipped}{f', {rates}' if rates else ''}{told}"
+
+
+def status_view(status: CacheStatus, rates: Rates | None = None) -> RenderableType:
+    """The status as a table of labelled lines; `rates` are shown instead of the worker's averages."""
+    head = Text.assemble(
+        (status.path, "bold"), "  ", (status.fill_state, _STYLES.get(status.fill_state, "dim"))
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, line in _lines(status, rates):
+        # A plain string would be read as markup, and names may hold brackets.
+        grid.add_row(label, Text(line) if isinstance(line, str) else line)
+    return Group(head, grid)
+
+
+def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, RenderableType]]:
+    if status.fill_message:
+        yield "", Text(status.fill_message, "red" if status.fill_state == "failed" else "")
+    if status.disk_message:
+        yield "", Text(status.disk_message, "red")
+    if status.remote_message:
+        yield "", Text(status.remote_message, "yellow")
+    yield "cache", _WithBar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
+    held_out = "" if status.holdout is None else f", {status.held_out_samples:,} of them held out"
+    yield (
+        "samples",
+        f"{status.num_samples:,} in {_count(status.num_shards, 'shard')}{held_out}{_evicted(status)}",
+    )
+    if status.pass_number:
+        yield f"pass {status.pass_number}", _progress(status)
+    yield "epochs", _epochs(status)
+    if status.worker is not None:
+        yield from _lines_of_worker(status.worker, rates)
+    if status.quarantined:
+        yield "quarantined", f"{_count(status.quarantined, 'damaged shard')}, put aside"
+    if status.skipped:
+        yield "skipped", _skipped(status)
+    yield "eviction", f"{status.eviction}, {format_size(status.min_free)} of the disk stay free"
+    if status.schema:
+        yield "schema", status.schema
+    if status.source:
+        yield "source", status.source
+
+
+@dataclass(frozen=True, slots=True)
+class _WithBar:
+    """`text` beside a bar that is full to `share`; alone where there is no room for both."""
+
+    share: float
+    text: str
+
+    @property
+    def _width(self) -> int:
+        return _BAR_WIDTH + _GAP + len(self.text)
+
+    def __rich_measure__(self, _console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self.text), options.max_width), min(self._width, options.max_width))
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._width > options.max_width:
+            yield Text(self.text)
+            return
+        row = Table.grid(padding=(0, _GAP))
+        bar = ProgressBar(total=1.0, completed=min(max(self.share, 0.0), 1.0), width=_BAR_WIDTH)
+        row.add_row(bar, Text(self.text))
+        yield row
+
+
+def _sizes(status: CacheStatus) -> str:
+    text = f"{format_size(status.size_bytes)} of {format_size(status.size_limit)}"
+    return f"{text}, {format_size(status.reserved_bytes)} being written" if status.reserved_bytes else text
+
+
+def _evicted(status: CacheStatus) -> str:
+    unused = f", {status.evicted_unused_samples:,} of them unused" if status.evicted_unused_samples else ""
+    return f", {status.evicted_samples:,} evicted so far{unused}" if status.evicted_samples else ""
+
+
+def _progress(status: CacheStatus) -> RenderableType:
+    if status.pass_done is None:
+        return f"{status.num_units:,} units, and the listing goes on" if status.is_listing else "endless"
+    units = f" of {status.num_units:,} units" if status.num_units is not None else ""
+    left_s = remaining_s(status)
+    left = f", about {describe_duration(left_s)} left" if left_s is not None else ""
+    return _WithBar(status.pass_done, f"{status.pass_done:.1%}{units}{left}")
+
+
+def _epochs(status: CacheStatus) -> str:
+    taken = f"{_count(status.snapshots, 'snapshot')} taken"
+    if not status.leases:
+        return f"{taken}, none in use"
+    return f"{taken}, {status.leases} in use, which hold {format_size(status.leased_bytes)}"
+
+
+def _lines_of_worker(worker: WorkerStatus, rates: Rates | None) -> Iterable[tuple[str, RenderableType]]:
+    yield "worker", _worker(worker)
+    if not worker.states:
+        return
+    yield "speed", f"{rates or average_rates(worker)}"
+    stages = bottleneck(worker.totals)
+    if stages:
+        yield "time goes to", ", ".join(f"{name} {share:.0%}" for name, share in stages if share >= 0.005)
+
+
+def _worker(worker: WorkerStatus) -> str:
+    states = {state: worker.states.count(state) for state in worker.states}
+    doing = (
+        ", ".join(f"{count} {state}" for state, count in states.items())
+        or "unknown, of another version of cachestream"
+    )
+    restarts = f", {_count(worker.restarts, 'restart')}" if worker.restarts else ""
+    return f"pid {worker.pid}, up {describe_duration(worker.uptime_s)}; processes: {doing}{restarts}"
+
+
+def _skipped(status: CacheStatus) -> str:
+    lines = [_count(status.skipped, "sample")]
+    for failure in status.failures[:_REASONS_SHOWN]:
+        example = f" (first: {failure.example})" if failure.example else ""
+        lines.append(f"{failure.count:,} × {failure.kind}: {failure.reason}{example}")
+    more = len(status.failures) - _REASONS_SHOWN
+    if more > 0:
+        lines.append(f"{_count(more, 'more reason')}; all of them with --json")
+    return "\n".join(lines)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+_LOOK_S: Final = 0.5
+_LINE_S: Final = 10.0
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, markup=False)
+
+
+def _can_draw(console: Console) -> bool:
+    """Whether what was written can be drawn over; on a dumb terminal only the last state would be seen."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def show(status: CacheStatus, *, as_json: bool = False) -> None:
+    """One look at a cache."""
+    if as_json:
+        _write(json.dumps(status.to_dict(), indent=2))
+    else:
+        _console().print(status_view(status))
+
+
+def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
+    """Look again every `interval_s`, until Ctrl-C: drawn on a terminal, else a line (of JSON) each time."""
+    rates, console, pause = RateWindow(), _console(), threading.Event()
+    try:
+        if as_json or not _can_draw(console):
+            while True:
+                status = cache.status()
+                now = rates.add(time.monotonic(), status.worker)
+                _write(json.dumps(status.to_dict()) if as_json else one_line(status, now))
+                pause.wait(interval_s)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                status = cache.status()
+                now = rates.add(time.monotonic(), status.worker)
+                live.update(status_view(status, now), refresh=True)
+                pause.wait(interval_s)
+    except KeyboardInterrupt:
+        return
+
+
+def say_what_there_is(status: CacheStatus) -> None:
+    """What filling has come to, and why there is not more."""
+    say(one_line(status))
+    if told := describe_skipped(status.failures):
+        say(f"{told}; all reasons: cachestream status {status.path}")
+    elif status.fill_state == "complete" and status.fill_message:
+        say(status.fill_message)
+
+
+def follow(worker: Worker) -> None:
+    """Show the filling on stderr until the worker has nothing left to do, or has ended; one of a full cache goes on.
+
+    Raises WorkerError, with the traceback from the background, if it failed.
+    """
+    rates, console = RateWindow(), _console(stderr=True)
+    if _can_draw(console):
+        with Live(console=console, auto_refresh=False) as live:
+            ended = False
+            while not ended:
+                ended = _has_ended(worker, _LOOK_S)
+                status = worker.status()
+                live.update(status_view(status, rates.add(time.monotonic(), status.worker)), refresh=True)
+    else:
+        while not _has_ended(worker, _LINE_S):
+            status = worker.status()
+            console.print(one_line(status, rates.add(time.monotonic(), status.worker)), soft_wrap=True)
+
+
+def _has_ended(worker: Worker, timeout_s: float) -> bool:
+    """Wait for the end of the pass or of the worker; False at the deadline, also while a full cache rests."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while worker.wait(max(0.0, deadline_s - time.monotonic())):
+            if worker.cache.fill_state() != "full" or not worker.is_alive():
+                return True
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(min(_LOOK_S, timeout_s))
+    except WorkerTimeoutError:
+        return False
+    return True
+
+
+def say(line: str) -> None:
+    """One line on stderr."""
+    _console(stderr=True).print(line, soft_wrap=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr for the `with` block, moved by calls of `(done, total)`."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = _console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not _can_draw(console)) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield advance
+
+
+def show_verification(report: VerifyReport, *, as_json: bool = False) -> None:
+    """What `verify` found: a summary, and a line for each damaged or missing thing."""
+    if as_json:
+        values: dict[str, Any] = {**dataclasses.asdict(report), "ok": report.ok}
+        _write(json.dumps(values, indent=2))
+        return
+    for line in report.corrupt:
+        _write(f"corrupt: {line}")
+    for shard_id in report.missing:
+        _write(f"missing: shard {shard_id}")
+    for path in report.orphans:
+        _write(f"unknown file: {path}")
+    _write(str(report))

@@ -1,0 +1,95 @@
+"""The command `cachestream`, from its first moment to its exit code: whatever happens, it ends in one clear line.
+
+It loads the command line itself: that takes a moment, in which Ctrl-C is to end it as quietly as later.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final
+
+from cachestream.errors import CacheStreamError, ConfigError
+from cachestream.worker.processes import have_standard_files
+
+PROBLEM: Final = 1
+USAGE: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; `arguments` are those of the process unless given."""
+    have_standard_files()
+    # Where it is ignored, as by nohup, it stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+    run(importlib.import_module("cachestream.cli.app").app, arguments)
+
+
+def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None = None) -> None:
+    """Call `app` with the arguments, and exit; what it raises becomes a line on stderr and an exit code."""
+    have_standard_files()
+    _write_what_can_be_written()
+    signal.signal(signal.SIGTERM, _on_terminate)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    # And no other: drivers tell where they found credentials.
+    logging.getLogger("cachestream").setLevel(logging.INFO)
+    try:
+        if signal.getsignal(signal.SIGINT) is _end_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        app(None if arguments is None else list(arguments))
+    except CacheStreamError as error:
+        _say(str(error))
+        sys.exit(USAGE if isinstance(error, ConfigError) else PROBLEM)
+    except OSError as error:  # a process's main: a full disk under stdout, a current folder that is gone
+        _say(_describe(error))
+        _drop_output()
+        sys.exit(PROBLEM)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    """Nothing has begun: while modules are loaded, an exception would be told as theirs."""
+    os._exit(128 + number)
+
+
+def _on_terminate(number: int, _frame: FrameType | None) -> None:
+    """Unwind as for Ctrl-C, so that a worker in the foreground is let go."""
+    sys.exit(128 + number)
+
+
+def _describe(error: OSError) -> str:
+    if error.errno == errno.ENOENT and error.filename is None:
+        return "the current folder is gone; change to another one, or give absolute paths"
+    return f"{error.filename or 'the output'}: {error.strerror or error}"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"cachestream: {line}\n")
+
+
+def _write_what_can_be_written() -> None:
+    """Have both outputs, and paths in them that their encoding does not know, escaped."""
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Forget what could not be written: Python would try again as it ends, and complain."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""`cachestream diagnose`: what holds up filling from a source, and training on it."""

@@ -1,0 +1,280 @@
+"""Calls to Linux that the layers share: files mapped without a descriptor, filesystem types, private files.
+
+Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would run into
+the limit of open files (1024 in many shells). Here the map is all there is.
+
+Whoever owns a cache may put a link anywhere in it, at any time. Root, who works in a user's cache, would follow it
+and make, give away or remove files of its own. So every change goes by a descriptor of the folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_FAILED: Final = ctypes.c_void_p(-1).value
+_MADV_POPULATE_READ: Final = 22  # Linux 5.14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_SYS_PROCESS_MADVISE: Final = 440  # on all architectures
+_MOST_RANGES: Final = 1024  # of one call (IOV_MAX)
+
+
+class FileMap:
+    """The first `size_bytes` of the file `fd`; unmapped when this object and all arrays on it are gone."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == _FAILED:
+            raise _system_error()
+        self.address = int(address)
+        self.size_bytes = size_bytes
+        finalizer = weakref.finalize(self, _libc.munmap, address, size_bytes)
+        finalizer.atexit = False  # other threads may still read then; the kernel unmaps
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.size_bytes,),
+            "data": (self.address, True),
+        }
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes, uint8 `[size_bytes]`, read-only; the array keeps the map."""
+        return np.asarray(self)
+
+    def read_all(self) -> None:
+        """Bring all pages in. As `bring_in`, but that before Linux 5.14 it does nothing."""
+        self.bring_in(0, self.size_bytes)
+
+    def bring_in(self, start: int, stop: int) -> bool:
+        """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel cannot.
+
+        Raises OSError where a plain access would end the process with SIGBUS: on a read error, or when the
+        file has been cut short. (Linux 5.14.)
+        """
+        start -= start % mmap.PAGESIZE
+        if _libc.madvise(self.address + start, stop - start, _MADV_POPULATE_READ) == 0:
+            return True
+        error = _system_error()
+        if error.errno == errno.EFAULT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if error.errno not in (errno.EINVAL, errno.EAGAIN):
+            raise error
+        return False
+
+    def expect_random(self) -> None:
+        """Let a page fault read its page alone. Otherwise the kernel reads what lies around it, too (128 KiB as a rule, 8 MiB
+        where `read_ahead_kb` says so), which throws out what other batches need where a cache is larger than memory.
+        """
+        _libc.madvise(self.address, self.size_bytes, mmap.MADV_RANDOM)
+
+    def is_cached(self, start: int, stop: int) -> bool:
+        """Whether the pages of [start, stop) are in memory; True also where the kernel does not tell us."""
+        start -= start % mmap.PAGESIZE
+        pages = np.zeros(-(-(stop - start) // mmap.PAGESIZE), np.uint8)
+        failed = _libc.mincore(self.address + start, stop - start, pages.ctypes.data)
+        return bool(failed) or bool((pages & 1).all())
+
+    def ask_for(self, start: int, stop: int) -> None:
+        """Begin to read [start, stop) from the disk, all at once and not in the small steps of page faults."""
+        start -= start % mmap.PAGESIZE
+        _libc.madvise(self.address + start, stop - start, mmap.MADV_WILLNEED)
+
+
+def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
+    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the disk.
+
+    By one system call for many ranges where the kernel lets us (Linux 5.13; before 6.13 it asks for CAP_SYS_NICE),
+    otherwise by one for each: every call gives the GIL away and has to get it again. Addresses that are not mapped (any
+    more) do no harm.
+    """
+    ranges = np.empty((len(starts), 2), np.uint64)
+    ranges[:, 0] = starts - starts % mmap.PAGESIZE
+    ranges[:, 1] = stops - ranges[:, 0].view(np.int64)
+    for first in range(0, len(ranges), _MOST_RANGES):
+        part = ranges[first : first + _MOST_RANGES]
+        if not _advise_together(part):
+            for address, size in part.tolist():
+                _libc.madvise(address, size, mmap.MADV_WILLNEED)
+
+
+def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
+    """`madvise(MADV_WILLNEED)` of `ranges`, uint64 `[n, 2]` of address and size, by one call; False where it is refused."""
+    try:
+        process = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return False
+    try:
+        done = _libc.syscall(
+            ctypes.c_long(_SYS_PROCESS_MADVISE),
+            ctypes.c_int(process),
+            ctypes.c_void_p(ranges.ctypes.data),
+            ctypes.c_size_t(len(ranges)),
+            ctypes.c_int(mmap.MADV_WILLNEED),
+            ctypes.c_uint(0),
+        )
+    finally:
+        os.close(process)
+    return bool(done == int(ranges[:, 1].sum()))
+
+
+def count_cached(addresses: npt.NDArray[np.int64]) -> int:
+    """How many of the pages at these mapped addresses are in memory; all of them where the kernel does not tell us."""
+    page, cached = ctypes.c_ubyte(), 0
+    for address in (addresses - addresses % mmap.PAGESIZE).tolist():
+        cached += _libc.mincore(address, mmap.PAGESIZE, ctypes.byref(page)) != 0 or page.value & 1
+    return cached
+
+
+def _system_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+# Filesystems whose locks, sizes or speed other machines, or a remote store, have a say in.
+_NETWORK_FILESYSTEM: Final = re.compile(
+    r"9p|acfs|afs|beegfs|ceph|cifs|coda|davfs|gfs2|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|prl_fs|pvfs2"
+    r"|smb3|smbfs|vboxsf|wekafs"
+    r"|fuse\..*(s3|gcs|blob|rclone|sshfs|ceph|gluster|juice|goofys|dav|ftp|afs|hdfs|weka|quobyte|alluxio).*"
+)
+_OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes blanks and backslashes
+
+
+def is_network_filesystem(kind: str) -> bool:
+    """Whether filesystems of this type, as `filesystem_of` gives it, lie elsewhere."""
+    return _NETWORK_FILESYSTEM.fullmatch(kind) is not None
+
+
+def filesystem_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
+    """The type of the filesystem that holds `path`, or "" where the system does not tell."""
+    try:
+        with open(mountinfo, "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    for line in lines:
+        left, _, right = (part.split() for part in line.partition(b" - "))
+        if len(left) < 5 or not right:
+            continue
+        mount = os.fsdecode(_OCTAL.sub(lambda digits: bytes([int(digits[1], 8)]), left[4]))
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):  # of two at one place, the later one hides the other
+            best, kind = mount, right[0].decode(errors="replace")
+    return kind
+
+
+_FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTEMPTS: Final = 100
+
+
+def open_private(path: str, flags: int) -> int:
+    """An `opener` for `open`: the file it makes is readable by its owner only, and no child inherits it.
+
+    A file that root makes in a user's folder is that user's. Links are not followed: they are no part of a cache.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not stop us
+    if not flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+        return os.open(path, flags)  # a look changes nothing, wherever it goes
+    with _parent(path) as (name, folder):
+        for _ in range(_ATTEMPTS if flags & os.O_CREAT else 0):
+            try:
+                fd = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=folder)
+            except FileExistsError:
+                if flags & os.O_EXCL:
+                    raise
+            else:
+                _give(fd, folder)
+                return fd
+            with suppress(FileNotFoundError):  # removed since: try again
+                return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
+        return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
+
+
+def make_private_folder(path: str) -> None:
+    """Make the folder `path`, unless it is there; one that root makes in a user's folder is that user's."""
+    with _parent(path) as (name, folder):
+        try:
+            os.mkdir(name, 0o700, dir_fd=folder)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                raise
+            return
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            if not os.listdir(fd):  # another one of root's may have been moved there since
+                _give(fd, folder)
+        finally:
+            os.close(fd)
+
+
+def move(source: str, target: str) -> None:
+    """Rename `source` to `target`, in place of the file that is there."""
+    with _parent(source) as (old, old_folder), _parent(target) as (new, new_folder):
+        os.replace(old, new, src_dir_fd=old_folder, dst_dir_fd=new_folder)
+
+
+def remove(path: str) -> None:
+    """Remove the file `path`; raises FileNotFoundError where there is none."""
+    with _parent(path) as (name, folder):
+        os.unlink(name, dir_fd=folder)
+
+
+def _give(fd: int, folder: int) -> None:
+    """Give what root has just made, and has open as `fd`, to whom `folder` belongs: it would be locked out else."""
+    owner = os.fstat(folder)
+    if os.geteuid() == 0 and owner.st_uid != 0:
+        with suppress(OSError):  # some filesystems know no owners: there all are let in
+            os.fchown(fd, owner.st_uid, owner.st_gid)
+
+
+@contextmanager
+def _parent(path: str) -> Iterator[tuple[str, int]]:
+    """The last part of `path`, and a descriptor of the folder before it, to which no link leads. Errors name `path`."""
+    *above, name = os.path.abspath(path).split("/")
+    folder = os.open("/", _FOLDER)
+    try:
+        for part in above[1:]:
+            outer, folder = folder, _enter(folder, part)
+            os.close(outer)
+        yield name, folder
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(folder)
+
+
+def _enter(folder: int, name: str) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=folder)
+    except NotADirectoryError as error:
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, f"{name}: {os.strerror(errno.ELOOP)}") from error
+        raise

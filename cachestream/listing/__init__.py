@@ -1,0 +1,1 @@
+"""URLs and patterns → the sorted names of remote objects, at once or page by page."""

@@ -1,0 +1,327 @@
+"""The files that a source reads, listed once: where each lies, its key, and how it is shown in messages."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import xxhash
+
+from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.manifest import Labels, LabelsBuilder, Manifest, first_url, path_of
+from cachestream.listing.names import AnyNames, Names, NamesBuilder
+from cachestream.listing.pages import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
+from cachestream.listing.patterns import extension_of, kind_of, list_files
+from cachestream.listing.walk import GoneError, Walk, open_walk
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import public_name, redact
+
+Url = str | os.PathLike[str]
+FirstNames = int | Literal["auto"] | None
+
+_LOOKED_AT: Final = 10_000
+_completing = threading.Lock()
+
+
+def whole_units(num_units: Any, owner: str = "") -> int | None:
+    """How many units there are, as an int, None for an endless source; raises ConfigError for what is no such number."""
+    if num_units is None:
+        return None
+    count = (
+        0 if isinstance(num_units, bool) or not hasattr(num_units, "__index__") else operator.index(num_units)
+    )
+    if count < 1:
+        raise ConfigError(
+            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units there is nothing "
+            "to read), or None for an endless source"
+        )
+    return count
+
+
+def check_unit(source: object, unit: int, num_units: int | None) -> None:
+    """Raise SourceError unless `unit` is one of `num_units` (None: endless)."""
+    if unit < 0 or (num_units is not None and unit >= num_units):
+        last = "" if num_units is None else f" to {num_units - 1:,}"
+        raise SourceError(f"{source!r} has no unit {unit}: its units are numbered from 0{last}")
+
+
+class FileList:
+    """The files of a folder, a wildcard, a `{000..127}` range, or a list of these, in order; or of a Manifest.
+
+    `owner` is who asks, for messages. `extensions` keeps only files that end so; of folders and
+    wildcards `preferred` endings do, where there are any. Picklable, small, thread-safe.
+
+    `first_names`: where files are listed page by page, list so many at first ("auto": as takes little time there).
+    If there are more, the list `is_open`: the rest is listed by `more`, elsewhere, or here, at once, when anything
+    of it is asked for.
+
+    Raises ConfigError for URLs or options that cannot work, SourceError for what is missing, empty
+    or forbidden, and SourceUnavailableError for a remote that does not answer.
+    """
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        owner: str,
+        extensions: str | Iterable[str] | None = None,
+        preferred: tuple[str, ...] = (),
+        recursive: bool = True,
+        labelled: bool = False,
+        first_names: FirstNames = None,
+    ) -> None:
+        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
+            raise ConfigError(
+                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
+            )
+        self._wanted = wanted = _as_extensions(extensions)
+        self._kind = ""
+        self.is_searched = (
+            False  # whether names were found in folders or by wildcards, and none of them was asked for
+        )
+        self._pages: Pages | Walk | None = None
+        self._names: AnyNames
+        self._secret_names: Names | None = None
+        self.labels: Labels | None = None
+        if isinstance(urls, Manifest):
+            if urls.label is not None and not labelled:
+                raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
+            self.shown = urls.shown
+            self.remote = Remote(first_url(urls, storage_options), storage_options)
+            self._root, self._names, self.labels = self._read(urls, storage_options, wanted)
+            self.identity = (*urls.identity, *_narrowed(wanted, True))
+        else:
+            patterns = _as_list(urls, owner)
+            self.is_searched = extensions is None and not all(map(_is_a_file, patterns))
+            self.remote = Remote(patterns[0], storage_options)
+            more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
+            self.shown = redact(patterns[0]) + more
+            self._root, self._names = self._list(patterns, preferred, recursive, first_names)
+            self.identity = _identity(self.remote, patterns, wanted, recursive)
+        if self.remote.is_web and any("?" in name or "@" in name for name in self._names):
+            self._secret_names = Names(self._names)
+            self._names = Names(map(public_name, self._names))
+        scheme = "" if self.remote.is_local or "://" in self._root else f"{self.remote.protocol}://"
+        self._shown_root = redact(scheme + self._root)
+
+    @property
+    def digest(self) -> str:
+        """Names the list: all files in their order, and their labels."""
+        return self.names.digest + ("" if self.labels is None else self.labels.digest)
+
+    @property
+    def names(self) -> AnyNames:
+        """All names below the root. A list that is open is completed first."""
+        self._complete()
+        return self._names
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only the first names are known yet."""
+        return self._pages is not None
+
+    @property
+    def first(self) -> AnyNames:
+        """The names that are known."""
+        return self._names
+
+    def more(self, last: str) -> Iterator[Page]:
+        """What of an open list comes after the name `last`, page by page."""
+        assert self._pages is not None
+        for page in self._pages.after(last):
+            yield Page(self._filtered(page.names), page.is_last)
+
+    def over(self, names: AnyNames) -> FileList:
+        """The same files by `names`, which somebody else has listed."""
+        made = copy.copy(self)
+        made._names, made._pages = names, None
+        return made
+
+    def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
+        """The names of all folders with files whose keys count, "" for the root. An open list stays so if these can be known.
+
+        That a folder lies deeper than the first files do may not be seen.
+        """
+        if self._pages is not None:
+            depth = max(name.count("/") for name in self._names)
+            found = self._pages.folders(
+                depth, lambda names: [name for name in self._filtered(names) if counts(self._key_of(name))]
+            )
+            if found is not None:
+                return found
+        folders = set[str]()
+        for name in self.names:
+            if (folder := folder_of(name)) not in folders and counts(self._key_of(name)):
+                folders.add(folder)
+        return frozenset(folders)
+
+    def _complete(self) -> None:
+        if self.is_open:
+            with _completing:
+                self._list_the_rest()
+
+    def _list_the_rest(self) -> None:
+        if not self.is_open:
+            return  # another thread was first
+        names = NamesBuilder()
+        for name in self._names:
+            names.add(name)
+        for page in self.more(self._names[-1]):
+            for name in page.names:
+                names.add(name)
+        self._names, self._pages = names.names(), None
+
+    def some_extensions(self) -> Iterator[str]:
+        """The extensions of the known names, of many those of every so many."""
+        names = self._names
+        return (
+            extension_of(self._key_of(names[i]))
+            for i in range(0, len(names), max(1, len(names) // _LOOKED_AT))
+        )
+
+    def keep_only(self, kind: str) -> tuple[int, str]:
+        """Leave out what is not decoded as `kind`, also of the names to come: how many of the known ones, and the first."""
+        self._kind = kind
+        known = list(self._names)
+        kept = self._filtered(known)
+        if len(kept) == len(known):
+            return 0, ""
+        self._names, among = Names(kept), set(kept)
+        return len(known) - len(kept), self._key_of(next(name for name in known if name not in among))
+
+    def _filtered(self, names: list[str]) -> list[str]:
+        if self._wanted:
+            return [name for name in names if redact(name).lower().endswith(self._wanted)]
+        if self._kind:
+            return [name for name in names if kind_of(extension_of(self._key_of(name))) == self._kind]
+        return names
+
+    def _read(
+        self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
+    ) -> tuple[str, Names, Labels | None]:
+        """The common root of what a manifest lists, and the names below it; the labels, if it has any."""
+        path, names, labels = path_of(self.remote), NamesBuilder(), LabelsBuilder()
+        for url, label in manifest.rows(storage_options):
+            if not wanted or redact(url).lower().endswith(wanted):
+                names.add(path(url))
+                if manifest.label is not None:
+                    labels.add(label)
+        if not len(names):
+            raise SourceError(
+                f"{self.shown}: no file of the manifest ends in {', '.join(wanted)}; check extensions="
+            )
+        root = "" if names.folder.endswith("://") else names.folder  # not up to a URL's scheme alone
+        return root, names.names(root), None if manifest.label is None else labels.labels()
+
+    def _list(
+        self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool, first_names: FirstNames
+    ) -> tuple[str, Names]:
+        if first_names is not None:
+            pages = open_pages(self.remote, patterns, recursive) or open_walk(
+                self.remote, patterns, recursive
+            )
+            if pages is not None and (found := self._first_pages(pages, first_names)) is not None:
+                return pages.root, found
+        listing = list_files(self.remote, patterns, recursive)
+        paths, wanted = listing.paths, self._wanted
+        if wanted:
+            paths = [path for path in paths if redact(path).lower().endswith(wanted)]
+            if not paths:
+                raise SourceError(
+                    f"{self.shown}: none of {len(listing.paths):,} files ends in {', '.join(wanted)}; check extensions="
+                )
+        elif preferred:
+            paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
+        length = len(listing.root)
+        return listing.root, Names(path[length:] for path in paths)
+
+    def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
+        """The first names, and the list is open; or all there are. None where there are none."""
+        wanted = pages.usual_first if first_names == "auto" else first_names
+        found: list[str] = []
+        try:
+            for page in pages.after("", min(PAGE_NAMES, wanted)):
+                found += self._filtered(page.names)
+                if not page.is_last and len(found) >= wanted:
+                    self._pages = pages
+                    break
+        except (UnorderedError, GoneError):
+            return None
+        return Names(found) if found else None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        """The path of file `index` below the root, without the secrets of its URL."""
+        return self._names[index] if index < len(self._names) else self.names[index]
+
+    def path(self, index: int) -> str:
+        """Where file `index` lies, for the driver; may hold secrets."""
+        return self._root + (self.name(index) if self._secret_names is None else self._secret_names[index])
+
+    def key(self, index: int) -> str:
+        """The path of file `index` below the common root of all, without a query."""
+        return self._key_of(self.name(index))
+
+    def _key_of(self, name: str) -> str:
+        if self.remote.is_web:
+            name = name.partition("?")[0]
+        if "?" in name or "://" in name:
+            name = redact(name)
+        return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
+
+    def where(self, index: int) -> str:
+        """File `index` as messages show it."""
+        return self._shown_root + self.key(index)
+
+
+def folder_of(name: str) -> str:
+    """The name of the folder that holds the file `name`; "" for the root."""
+    return name.rpartition("/")[0].rpartition("/")[2]
+
+
+def _is_a_file(url: str) -> bool:
+    """Whether a URL names a file, or numbered ones, by its looks: it has an extension, and no wildcard."""
+    name = redact(url)
+    return bool(extension_of(name)) and not any(mark in name for mark in "*?[")
+
+
+def _as_list(urls: Url | Iterable[Url], owner: str) -> list[str]:
+    given: list[Any] = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+    if not given or not all(isinstance(url, str | os.PathLike) and os.fspath(url) for url in given):
+        raise ConfigError(f"{owner} takes a path or URL, or a list of at least one of them")
+    return [os.fspath(url) for url in given]
+
+
+def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
+    if extensions is None or extensions == "*":
+        return ()
+    given: list[Any] = [extensions] if isinstance(extensions, str) else list(extensions)
+    if not given or not all(isinstance(one, str) and one for one in given):
+        raise ConfigError(f"extensions={extensions!r}: give endings such as ['.jpg', '.png']")
+    return tuple(sorted({f".{one.lstrip('.').lower()}" for one in given}))
+
+
+def _identity(
+    remote: Remote, patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool
+) -> tuple[str, ...]:
+    """What names the files in a fingerprint: the URLs without their secrets, and what is left out."""
+    where = [os.path.abspath(os.path.expanduser(url)) if remote.is_local and "://" not in url else redact(url)
+             for url in patterns]  # fmt: skip
+    parts = [where[0]]
+    if len(where) > 1:
+        text = chr(0).join(where).encode("utf-8", "surrogateescape")
+        parts.append(f"{len(where)} urls {xxhash.xxh3_64_hexdigest(text)}")
+    return (*parts, *_narrowed(wanted, recursive))
+
+
+def _narrowed(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
+    """What names, in a fingerprint, the files that are left out."""
+    parts = [f"extensions={','.join(wanted)}"] if wanted else []
+    return (*parts, *(() if recursive else ("flat",)))

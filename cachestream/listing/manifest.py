@@ -1,0 +1,359 @@
+"""A manifest: a text, CSV or Parquet file that lists the URLs of the data, and their labels."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import math
+import os
+import re
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from fsspec.utils import get_protocol
+
+from cachestream.config import require
+from cachestream.errors import ConfigError, SourceError
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import map_errors, redact
+
+_DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """`values[i]` belongs to file i: int64 or float64 `[files]`; `names` of the values, or () for numbers."""
+
+    values: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self.values.flags.writeable = False  # as processes may share them
+
+    def __getitem__(self, index: int) -> int | float:
+        value: int | float = self.values[index].item()
+        return value
+
+    @property
+    def digest(self) -> str:
+        """xxh3 (64 bits, hexadecimal) of all labels in their order."""
+        state = xxhash.xxh3_64(np.ascontiguousarray(self.values).data)
+        state.update("\0".join(self.names).encode("utf-8", "surrogatepass"))
+        return state.hexdigest()
+
+
+class LabelsBuilder:
+    """Labels that come one by one: each different one is kept once, and 8 bytes a file."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._values = array("q")
+
+    def add(self, label: Any) -> None:
+        self._values.append(self._numbers.setdefault(label, len(self._numbers)))
+
+    def labels(self) -> Labels:
+        """All labels: numbers if all are written as such, otherwise the places of the texts in order."""
+        known = list(self._numbers)
+        index = np.frombuffer(self._values, np.int64)
+        for kind in (np.int64, np.float64):
+            numbers = _as_numbers(known, kind)
+            if numbers is not None:
+                return Labels(numbers[index], ())
+        texts = list(map(str, known))
+        names = sorted(set(texts))
+        places = {name: place for place, name in enumerate(names)}
+        return Labels(np.array([places[text] for text in texts], np.int64)[index], tuple(names))
+
+
+def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
+    """`values` as int64, but only if they are all whole and none would be changed; or as float64."""
+    read = whole_number if kind is np.int64 else real_number
+    if kind is np.int64 and any(isinstance(value, float) for value in values):
+        return None
+    try:
+        return np.array([read(value) for value in values], kind)
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def whole_number(value: Any) -> int:
+    """`value` as it is written: "007" and "1_0" are names. Raises ValueError for what is no whole number."""
+    number = int(value)
+    if number != value and str(number) != value:
+        raise ValueError(value)
+    return number
+
+
+def real_number(value: Any) -> float:
+    """The same of decimal numbers: "nan" and "inf" are names."""
+    number = float(value)
+    if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):
+        raise ValueError(value)
+    return number
+
+
+Row = tuple[str, Any]  # a URL, and its label or None
+
+_USUAL: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
+_PARQUET: Final = (".parquet", ".pq")
+_TABLES: Final = {".csv": ",", ".tsv": "\t"}
+_OBJECTS: Final = (".json", ".jsonl", ".ndjson")
+_ROWS_AT_ONCE: Final = 65_536
+_BYTES_AT_ONCE: Final = 1 << 20
+_LONGEST_LINE: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Manifest:
+    """A list of files in a file, for `open_source` and for every source of files.
+
+    url: where the list lies; by its ending it is a table (`.csv`, `.tsv`, `.parquet`), and otherwise a
+        text with a URL on every line that is not empty and does not begin with "#". Texts and tables
+        of texts may be packed (`.gz`).
+    column: the column of the URLs; needed where none is called "url", "path", "file", "filename", "uri",
+        "key" or "image", and there are several.
+    label: a column of labels, for `FileSource`: numbers, or names, which become their places among all
+        names in order (`source.label_names`).
+    base: what names that are no URLs are relative to; the folder of the manifest unless given.
+    storage_options: to open the manifest with; those of the source unless given, where both lie on one
+        remote. May hold secrets: they are shown nowhere.
+
+    What is listed is not looked up: a file that is missing is counted when it is read. The order is that
+    of the list, and what it names twice comes twice. Iterating gives the URLs.
+    """
+
+    url: str | os.PathLike[str]
+    column: str | None = None
+    label: str | None = None
+    base: str | os.PathLike[str] | None = None
+    storage_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not os.fspath(self.url):
+            raise ConfigError("Manifest takes the path or URL of a list of files")
+        if self._ending.removesuffix(".gz").endswith(_OBJECTS):
+            raise ConfigError(
+                f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, and not "
+                "JSON: write its URLs and labels as one of these"
+            )
+        if self._is_text and (self.column is not None or self.label is not None):
+            raise ConfigError(
+                f"{self.shown}: a text has no columns; column= and label= are for .csv and .parquet"
+            )
+
+    def __repr__(self) -> str:
+        named = {"column": self.column, "label": self.label}
+        chosen = "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
+        base = "" if self.base is None else f", base={redact(os.fspath(self.base))!r}"
+        return f"Manifest({self.shown!r}{chosen}{base})"
+
+    @property
+    def shown(self) -> str:
+        """The manifest as messages show it."""
+        return redact(os.fspath(self.url))
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What names the list in a fingerprint."""
+        named = {"column": self.column, "label": self.label, "base": self.base}
+        where = _absolute(os.fspath(self.url))
+        return (
+            redact(f"manifest:{where}"),
+            *(redact(f"{name}={os.fspath(value)}") for name, value in named.items() if value is not None),
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return (url for url, _ in self.rows())
+
+    def rows(self, storage_options: Mapping[str, Any] | None = None) -> Iterator[Row]:
+        """Every URL with its label (a number, a text, or None), as a stream: the list is never in memory.
+
+        `storage_options` are those of the data. Raises ConfigError for columns that are not there, and what
+        `map_errors` does.
+        """
+        where = os.fspath(self.url)
+        options = self.storage_options
+        if options is None and storage_options and self._is_beside_the_data():
+            options = storage_options
+        remote = Remote(where, options)
+        joined = _join_to(self._base(where), self.shown)
+        with map_errors(self.shown, secrets=remote.secrets), _opened(remote, self._ending) as file:
+            try:
+                for name, label in self._entries(file):
+                    yield joined(name), label
+            except (csv.Error, zlib.error, EOFError, ValueError) as error:
+                raise SourceError(f"{self.shown}: the manifest cannot be read: {error}") from error
+
+    @property
+    def _ending(self) -> str:
+        return redact(os.fspath(self.url)).partition("?")[0].lower()
+
+    @property
+    def _is_text(self) -> bool:
+        return not self._ending.removesuffix(".gz").endswith((*_TABLES, *_PARQUET))
+
+    def _is_beside_the_data(self) -> bool:
+        if self.base is not None:
+            return bool(get_protocol(os.fspath(self.base)) == get_protocol(os.fspath(self.url)))
+        return not _is_local(os.fspath(self.url))
+
+    def _base(self, where: str) -> str:
+        if self.base is not None:
+            return _absolute(os.fspath(self.base)).rstrip("/") + "/"
+        where = _absolute(where).partition("?")[0]
+        return where[: where.rfind("/") + 1]
+
+    def _entries(self, file: Any) -> Iterator[Row]:
+        ending = self._ending
+        if ending.endswith(_PARQUET):
+            return self._parquet(file)
+        lines = codecs.iterdecode(
+            iter(partial(file.read, _BYTES_AT_ONCE), b""), "utf-8-sig", "surrogateescape"
+        )
+        delimiter = _TABLES.get(ending.removesuffix(".gz")[-4:])
+        return (
+            _text(lines) if delimiter is None else self._table(csv.reader(_lines(lines), delimiter=delimiter))
+        )
+
+    def _table(self, rows: Iterator[list[str]]) -> Iterator[Row]:
+        try:
+            header = next(rows)
+        except StopIteration:
+            raise SourceError(f"{self.shown}: the manifest is empty") from None
+        url_at, label_at = self._columns(header)
+        for row in rows:
+            if not row:
+                continue
+            if len(row) <= max(url_at, label_at):
+                raise SourceError(f"{self.shown}: a row of {len(row)} columns, below {len(header)} names")
+            yield row[url_at], None if label_at < 0 else row[label_at]
+
+    def _parquet(self, file: Any) -> Iterator[Row]:
+        table = require("pyarrow.parquet", "parquet", "a Parquet manifest").ParquetFile(file)
+        header = list(table.schema_arrow.names)
+        url_at, label_at = self._columns(header)
+        wanted = [header[url_at]] + ([header[label_at]] if label_at >= 0 else [])
+        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted):
+            urls = batch.column(wanted[0]).to_pylist()
+            labels = batch.column(wanted[1]).to_pylist() if label_at >= 0 else [None] * len(urls)
+            for url, label in zip(urls, labels, strict=True):
+                if not isinstance(url, str) or (label is None and label_at >= 0):
+                    raise SourceError(
+                        f"{self.shown}: {wanted} must be there in every row, and the first a text"
+                    )
+                yield url, int(label) if isinstance(label, bool) else label
+
+    def _columns(self, header: list[str]) -> tuple[int, int]:
+        """Where the URLs and the labels stand; -1 for no labels."""
+        names = [name.strip() for name in header]
+        column = self.column
+        if column is None:
+            usual = [name for name in names if name.lower() in _USUAL and name != self.label]
+            column = names[0] if len(names) == 1 else usual[0] if len(usual) == 1 else None
+        wanted = {"column": column, "label": self.label}
+        for option, name in wanted.items():
+            if name not in names and (name is not None or option == "column"):
+                shown = ", ".join(redact(known) for known in names[:20])
+                raise ConfigError(
+                    f"{self.shown}: give {option}= one of its columns: {shown}"
+                    + ("" if name is None else f" (not {name!r})")
+                )
+        assert column is not None
+        return names.index(column), -1 if self.label is None else names.index(self.label)
+
+
+def _text(lines: Iterator[str]) -> Iterator[Row]:
+    for line in _lines(lines):
+        name = line.strip()
+        if name and not name.startswith("#"):
+            yield name, None
+
+
+def _lines(chunks: Iterator[str]) -> Iterator[str]:
+    """The lines of a text; other ends of lines than a line feed may be part of a name."""
+    rest = ""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split("\n")
+        yield from (line + "\n" for line in whole)
+        if len(rest) >= _LONGEST_LINE:
+            raise SourceError(f"a manifest with a line of {_LONGEST_LINE:,} characters and more is none")
+    if rest:
+        yield rest
+
+
+@contextmanager
+def _opened(remote: Remote, ending: str) -> Iterator[Any]:
+    filesystem, path = remote.open_for_listing()
+    with filesystem.open(path, "rb") as raw:
+        if ending.endswith(".gz"):
+            with gzip.open(raw) as unpacked:
+                yield unpacked
+        else:
+            yield raw
+
+
+def _is_local(url: str) -> bool:
+    return get_protocol(url) in ("file", "local")
+
+
+def _absolute(where: str) -> str:
+    return where if "://" in where else os.path.abspath(os.path.expanduser(where))
+
+
+def _join_to(base: str, shown: str) -> Callable[[str], str]:
+    """What makes a URL of a name in the list, or a path where `base` is one."""
+    is_local = _is_local(base)
+
+    def joined(name: str) -> str:
+        if "://" in name:
+            if not is_local and name.startswith(("file://", "local://")):
+                raise ConfigError(
+                    f"{shown}: a list on a remote names files of this machine; give base= or a local list"
+                )
+            return name
+        if not is_local:
+            return base + name.lstrip("/")
+        return name if name.startswith(("/", "~")) else base + name
+
+    return joined
+
+
+def path_of(remote: Remote) -> Callable[[str], str]:
+    """What makes a path for the driver of `remote` of a URL; ConfigError for a URL of another scheme."""
+    scheme = f"{remote.protocol}://"
+    strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
+
+    is_local = remote.is_local
+
+    def path(url: str) -> str:
+        same = "://" not in url if is_local else url.startswith(scheme)
+        if not same and (get_protocol(url) != remote.protocol or "::" in url):
+            raise ConfigError(f"{redact(url)}: all URLs of one source must have the same scheme, {scheme}")
+        if is_local:
+            local = url.removeprefix("file://").removeprefix("local://")
+            return os.path.abspath(os.path.expanduser(local)) if "/." in local or local[:1] != "/" else local
+        return url if strip is None else str(strip(url))
+
+    return path
+
+
+def first_url(manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> str:
+    """The first URL of a manifest; raises SourceError if there is none."""
+    rows = manifest.rows(storage_options)
+    try:
+        for url, _ in rows:
+            return url
+    finally:
+        rows.close()  # type: ignore[attr-defined]
+    raise SourceError(f"{manifest.shown}: the manifest names no files")

@@ -1,0 +1,326 @@
+"""Lists of many paths in little memory: one block of bytes and its offsets, in memory or in growing files.
+
+`NAME.names` holds the bytes of all names, `NAME.ends` int64 offsets into it, 0 first, and the mark, a small
+JSON file that is replaced after every page, how much of both is good. What lies after that is the rest of
+a page whose writer died, and is cut off by the next one. So whatever is killed, the mark tells the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, takewhile
+from pickle import PickleBuffer
+from typing import Any, Final, overload
+
+import numpy as np
+import xxhash
+
+from cachestream.errors import SourceError
+from cachestream.linux import move, open_private
+from cachestream.schema import IntArray
+
+_CUT_AT_ONCE: Final = 65_536
+
+
+class Names(Sequence[str]):
+    """An immutable sequence of texts, 8 bytes above their UTF-8 each; cheap to pickle, or to map.
+
+    A Python list of 10 million paths takes 1.2 GB, and every forked reader copies it page by page
+    as it counts references. File names that are not UTF-8 pass through (surrogateescape).
+    """
+
+    __slots__ = ("_block", "_offsets")
+
+    def __init__(self, names: Iterable[str]) -> None:
+        encoded = list(map(os.fsencode, names))
+        offsets = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
+        self._hold(b"".join(encoded), offsets)
+
+    def _hold(self, block: bytes | memoryview, offsets: IntArray) -> None:
+        offsets.flags.writeable = False
+        self._block, self._offsets = block, offsets
+
+    @classmethod
+    def of_block(cls, block: bytes | memoryview, offsets: IntArray) -> Names:
+        """Names whose bytes lie in `block`, name i from `offsets[i]` to `offsets[i + 1]`."""
+        names = cls.__new__(cls)
+        names._hold(block, offsets)
+        return names
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """With protocol 5 the names may lie outside of the pickle, in memory that processes share."""
+        block = PickleBuffer(self._block) if protocol >= 5 else bytes(self._block)
+        return Names.of_block, (block, self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"name {index} of {len(self)}")
+        start, stop = self._offsets[index : index + 2].tolist()
+        return os.fsdecode(bytes(self._block[start:stop]))
+
+    def __iter__(self) -> Iterator[str]:
+        for first in range(0, len(self), _CUT_AT_ONCE):
+            for start, stop in pairwise(self._offsets[first : first + _CUT_AT_ONCE + 1].tolist()):
+                yield os.fsdecode(bytes(self._block[start:stop]))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the names take up in memory."""
+        return len(self._block) + int(self._offsets.nbytes)
+
+    @property
+    def digest(self) -> str:
+        """xxh3 (64 bits, hexadecimal) of all names in their order."""
+        return self.digest_of(len(self))
+
+    def digest_of(self, count: int) -> str:
+        """The digest of the first `count` names alone."""
+        offsets = self._offsets[: count + 1]
+        state = xxhash.xxh3_64(np.ascontiguousarray(offsets).data)
+        state.update(memoryview(self._block)[: int(offsets[-1])])
+        return state.hexdigest()
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} names, {self.nbytes:,} bytes>"
+
+
+class NamesBuilder:
+    """Names that come one by one, without a Python object kept for each."""
+
+    def __init__(self) -> None:
+        self._block = bytearray()
+        self._offsets = array("q", [0])
+        self._least = self._greatest = b""
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def add(self, name: str) -> None:
+        encoded = os.fsencode(name)
+        if not len(self):
+            self._least = self._greatest = encoded
+        elif encoded < self._least:
+            self._least = encoded
+        elif encoded > self._greatest:
+            self._greatest = encoded
+        self._block += encoded
+        self._offsets.append(len(self._block))
+
+    @property
+    def folder(self) -> str:
+        """The folder that all names begin with, up to its "/"; what comes after a "?" names none."""
+        pairs = zip(self._least, self._greatest, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        common = self._least[:same].partition(b"?")[0]
+        return os.fsdecode(common[: common.rfind(b"/") + 1])
+
+    def names(self, root: str = "") -> Names:
+        """The names without `root`, with which all begin. The builder is empty then."""
+        cut, count = len(os.fsencode(root)), len(self)
+        offsets = np.frombuffer(self._offsets, np.int64)
+        block, self._block = self._block, bytearray()
+        if cut:
+            whole, block = memoryview(block), bytearray()
+            for first in range(0, count, _CUT_AT_ONCE):
+                ends = offsets[first : first + _CUT_AT_ONCE + 1].tolist()
+                block += b"".join(whole[a + cut : b] for a, b in pairwise(ends))
+        offsets = offsets - cut * np.arange(count + 1)
+        self._offsets = array("q", [0])
+        return Names.of_block(bytes(block), offsets)
+
+
+_OFFSET_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a listing has come: `count` names of `size_bytes` in the files `stem`.
+
+    `fingerprint` names the data they are of; `is_complete` when the listing has ended.
+    """
+
+    stem: str
+    fingerprint: str
+    count: int = 0
+    size_bytes: int = 0
+    is_complete: bool = False
+
+
+def read_mark(path: str) -> Mark | None:
+    """The mark at `path`; None where there is none, or none whose files are there."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            mark = Mark(**json.load(file))
+        folder = os.path.dirname(path)
+        names, ends = (os.stat(os.path.join(folder, name)).st_size for name in file_names(mark.stem))
+    except (OSError, ValueError, TypeError):
+        return None
+    whole = names >= mark.size_bytes and ends >= (mark.count + 1) * _OFFSET_BYTES
+    return mark if whole else None
+
+
+def file_names(stem: str) -> tuple[str, str]:
+    """The names of the two files of a listing."""
+    return f"{stem}.names", f"{stem}.ends"
+
+
+class StoredNames(Sequence[str]):
+    """The names behind the mark at `path`, as far as they were there when it was last looked at.
+
+    All processes share one copy in memory, the page cache's. Picklable. `look` before more is used.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._names = Names([])
+        self._mark: Mark | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredNames, (self.path,)
+
+    def look(self) -> Mark | None:
+        """The mark as it is now; what it says is there can be used from now on."""
+        mark = read_mark(self.path)
+        if mark is not None and mark != self._mark:
+            self._names = _map(os.path.dirname(self.path), mark)
+            self._mark = mark
+        return mark
+
+    def reach(self, count: int) -> None:
+        """Have `count` names at least; raises SourceError where they are not."""
+        if count > len(self._names):
+            self.look()
+        if count > len(self._names):
+            raise SourceError(
+                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; start the worker again"
+            )
+
+    def digest_of(self, count: int) -> str | None:
+        """The digest of the first `count` names, as `Names` has it; None where there are fewer."""
+        return self._names.digest_of(count) if count <= len(self._names) else None
+
+    @property
+    def digest(self) -> str:
+        """The digest of the names that are there."""
+        return self._names.digest
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        return self._names[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __repr__(self) -> str:
+        return f"<StoredNames {self.path}: {len(self):,}>"
+
+
+AnyNames = Names | StoredNames
+
+
+def _map(folder: str, mark: Mark) -> Names:
+    names, ends = (os.path.join(folder, name) for name in file_names(mark.stem))
+    offsets = np.frombuffer(_mapped(ends, (mark.count + 1) * _OFFSET_BYTES), "<i8")
+    if offsets[0] != 0 or offsets[-1] != mark.size_bytes:
+        raise SourceError(f"{ends}: the stored listing is damaged; run 'cachestream clear' on this cache")
+    return Names.of_block(_mapped(names, mark.size_bytes), offsets)
+
+
+def _mapped(path: str, size_bytes: int) -> memoryview:
+    if not size_bytes:
+        return memoryview(b"")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+
+
+class NamesWriter:
+    """Adds names behind the mark at `path`: goes on after those of `mark`, whose files it opens or makes."""
+
+    def __init__(self, path: str, mark: Mark) -> None:
+        self._path = path
+        self.mark = mark
+        folder = os.path.dirname(path)
+        names, ends = file_names(mark.stem)
+        with ExitStack() as stack:
+            self._names = _open(os.path.join(folder, names), mark.size_bytes)
+            stack.callback(os.close, self._names)
+            self._ends = _open(
+                os.path.join(folder, ends), (mark.count + 1) * _OFFSET_BYTES if mark.count else 0
+            )
+            stack.callback(os.close, self._ends)
+            if not mark.count:
+                _write(self._ends, bytes(_OFFSET_BYTES))
+            stack.pop_all()
+
+    def add(self, names: Sequence[str], is_complete: bool) -> None:
+        """Write `names`; they are there for all once this returns, whatever dies after it."""
+        encoded = list(map(os.fsencode, names))
+        sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        ends = self.mark.size_bytes + np.cumsum(sizes)
+        _write(self._names, b"".join(encoded))
+        _write(self._ends, ends.astype("<i8").tobytes())
+        for fd in (self._names, self._ends):
+            os.fsync(fd)
+        mark = replace(
+            self.mark,
+            count=self.mark.count + len(encoded),
+            size_bytes=self.mark.size_bytes + int(sizes.sum()),
+            is_complete=is_complete,
+        )
+        fd = _open(self._path + ".new", 0)
+        try:
+            _write(fd, json.dumps(asdict(mark)).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        move(self._path + ".new", self._path)
+        self.mark = mark
+
+    def close(self) -> None:
+        os.close(self._names)
+        os.close(self._ends)
+
+
+def _open(path: str, size_bytes: int) -> int:
+    """The file at `path`, cut to `size_bytes`, to be written after them."""
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(fd, size_bytes)
+        os.lseek(fd, size_bytes, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

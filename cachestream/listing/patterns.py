@@ -1,0 +1,371 @@
+"""URLs, folders, wildcards and `{000..127}` ranges → the sorted paths of files, and their common root."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Final, NamedTuple
+
+from fsspec.asyn import sync
+from fsspec.utils import get_protocol, glob_translate
+
+from cachestream.errors import ConfigError, SourceError
+from cachestream.transport import metering
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import map_errors, redact
+
+MOST_FOLLOWING: Final = 16
+_ENTRIES_A_BEAT: Final = 8192
+_OF_A_CACHE: Final = frozenset({"cache.json", "catalogue.sqlite"})
+
+
+class Folder(NamedTuple):
+    """What a folder holds: names of files and of folders; `is_there` unless it is gone, `is_all` unless there is more."""
+
+    files: list[str]
+    inner: list[str]
+    is_there: bool = True
+    is_all: bool = True
+
+
+Listed = Callable[[str, Sequence[str]], Folder]
+
+
+def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]:
+    """The paths below the root that come after `last`, all of them in order: what lies together at a time, and whether
+    nothing can come after it.
+
+    `listed(folder, following)` gives what `folder` holds ("" is the root, others end in "/") and is told which ones
+    will be asked for next, as far as that is known. Folders that lie before `last` are not asked for.
+    """
+    pending: list[str | list[str]] = [""]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            folders = (next_one for next_one in reversed(pending) if isinstance(next_one, str))
+            pending += reversed(_items(one, listed(one, list(islice(folders, MOST_FOLLOWING))), last))
+        else:
+            yield one, not pending
+
+
+def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
+    """What comes after `last` of a folder, in the order of the paths below it: folders, and runs of files."""
+    # "a.txt" comes before "a/b" and "a0" after it, so that folders take part with their "/".
+    paths = sorted([folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.inner])
+    if last.startswith(folder):
+        paths = [path for path in paths if path > last or (path[-1] == "/" and last.startswith(path))]
+    if not holds.inner:
+        return [paths] if paths else []
+    items: list[str | list[str]] = []
+    for is_folder, run in groupby(paths, lambda path: path[-1] == "/"):
+        together = list(run)
+        items += together if is_folder else [together]
+    return items
+
+
+class LocalFolders:
+    """What the folders below `root` ("/data/") hold, but for hidden files and folders, and for caches, which may be this one's.
+
+    Links to folders are followed, but not to those that are found by their own paths, nor in circles. That is seen
+    from where a link leads alone, so that a listing can go on from anywhere.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._real = os.path.realpath(root).rstrip("/") + "/"
+
+    def __call__(self, folder: str, _following: Sequence[str] = (), most: int | None = None) -> Folder:
+        """What `folder` holds; `most` entries of it, in no order. Raises OSError."""
+        files, inner, number = list[str](), list[str](), -1
+        try:
+            with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
+                for number, entry in enumerate(islice(entries, most)):
+                    if not number % _ENTRIES_A_BEAT:
+                        metering.fetched(0)
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_file():
+                        files.append(entry.name)
+                    elif entry.is_dir() and (not entry.is_symlink() or self._is_new(folder, entry.path)):
+                        inner.append(entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return Folder([], [], is_there=False)
+        if folder and "shards" in inner and _OF_A_CACHE.issubset(files):
+            return Folder([], [])
+        return Folder(files, inner, is_all=number + 1 != most)
+
+    def _is_new(self, folder: str, link: str) -> bool:
+        target = os.path.realpath(link).rstrip("/") + "/"
+        if target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
+            return False
+        return not any(above.startswith(target) for above in self._chain(folder))
+
+    def _chain(self, folder: str) -> Iterable[str]:
+        """Where `folder` and those above it lie."""
+        yield self._real
+        for end, letter in enumerate(folder, 1):
+            if letter == "/":
+                yield os.path.realpath(self._root + folder[:end]).rstrip("/") + "/"
+
+
+MAX_EXPANDED: Final = 10_000_000
+_BRACES: Final = re.compile(r"\{([^{}]*)\}")
+_RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
+MAGIC: Final = re.compile(r"[*?\[]")
+_WEB_MAGIC: Final = re.compile(r"[*\[]")  # there "?" begins a query
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """Files found: `paths` sorted, each once; all begin with `root` (ends in "/", or is "")."""
+
+    root: str
+    paths: list[str] = field(repr=False)  # may be signed
+
+
+def _alternatives(inside: str) -> list[str]:
+    match = _RANGE.fullmatch(inside)
+    if match is None:
+        return inside.split(",")
+    first, last, step = match[1], match[2], int(match[3] or 1)
+    if step < 1 or abs(int(last) - int(first)) // step >= MAX_EXPANDED:
+        raise ConfigError(f"{{{inside}}}: a range of 1 to {MAX_EXPANDED:,} numbers is needed")
+    padded = any(len(n.lstrip("-")) > 1 and n.lstrip("-").startswith("0") for n in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    direction = 1 if int(first) <= int(last) else -1
+    return [f"{n:0{width}d}" for n in range(int(first), int(last) + direction, step * direction)]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Every URL that `pattern` stands for, as a shell expands `{000..127}` and `{train,val}`."""
+    expanded = [""]
+    end = 0
+    for match in _BRACES.finditer(pattern):
+        if ".." not in match[1] and "," not in match[1]:
+            continue
+        options = _alternatives(match[1])
+        if len(expanded) * len(options) > MAX_EXPANDED:
+            raise ConfigError(f"{redact(pattern)}: expands to more than {MAX_EXPANDED:,} URLs")
+        literal = pattern[end : match.start()]
+        expanded = [f"{head}{literal}{option}" for head in expanded for option in options]
+        end = match.end()
+    return [head + pattern[end:] for head in expanded]
+
+
+def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> FoundFiles:
+    """The files that `urls` (of one protocol) name. In folders, hidden files are left out.
+
+    Raises SourceError for what is missing, empty or forbidden, SourceUnavailableError for a remote that
+    does not answer, ConfigError for URLs that do not go together.
+    """
+    for url in urls:
+        if get_protocol(url) != remote.protocol:
+            raise ConfigError(
+                f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
+            )
+    expanded = [(url, _expand_one(remote, url)) for url in urls]
+    finder: _Finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
+    roots: set[str] = set()
+    paths: list[str] = []
+    for url, alternatives in expanded:
+        known = len(paths)
+        for one in alternatives:
+            with map_errors(redact(one), secrets=remote.secrets):
+                root, found = finder.find(one, recursive, trusted=bool(roots))
+            roots.add(root)
+            paths.extend(found)
+        if len(paths) == known:
+            raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
+    return FoundFiles(_common_root(roots), sorted(set(paths)))
+
+
+def _expand_one(remote: Remote, url: str) -> list[str]:
+    if remote.is_local and os.path.exists(local_path(url)):  # the braces are its name
+        return [url]
+    return expand_braces(url)
+
+
+def _common_root(roots: Iterable[str]) -> str:
+    common: list[str] | None = None
+    for root in roots:
+        parts = root.split("/")[:-1]
+        if common is None:
+            common = parts
+        else:
+            same = [a == b for a, b in zip(common, parts, strict=False)]
+            common = common[: same.index(False) if False in same else len(same)]
+    # Not up to a URL's scheme or host alone.
+    return "/".join(common) + "/" if common and common[-1:] != [""] else ""
+
+
+def _parent(path: str) -> str:
+    return path[: path.rfind("/") + 1]
+
+
+class _Finder:
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """The root and the files of one URL; a `trusted` file is not looked up."""
+        raise NotImplementedError
+
+
+# --- local -------------------------------------------------------------------------------------
+
+
+def local_path(url: str) -> str:
+    return os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
+
+
+def _below(root: str, recursive: bool) -> Iterator[list[str]]:
+    folders = LocalFolders(root)
+    return (names for names, _ in in_order(folders)) if recursive else iter([folders("").files])
+
+
+class _LocalFinder(_Finder):
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        path = local_path(url)
+        if os.path.isdir(path):
+            root = path.rstrip("/") + "/"
+            return root, [root + name for names in _below(root, recursive) for name in names]
+        if os.path.exists(path):
+            return _parent(path), [path]
+        magic = MAGIC.search(path)
+        if magic is None:
+            raise SourceError(f"{path}: no such file or folder; check the path")
+        return _parent(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+
+
+# --- fsspec ------------------------------------------------------------------------------------
+
+
+def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
+    """Those of a folder's files that are not hidden, nor in hidden folders, nor mere placeholders."""
+    length = len(root)
+    return [
+        path
+        for path in paths
+        if not path.endswith("/")
+        and not path.startswith(".", length)
+        and "/." not in path[length:]
+        and (recursive or "/" not in path[length:])
+    ]
+
+
+def s3_delimiter(pattern: str, first_magic: int) -> str:
+    """What to list by for `pattern`: "/" where all that fits lies in one folder, "" where some may lie deeper."""
+    wild = pattern[first_magic:]
+    return "" if "/" in wild or "**" in wild else "/"
+
+
+class _RemoteFinder(_Finder):
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._filesystem, self._first_path = remote.open_for_listing()
+        self._magic = _WEB_MAGIC if remote.is_web else MAGIC
+
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        path = self._path(url)
+        if self._remote.is_web and not self._magic.search(path.partition("?")[0]):
+            # Not looked up: a signed URL may allow GET alone.
+            return self._folder(path, recursive) if path.endswith("/") else (_parent(_bare(path)), [path])
+        magic = self._magic.search(path)
+        if magic is not None:
+            found = self._matching(path, magic.start())
+            return _parent(path if found == [path] else path[: magic.start()]), found
+        if trusted and extension_of(path):
+            return _parent(path), [path]
+        if url.endswith("/") or not path:
+            return self._folder(path, recursive)
+        if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
+            return below
+        info = self._filesystem.info(path)
+        return self._folder(path, recursive) if info["type"] == "directory" else (_parent(path), [path])
+
+    def _path(self, url: str) -> str:
+        if "::" in url:
+            return self._first_path
+        return str(self._filesystem._strip_protocol(url))
+
+    def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
+        root = path.rstrip("/") + "/" if path.strip("/") else ""
+        if self._remote.is_s3:
+            found = self._s3_names(root, "" if recursive else "/")
+        else:
+            found = self._filesystem.find(path, maxdepth=None if recursive else 1)
+        return root, visible(root, found, recursive)
+
+    def _matching(self, pattern: str, first_magic: int) -> list[str]:
+        """The files that fit; where one has the pattern for its name, that one alone."""
+        if self._remote.is_s3:
+            fits = re.compile(glob_translate(pattern)).match
+            found = self._s3_names(pattern[:first_magic], s3_delimiter(pattern, first_magic))
+            if pattern in found:
+                return [pattern]
+            return [path for path in found if fits(path) and not path.endswith("/")]
+        if self._filesystem.isfile(pattern):
+            return [pattern]
+        entries = self._filesystem.glob(pattern, detail=True)
+        return [path for path, info in entries.items() if info["type"] != "directory"]
+
+    def _s3_names(self, prefix: str, delimiter: str) -> list[str]:
+        """Objects whose "bucket/key" begins with `prefix`: the names alone, page by page.
+
+        s3fs's own `find` keeps a record of 2 kB for each.
+        """
+        bucket, _, key = prefix.partition("/")
+        if not bucket or MAGIC.search(bucket):
+            raise SourceError("an S3 URL names one bucket: s3://bucket/…")
+
+        async def collect() -> list[str]:
+            pages = self._filesystem._iterdir(bucket, delimiter=delimiter, prefix=key)
+            return [entry["name"] async for entry in pages if entry["type"] == "file"]
+
+        names: list[str] = sync(self._filesystem.loop, collect)
+        return names
+
+
+def _bare(url: str) -> str:
+    return url.partition("?")[0]
+
+
+def _extensions(names: str) -> frozenset[str]:
+    return frozenset(f".{name}" for name in names.split())
+
+
+IMAGE_EXTENSIONS: Final = _extensions(
+    "avif bmp gif j2k jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tif tiff webp"
+)
+
+
+TEXT_EXTENSIONS: Final = _extensions(
+    "cls csv htm html jsonl log markdown md rst srt text toml tsv txt vtt xml yaml yml"
+)
+
+
+_KINDS: Final = {
+    **dict.fromkeys(IMAGE_EXTENSIONS, "image"),
+    **dict.fromkeys(TEXT_EXTENSIONS, "text"),
+    ".npy": "array",
+    ".npz": "arrays",
+    ".json": "json",
+}
+
+
+def extension_of(path: str) -> str:
+    """The last extension of `path` in lower case, with its dot: ".jpg"; "" where there is none."""
+    return os.path.splitext(path)[1].lower()
+
+
+def is_image(extension: str) -> bool:
+    return extension in IMAGE_EXTENSIONS
+
+
+def kind_of(extension: str) -> str:
+    """The kind of a file: "image", "array", "text", "data", or one with fields of its own: "arrays", "json"."""
+    return _KINDS.get(extension, "data")

@@ -1,0 +1,230 @@
+"""A listing folder by folder, where a remote can be asked for a folder but not for a page: local trees, and what fsspec opens."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fsspec import get_filesystem_class
+from fsspec.utils import glob_translate
+
+from cachestream.errors import SourceUnavailableError
+from cachestream.linux import filesystem_of, is_network_filesystem
+from cachestream.listing.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
+from cachestream.listing.pages import Page
+from cachestream.listing.patterns import (
+    MAGIC,
+    Folder,
+    LocalFolders,
+    expand_braces,
+    extension_of,
+    in_order,
+    local_path,
+)
+from cachestream.transport.remote import Caller, Remote, result_of
+from cachestream.transport.remote_errors import map_errors, redact
+
+FOLDER_TIMEOUT_S: Final = 300.0
+FIRST_OF_DISKS: Final = 1_000_000  # a disk of this machine lists so many in 2 to 3 s
+FIRST_OF_OTHERS: Final = 10_000
+
+
+class GoneError(SourceUnavailableError):
+    """A root that holds nothing: it is not there, or not mounted at present."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The files of a tree, in the order of their paths, a folder at a time, from anywhere on.
+
+    `root` ("/data/train/") is what all paths begin with; `pattern` a wildcard below it, or "" for all but what is
+    hidden. Picklable; holds what `DemoData` does.
+    """
+
+    remote: Remote
+    root: str
+    pattern: str = ""
+
+    @property
+    def usual_first(self) -> int:
+        """How many names to list before the first sample: what takes little time, and is a good beginning."""
+        if self.remote.is_local and not is_network_filesystem(filesystem_of(os.path.realpath(self.root))):
+            return FIRST_OF_DISKS
+        return FIRST_OF_OTHERS
+
+    def after(self, last: str, _page_names: int = 0) -> Iterator[Page]:
+        """What comes after the name `last`, "" for all; a page is what lies together in a folder.
+
+        Raises what `map_errors` does, and GoneError where there is nothing any more.
+        """
+        keep, is_last = self.keeper(), False
+        with closing(_Asking(self)) as asking:
+            for names, is_last in in_order(asking.for_folder, last):
+                yield Page(keep(names), is_last)
+        if not is_last:
+            yield Page([], is_last=True)
+
+    def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
+        """The names of all folders with files that `keep` lets count, as far as a look at some tells; see `foreseen`."""
+        with closing(_Asking(self)) as asking:
+            return foreseen(_FolderSurvey(self, asking, keep), "", depth)
+
+    def keeper(self) -> Callable[[list[str]], list[str]]:
+        """Which names of files count."""
+        if not self.pattern:
+            return lambda names: names
+        fits = re.compile(glob_translate(self.pattern)).match
+        return lambda names: [name for name in names if fits(name)]
+
+    def enters(self) -> Callable[[str], bool]:
+        """Which folders may hold files that count, at any depth."""
+        if not self.pattern:
+            return lambda _: True
+        levels = self.pattern.split("/")
+        deep = levels.index("**") if "**" in levels else None
+        fixed = levels[: -1 if deep is None else deep]
+        fits = [re.compile(glob_translate("/".join(fixed[: n + 1]))).match for n in range(len(fixed))]
+
+        def enter(folder: str) -> bool:
+            depth = folder.count("/")
+            return fits[depth - 1](folder[:-1]) is not None if depth <= len(fits) else deep is not None
+
+        return enter
+
+    @property
+    def shown(self) -> str:
+        return redact(self.root if self.remote.is_local else f"{self.remote.protocol}://{self.root}")
+
+
+class _Asking:
+    """Asks what folders hold, as the driver can: one after the other, or the following ones meanwhile."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+        self._enter = walk.enters()
+        self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
+        self._local = LocalFolders(walk.root) if walk.remote.is_local else None
+        self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
+
+    def for_folder(self, folder: str, following: Sequence[str] = (), most: int | None = None) -> Folder:
+        """What `folder` holds, of the folders those that are entered; `most` entries, where it can be stopped."""
+        with map_errors(self._walk.shown + folder, secrets=self._walk.remote.secrets):
+            if self._local is not None:
+                found = self._local(folder, following, most)
+            else:
+                found = self._of_driver(folder, following)
+        if not folder and not (found.files or found.inner):
+            raise GoneError(
+                f"{self._walk.shown}: there is nothing here at present; is it mounted, and the path right?"
+            )
+        if not found.is_there:
+            self.for_folder("")  # an error if all is gone
+        inner = [name for name in found.inner if self._enter(f"{folder}{name}/")]
+        return found._replace(inner=inner)
+
+    def _of_driver(self, folder: str, following: Sequence[str]) -> Folder:
+        path = (self._walk.root + folder).rstrip("/")
+        try:
+            entries = self._answer(folder, path, following)
+        except (FileNotFoundError, NotADirectoryError):
+            return Folder([], [], is_there=False)
+        except EOFError as error:  # so ftplib says that the server hung up
+            raise ConnectionError(f"the connection was closed {error}") from error
+        finally:
+            if (kept := getattr(self._filesystem, "dircache", None)) is not None:
+                kept.clear()  # 2 kB for each file; `invalidate_cache` forgets more than that
+        files, inner = set[str](), set[str]()
+        for entry in entries:
+            full = str(entry["name"])
+            name = full.rstrip("/").rpartition("/")[2]
+            if full.rstrip("/").lstrip("/") == path.lstrip("/") or (
+                not self._walk.pattern and name.startswith(".")
+            ):
+                continue  # object stores have files in the place of folders
+            if entry["type"] == "directory":
+                inner.add(name)
+            elif not full.endswith("/"):
+                files.add(name)
+        return Folder(list(files), list(inner))
+
+    def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:
+        filesystem = self._filesystem
+        if not filesystem.async_impl:  # and not to be used by two threads at once
+            return Caller().run(lambda: list(filesystem.ls(path, detail=True)), FOLDER_TIMEOUT_S)
+        for one in (folder, *following):
+            if one not in self._ahead:
+                asked = filesystem._ls((self._walk.root + one).rstrip("/"), detail=True)
+                self._ahead[one] = asyncio.run_coroutine_threadsafe(asked, filesystem.loop)
+        found: list[dict[str, Any]] = result_of(self._ahead.pop(folder), FOLDER_TIMEOUT_S)
+        return found
+
+    def close(self) -> None:
+        for future in self._ahead.values():
+            future.cancel()
+
+
+class _FolderSurvey:
+    """A look at the folders of a tree; their files' names are not kept."""
+
+    def __init__(self, walk: Walk, asking: _Asking, keep: Callable[[list[str]], list[str]]) -> None:
+        self._asking = asking
+        self._matching, self._wanted = walk.keeper(), keep
+        folder, _, last = walk.pattern.rpartition("/")
+        below = "" if "**" in last or not walk.pattern else glob_translate(folder)
+        self._fits = re.compile(below).match if below else None
+        self._asked = 0
+
+    def name(self, folder: str) -> str:
+        return folder.rstrip("/").rpartition("/")[2]
+
+    def may_count(self, folder: str, empty: set[str]) -> bool:
+        """See `foreseeing.Look`."""
+        return folder not in empty and (self._fits is None or self._fits(folder.rstrip("/")) is not None)
+
+    def at_beginnings(self, folders: list[str]) -> dict[str, Seen]:
+        """See `foreseeing.Look`."""
+        some = some_of(folders)
+        return {one: self._seen(one, some[n + 1 :], PROBE_NAMES) for n, one in enumerate(some)}
+
+    def through(self, folders: list[str]) -> list[Seen] | None:
+        """See `foreseeing.Look`."""
+        self._asked += len(folders)
+        if self._asked > MOST_LOOKS:
+            return None
+        return [self._seen(one, folders[n + 1 : n + 16]) for n, one in enumerate(folders)]
+
+    def _seen(self, folder: str, following: Sequence[str], most: int | None = None) -> Seen:
+        holds = self._asking.for_folder(folder, following, most)
+        files = self._wanted(self._matching([folder + name for name in holds.files]))
+        return Seen(bool(files), [f"{folder}{name}/" for name in sorted(holds.inner)], holds.is_all)
+
+
+def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:
+    """The walk through what `urls` name; None for what is listed at once: anything but one tree of folders."""
+    if len(urls) != 1 or "::" in urls[0] or remote.is_s3 or remote.is_web or remote.has_versions:
+        return None
+    if remote.is_local:
+        path = local_path(urls[0])
+        return Walk(remote, path.rstrip("/") + "/") if recursive and os.path.isdir(path) else None
+    path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
+    if not path.strip("/") or expand_braces(urls[0]) != [urls[0]]:
+        return None
+    magic = MAGIC.search(path)
+    if magic is None:
+        if not recursive or (extension_of(path) and not urls[0].endswith("/")):
+            return None  # one folder is one answer; most likely a file
+        return Walk(remote, path.rstrip("/") + "/")
+    root = path[: path.rfind("/", 0, magic.start()) + 1]
+    pattern = path[len(root) :]
+    if not root.strip("/") or "/" not in pattern or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
+        return None
+    with map_errors(redact(urls[0]), secrets=remote.secrets):
+        if remote.open_for_listing()[0].isfile(path):
+            return None  # the signs are its name
+    return Walk(remote, root, pattern)

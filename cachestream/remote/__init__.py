@@ -1,1 +1,0 @@
-"""Remote data, sampled as it lies: sources, decoding, retries."""

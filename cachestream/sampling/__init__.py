@@ -1,1 +1,0 @@
-"""The background: draw units, fetch, decode, pack into shards."""

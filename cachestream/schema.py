@@ -1,0 +1,239 @@
+"""The frozen values that pass between the layers: fields, schemas, shards, snapshots, the held-out split.
+
+A sample is held out if the xxh3 hash (64 bits, seed 0) of its key's UTF-8 is below `holdout` times 2**64: the same on
+every run, node and resume, whatever is cached, and whoever asks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from cachestream.config import check_share
+from cachestream.errors import ConfigError, SchemaMismatchError
+
+SplitName = Literal["train", "held-out"]
+Hashes = npt.NDArray[np.uint64]
+IntArray = npt.NDArray[np.int64]
+
+# The samples that a shard has of its stretches of the remote: all, or those of one split.
+WHOLE: Final = 0
+TRAIN: Final = 1
+HELD_OUT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One of the two splits of a cache that holds out the share `holdout` of its samples."""
+
+    name: SplitName
+    holdout: float
+
+    @property
+    def held_out(self) -> bool:
+        return self.name == "held-out"
+
+    def rows(self, hashes: Hashes) -> IntArray:
+        """The rows of its samples among those of a shard, whose keys have the `hashes`: int64 `[n]`, ascending."""
+        return np.flatnonzero((hashes < np.uint64(_bound(self.holdout))) == self.held_out)
+
+
+def is_held_out(key: bytes, holdout: float) -> bool:
+    """Whether the sample of this key (UTF-8) is held out."""
+    return xxhash.xxh3_64_intdigest(key) < _bound(holdout)
+
+
+def _bound(holdout: float) -> int:
+    return int(holdout * 2.0**64)
+
+
+def check_holdout(holdout: object) -> float:
+    """`holdout`, a share above 0 and below 1; raises ConfigError for another value."""
+    check_share("holdout", holdout)
+    share = float(holdout)  # type: ignore[arg-type]
+    if not _bound(share):
+        raise ConfigError(f"holdout={holdout!r} holds nothing out: give a share above 0, such as 0.05")
+    return share
+
+
+def check_split(split: object) -> SplitName:
+    """`split`, the name of one; raises ConfigError for another value."""
+    if split == "train":
+        return "train"
+    if split == "held-out":
+        return "held-out"
+    raise ConfigError(
+        f"split={split!r}: give 'train' or 'held-out'; a set whose splits are folders is opened by its folder"
+    )
+
+
+FieldKind = Literal["tensor", "str", "bytes"]
+Container = Literal["dict", "tuple", "bare"]
+
+KEY_FIELD: Final = "__key__"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a sample.
+
+    `dtype` is the name of a torch dtype ("float32", "bfloat16", "complex64", "bool", …; "uint8"
+    for str and bytes). `shape` is the shape of one sample's tensor, or None where it varies
+    between samples (then all have `ndim` dimensions), and for str and bytes.
+    """
+
+    name: str
+    kind: FieldKind
+    dtype: str
+    ndim: int
+    shape: tuple[int, ...] | None
+
+    def merge(self, other: Field, *, widen: bool = False) -> Field:
+        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError where none does."""
+        if widen and other.is_widened_to(self):
+            return self.merge(replace(other, dtype=self.dtype))
+        if widen and self.is_widened_to(other):
+            return replace(self, dtype=other.dtype).merge(other)
+        if (self.kind, self.dtype, self.ndim) != (other.kind, other.dtype, other.ndim):
+            raise SchemaMismatchError(f"field '{self.name}': {self} in the cache, {other} in the sample")
+        return self if self.shape == other.shape else Field(self.name, self.kind, self.dtype, self.ndim, None)
+
+    def is_widened_to(self, other: Field) -> bool:
+        """Whether the field holds integers, and the field `other` of as many dimensions floats."""
+        return (self.kind, self.ndim) == (other.kind, other.ndim) and (
+            self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64")
+        )
+
+    def __str__(self) -> str:
+        if self.kind != "tensor":
+            return self.kind
+        shape = ", ".join(map(str, self.shape)) if self.shape is not None else ", ".join("?" * self.ndim)
+        return f"{self.dtype}[{shape}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The fields of a sample, sorted by name ("0", "1", … by number), and what held them.
+
+    `container` says what a sample is when it comes out again: a dict, a tuple of the fields
+    "0", "1", …, or the bare value of the only field "0".
+    """
+
+    fields: tuple[Field, ...]
+    container: Container = "dict"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in self.fields)
+
+    def merge(self, other: Schema, *, widen: bool = False) -> Schema:
+        """The schema that covers both: a shape that differs becomes ragged, and integers floats if `widen`.
+
+        Raises SchemaMismatchError for other fields, dtypes, numbers of dimensions or containers.
+        """
+        if self == other:
+            return self
+        if (self.names, self.container) != (other.names, other.container):
+            raise SchemaMismatchError(
+                f"fields differ: the cache holds {self.container} {list(self.names)}, "
+                f"the sample has {other.container} {list(other.names)}"
+            )
+        return Schema(
+            tuple(
+                mine.merge(theirs, widen=widen)
+                for mine, theirs in zip(self.fields, other.fields, strict=True)
+            ),
+            self.container,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "container": self.container,
+                "fields": [
+                    {"name": f.name, "kind": f.kind, "dtype": f.dtype, "ndim": f.ndim, "shape": f.shape}
+                    for f in self.fields
+                ],
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        raw: dict[str, Any] = json.loads(text)
+        return cls(
+            tuple(
+                Field(
+                    f["name"],
+                    f["kind"],
+                    f["dtype"],
+                    f["ndim"],
+                    None if f["shape"] is None else tuple(f["shape"]),
+                )
+                for f in raw["fields"]
+            ),
+            raw["container"],
+        )
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{f.name}: {f}" for f in self.fields) + "}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A run of samples of one pass over the remote, from (position, offset) up to, not with, another.
+
+    A position is a unit's place in the pass's order; an offset counts samples within the unit.
+    """
+
+    start: tuple[int, int]
+    stop: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """A published shard as eviction policies see it.
+
+    `size_bytes` is what the file occupies on disk; `uses` counts the epochs that drew from it;
+    `last_used` is the logical time (a counter of snapshots, not a clock) of its last use, or of
+    its arrival.
+    """
+
+    id: int
+    size_bytes: int
+    num_samples: int
+    uses: int
+    last_used: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
+
+    `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival.
+    `epoch_size` is how many of `num_samples` the epoch takes, or None for all. Of one `split`, `counts` are of its
+    samples alone, and `sizes` (int64 `[num_shards]`) of all that are in the shards.
+    """
+
+    cache_id: str
+    root: str
+    lease: str
+    schema: Schema
+    shard_ids: IntArray
+    counts: IntArray
+    epoch_size: int | None = None
+    split: Split | None = None
+    sizes: IntArray | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shard_ids)

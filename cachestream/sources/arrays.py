@@ -1,0 +1,420 @@
+"""Windows of large arrays: `.npy`, Zarr and HDF5, wherever fsspec reaches, one place in all of them together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from fsspec.utils import get_protocol
+
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceUnavailableError
+from cachestream.listing.file_list import Url, check_unit, whole_units
+from cachestream.listing.locate import HDF5_ENDINGS, Located, is_zarr, locate, split_dataset
+from cachestream.sources.hdf5 import Hdf5Array
+from cachestream.sources.npy import NpyArray
+from cachestream.sources.windows import Sizes, WindowGrid, window_of
+from cachestream.sources.zarr import ZarrArray
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import map_errors, redact
+
+Window = int | Sequence[int | None]
+
+_STORABLE: Final = frozenset(
+    np.dtype(name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+
+
+class ArrayFile(Protocol):
+    """An array that can be read in windows. Picklable; `read` may be called from several threads."""
+
+    shown: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None
+
+    def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
+        """The window `size` at `start`: new, C-contiguous, in native byte order."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOptions:
+    """How windows are cut out: see `ArraySource` for what each means."""
+
+    window: Window | Mapping[str, Window]
+    stride: int | Sequence[int] | Literal["chunks"]
+    jitter: int | Sequence[int] | None
+
+    def sizes_of(self, name: str, array: ArrayFile) -> Sizes:
+        """The window's size along each axis of `array`; None: all of it."""
+        window = self.window[name] if isinstance(self.window, Mapping) else self.window
+        return window_of(window, len(array.shape), array.shown)
+
+    def places(
+        self, sizes: tuple[int, ...], lengths: tuple[int, ...], chunks: tuple[int, ...] | None
+    ) -> WindowGrid:
+        """Where windows may begin, along the cut axes; `chunks` are those of the array along them."""
+        stride = self.stride
+        if stride == "chunks":
+            if chunks is None:
+                raise ConfigError("stride='chunks': the array has no chunks; give a number")
+            stride = chunks
+        return WindowGrid.of(lengths, sizes, stride, self.jitter)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """Arrays by name, the size of a window in each, and the places that they have in common."""
+
+    arrays: Mapping[str, ArrayFile]
+    sizes: Mapping[str, Sizes]
+    places: WindowGrid
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {
+            name: f"{array.dtype.newbyteorder('=')}[{len(array.shape)}d]"
+            for name, array in self.arrays.items()
+        }
+
+    def read(self, name: str, place: Sequence[int]) -> npt.NDArray[Any]:
+        """The window of array `name` that begins at `place` along the cut axes."""
+        array = self.arrays[name]
+        cut = iter(place)
+        start, size = [], []
+        for one, length in zip(self.sizes[name], array.shape, strict=True):
+            start.append(0 if one is None else next(cut))
+            size.append(length if one is None else one)
+        return array.read(start, size)
+
+
+def open_stack(files: Mapping[str, Located], cut: WindowOptions) -> Stack:
+    """Look at the arrays at `files`. Raises ConfigError where windows cannot be cut out of them as asked."""
+    arrays = {name: _open(file) for name, file in files.items()}
+    sizes = {name: cut.sizes_of(name, array) for name, array in arrays.items()}
+    axes = {name: [axis for axis, one in enumerate(sizes[name]) if one is not None] for name in arrays}
+    first_name, first = next(iter(arrays.items()))
+    for name, array in arrays.items():
+        mine = [(array.shape[axis], sizes[name][axis]) for axis in axes[name]]
+        others = [(first.shape[axis], sizes[first_name][axis]) for axis in axes[first_name]]
+        if mine != others:
+            raise ConfigError(
+                f"{first.shown} {first.shape} and {array.shown} {array.shape}: the cut axes must have the same "
+                f"lengths and windows; here they are {_pairs(others)} and {_pairs(mine)}; give window= by name"
+            )
+    lengths = tuple(first.shape[axis] for axis in axes[first_name])
+    window = tuple(one for one in sizes[first_name] if one is not None)
+    chunks = None if first.chunks is None else tuple(first.chunks[axis] for axis in axes[first_name])
+    places = cut.places(window, lengths, chunks)
+    if not places.count:
+        raise ConfigError(f"{first.shown} {first.shape} is smaller than the window {window}")
+    return Stack(arrays, sizes, places)
+
+
+def _pairs(axes: Sequence[tuple[int, int | None]]) -> str:
+    return ", ".join(f"{size} of {length}" for length, size in axes)
+
+
+def _open(file: Located) -> ArrayFile:
+    with map_errors(file.shown, secrets=file.remote.secrets):
+        array: ArrayFile
+        if is_zarr(file.path):
+            array = ZarrArray(file.remote, file.path, file.shown)
+        elif file.path.partition("?")[0].lower().endswith(HDF5_ENDINGS):
+            array = Hdf5Array(file.remote, file.path, file.shown, file.dataset)
+        elif file.path.partition("?")[0].lower().endswith(".npy"):
+            array = NpyArray(file.remote, file.path, file.shown)
+        else:
+            raise ConfigError(f"{file.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
+    # Others may be of numpy's newer kinds, such as strings of any length, which have no byte order.
+    if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
+        raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
+    if not array.shape:
+        raise ConfigError(f"{array.shown}: is a single value, which has no windows")
+    return array
+
+
+Urls = Url | Sequence[Url]
+
+ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
+OPENED_AT_ONCE: Final = 16
+_OWN_FIELDS: Final = ("start", "index")
+
+
+class ArraySource:
+    """Windows of arrays; a unit is a window. Endless random ones, or each of a grid once a pass.
+
+    arrays: the URL of a `.npy` file, a Zarr array (v2 or v3: `a.zarr/image`) or an HDF5 dataset
+    (`a.h5::/image`, or `dataset=`); a wildcard, a `{000..127}` range or a list of them, to draw from all;
+    or a dict of these by name, `{"image": …, "mask": …}`, to read the same place of each.
+
+    window: a length along the first axis, or a tuple of one for each axis; None and axes left out:
+    all of it. Those with a length are the cut axes: in a dict they must be of the same lengths in all
+    arrays, in their order; a dict of windows by name says where they are, as in
+    `{"image": (None, 256, 256), "mask": (256, 256)}`.
+
+    windows: "random", or "grid". stride: the distance of places along the cut axes; 1 for random
+    windows, the window itself in a grid; "chunks" puts them where chunks begin. The last place is
+    always flush with the end of the array, so that all of it can be drawn. jitter: move each place at
+    random by up to so many elements. Both are an int or a tuple, one a cut axis.
+
+    weights, of random draws from several arrays: by how many places each has (None), "equal", or a
+    number for each. With the latter two an array is looked at only when it is drawn.
+
+    num_units: windows a pass; None: random ones are endless.
+
+    A sample has "array" (or the names given), as stored; "start", int64 `[cut axes]`, the first
+    element of the window; and "index", the number of the array, where there are several. The key is
+    `name[10:20,30:40]`, in random draws with the unit: `name[10:20,30:40]#7`.
+
+    Raises ConfigError for windows that do not fit, SourceError for what is missing, forbidden or no
+    array, and SourceUnavailableError for a remote that does not answer.
+    """
+
+    def __init__(
+        self,
+        arrays: Urls | Mapping[str, Urls],
+        *,
+        window: Window | Mapping[str, Window] | None = None,
+        windows: Literal["random", "grid"] = "random",
+        stride: int | Sequence[int] | Literal["chunks"] | None = None,
+        jitter: int | Sequence[int] | None = None,
+        weights: Sequence[float] | Literal["equal"] | None = None,
+        num_units: int | None = None,
+        dataset: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = _by_name(arrays)
+        if window is None:
+            raise ConfigError(
+                "ArraySource needs window=: a length along the first axis, or one for each axis, as in (256, 256, None)"
+            )
+        num_units = whole_units(num_units)
+        self._is_grid = _check_windows(windows, weights, num_units)
+        if stride is None:
+            stride = _as_stride(window) if self._is_grid else 1
+        _check_window_names(window, given)
+        self._cut = WindowOptions(window, stride, jitter)
+        self._located = _locate_all(given, storage_options, dataset)
+        self._names = _short_names(next(iter(self._located.values())))
+        self._stacks: dict[int, Stack] = {}
+        self._ends: npt.NDArray[np.int64] | None = None
+        if weights is None or self._is_grid:
+            counts = self._look_at_all()
+            self._ends = np.cumsum(counts, dtype=np.int64)
+            shares = np.asarray(counts, np.float64)
+        else:
+            self._stack(0)
+            shares = _shares(weights, len(self._names))
+        self._draw_ends = np.cumsum(shares) / shares.sum()
+        self._num_units = int(self._ends[-1]) if self._is_grid and self._ends is not None else num_units
+        self.fingerprint = _fingerprint(given, windows, self._cut, weights, num_units, dataset)
+        names = chr(0).join(file.name for files in self._located.values() for file in files)
+        self.listing_digest = xxhash.xxh3_64_hexdigest(names.encode("utf-8", "surrogateescape"))
+
+    @property
+    def num_units(self) -> int | None:
+        return self._num_units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the one window of `unit`. Raises as `Source.read` says."""
+        check_unit(self, unit, self._num_units)
+        index, place = self._place(unit, rng)
+        stack = self._stack(index)
+        sample: dict[str, Any] = {}
+        for name, files in self._located.items():
+            file = files[index]
+            with map_errors(file.shown, one_of_many=len(files) > 1, secrets=file.remote.secrets):
+                sample[name] = stack.read(name, place)
+        sample["start"] = np.array(place, np.int64)
+        if len(self._names) > 1:
+            sample["index"] = index
+        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, stack.places.sizes, strict=True))
+        yield f"{self._names[index]}[{area}]" + ("" if self._is_grid else f"#{unit}"), sample
+
+    def _place(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
+        """The number of the array, and where in it the window of `unit` begins."""
+        if self._is_grid:
+            assert self._ends is not None
+            index = int(np.searchsorted(self._ends, unit, side="right"))
+            places = self._stack(index).places
+            return index, places.move(places.at(unit - (int(self._ends[index - 1]) if index else 0)), rng)
+        index = 0
+        if len(self._names) > 1:
+            index = int(np.searchsorted(self._draw_ends, rng.random(), side="right"))
+        return index, self._stack(index).places.draw(rng)
+
+    def _stack(self, index: int) -> Stack:
+        """The arrays number `index`, looked at when they are first needed."""
+        stack = self._stacks.get(index)
+        if stack is None:
+            try:
+                stack = open_stack({name: files[index] for name, files in self._located.items()}, self._cut)
+                self._check_alike(index, stack)
+            except CacheStreamError as error:
+                if not self._stacks or isinstance(error, SourceUnavailableError):
+                    raise
+                raise SampleError(str(error)) from error  # of this one; others may be well
+            self._stacks[index] = stack
+        return stack
+
+    def _look_at_all(self) -> list[int]:
+        """How many places each has; all of them must be usable."""
+        self._stack(0)
+        with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
+            stacks = list(pool.map(self._strictly, range(len(self._names))))
+        return [stack.places.count for stack in stacks]
+
+    def _strictly(self, index: int) -> Stack:
+        try:
+            return self._stack(index)
+        except SampleError as error:
+            if isinstance(error.__cause__, ConfigError):
+                raise ConfigError(
+                    f"{error}; leave it out, or give weights= to skip what does not fit"
+                ) from None
+            raise
+
+    def _check_alike(self, index: int, stack: Stack) -> None:
+        first = self._stacks.get(0)
+        if first is not None and stack.dtypes != first.dtypes:
+            raise ConfigError(
+                f"{self._names[index]} holds {stack.dtypes}, {self._names[0]} {first.dtypes}: "
+                "all arrays must have the same types and numbers of axes"
+            )
+
+    def __repr__(self) -> str:
+        units = "endless" if self._num_units is None else f"{self._num_units:,} windows"
+        more = f" and {len(self._names) - 1:,} more" if len(self._names) > 1 else ""
+        return f"<ArraySource {self._names[0]}{more}, {units}>"
+
+
+def _by_name(arrays: Any) -> dict[str, list[str]]:
+    """The URLs of each name; those without a name are "array"."""
+    given = arrays if isinstance(arrays, Mapping) else {"array": arrays}
+    found: dict[str, list[str]] = {}
+    for name, urls in given.items():
+        several: list[Any] = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+        if not several or not all(isinstance(url, str | os.PathLike) and os.fspath(url) for url in several):
+            raise ConfigError(
+                "ArraySource takes the URL of an array, a list of them, or a dict of these by name"
+            )
+        if not isinstance(name, str) or not name or name in _OWN_FIELDS:
+            raise ConfigError(
+                f"{name!r} is no name for an array: give text other than {', '.join(_OWN_FIELDS)}"
+            )
+        found[name] = [os.fspath(url) for url in several]
+    if not found:
+        raise ConfigError("ArraySource takes at least one array")
+    return found
+
+
+def _check_windows(windows: str, weights: Any, num_units: int | None) -> bool:
+    """Whether windows are those of a grid; raises ConfigError for options that do not go together."""
+    if windows not in ("random", "grid"):
+        raise ConfigError(f"windows={windows!r}: give 'random' or 'grid'")
+    if windows == "grid" and (weights is not None or num_units is not None):
+        raise ConfigError("windows='grid' reads each window once a pass: leave out weights= and num_units=")
+    return windows == "grid"
+
+
+def _check_window_names(window: Any, given: Mapping[str, Any]) -> None:
+    if isinstance(window, Mapping) and set(window) != set(given):
+        raise ConfigError(f"window= has {sorted(window)}, the arrays are {sorted(given)}: give one for each")
+
+
+def _as_stride(window: Any) -> tuple[int, ...]:
+    """The lengths of `window` along the cut axes: windows beside one another."""
+    one = next(iter(window.values())) if isinstance(window, Mapping) else window
+    return tuple(size for size in (one if isinstance(one, tuple | list) else (one,)) if size is not None)
+
+
+def _locate_all(
+    given: Mapping[str, Sequence[str]], storage_options: Mapping[str, Any] | None, dataset: str | None
+) -> dict[str, list[Located]]:
+    remotes: dict[str, Remote] = {}
+    for urls in given.values():
+        for url in urls:
+            outer, _ = split_dataset(url)
+            if outer.count("::"):
+                remotes[url] = Remote(outer, storage_options)  # a chain is opened as a whole
+            elif (protocol := get_protocol(outer)) not in remotes:
+                remotes[protocol] = Remote(outer, storage_options)
+
+    def find(url: str) -> list[Located]:
+        outer, _ = split_dataset(url)
+        return locate(remotes[url] if url in remotes else remotes[get_protocol(outer)], url, dataset)
+
+    found = {name: [file for url in urls for file in find(url)] for name, urls in given.items()}
+    counts = {name: len(files) for name, files in found.items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(f"arrays drawn together must be equally many, not {counts}")
+    return found
+
+
+def _short_names(files: Sequence[Located]) -> list[str]:
+    """What tells the arrays from one another: their paths without the folders that all share."""
+    names = [file.name for file in files]
+    parts = [name.split("/") for name in names]
+    shared = 0
+    if len(names) == 1:
+        stem = files[0].shown
+        zarr = stem.lower().find(".zarr")
+        return [names[0][stem[: zarr if zarr >= 0 else None].rfind("/") + 1 :]]
+    while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):
+        shared += 1
+    return ["/".join(part[shared:]) for part in parts]
+
+
+def _shares(weights: Any, count: int) -> npt.NDArray[np.float64]:
+    if isinstance(weights, str):
+        if weights != "equal":
+            raise ConfigError(f"weights={weights!r}: give 'equal', or a number for each array")
+        return np.ones(count)
+    shares = np.asarray(list(weights), np.float64)
+    if shares.shape != (count,) or not np.isfinite(shares).all() or (shares < 0).any() or not shares.any():
+        raise ConfigError(f"weights=: give {count} numbers of at least 0, not all 0: one for each array")
+    return shares
+
+
+def _identity(url: str) -> str:
+    """`url` without secrets, and a local path wherever it is relative to."""
+    outer, _ = split_dataset(url)
+    if get_protocol(outer) != "file" or "://" in outer:
+        return redact(url)
+    return os.path.abspath(os.path.expanduser(outer)) + url.removeprefix(outer)
+
+
+def _fingerprint(
+    given: Mapping[str, Sequence[str]],
+    windows: str,
+    cut: WindowOptions,
+    weights: Any,
+    num_units: int | None,
+    dataset: Any,
+) -> str:
+    parts = []
+    for name, urls in given.items():
+        where = [_identity(url) for url in urls]
+        text = chr(0).join(where).encode("utf-8", "surrogateescape")
+        more = f" and {len(where) - 1} more {xxhash.xxh3_64_hexdigest(text)}" if len(where) > 1 else ""
+        parts.append(f"{name}={where[0]}{more}")
+    options = {
+        "dataset": dataset,
+        "jitter": cut.jitter,
+        "num_units": num_units,
+        "stride": cut.stride,
+        "weights": weights if weights is None or isinstance(weights, str) else list(map(float, weights)),
+        "window": dict(cut.window) if isinstance(cut.window, Mapping) else cut.window,
+    }
+    parts += [f"{name}={value}" for name, value in options.items() if value is not None]
+    return f"arrays:{windows}|" + "|".join(parts)

@@ -1,0 +1,186 @@
+"""Arrow files as Hugging Face's `save_to_disk` and its cache write them: record batches, read as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.config import require
+from cachestream.errors import CacheStreamError, ConfigError, SampleError
+from cachestream.listing.file_list import FileList, Url, check_unit
+from cachestream.listing.names import Names
+from cachestream.sources.arrow import Columns, doubled_fields, items_of
+from cachestream.sources.base import Rows, one_by_one
+from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.defaults import Defaults
+from cachestream.sources.fingerprint import check_columns
+from cachestream.sources.tar_groups import Problems
+from cachestream.transport.network_stream import open_stream
+from cachestream.transport.remote_errors import classify
+from cachestream.transport.stream import Stream
+
+ARROW_ENDINGS: Final = (".arrow",)
+BATCH_BYTES: Final = 8 << 20
+_SPLITS: Final = "dataset_dict.json"
+_STATES: Final = ("state.json", "dataset_info.json", _SPLITS)
+
+
+class ArrowSource:
+    """The rows of Arrow files (IPC streams and files); a unit is a file.
+
+    urls: a folder that Hugging Face's `Dataset.save_to_disk` wrote, a URL, a `{000..127}` range, a wildcard, or a list
+    of these. Of a `DatasetDict`, the folder of one of its splits.
+
+    A sample is a dict of the columns, as for `ParquetSource`, and so are `columns` (whole ones), `fields`,
+    `decode_images`, `resize`, `crop` and errors. The key is "file#row". Needs pyarrow: `pip install 'cachestream[parquet]'`.
+    """
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        *,
+        columns: Sequence[str] | None = None,
+        decode_images: bool | Sequence[str] = True,
+        storage_options: Mapping[str, Any] | None = None,
+        resize: Size | None = None,
+        crop: Size | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._defaults, self._made = Defaults(fields), ImageOptions(resize, crop)
+        check_columns(columns)
+        if isinstance(decode_images, str):
+            raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
+        require("pyarrow.ipc", "parquet", "Arrow files")
+        self._chosen = None if columns is None else tuple(columns)
+        self._decode_images = decode_images
+        self._files = FileList(urls, storage_options, owner="ArrowSource")
+        self._units = self._data_files()
+        self.first_names = Names(self._files.name(index) for index in self._units)
+        self.listing_digest = self.first_names.digest
+        shown = [] if columns is None else [f"columns={self._chosen}"]
+        shown += [] if decode_images is True else [f"decode_images={decode_images}"]
+        shown += [*self._made.identity, *self._defaults.identity]
+        self.fingerprint = "arrow:" + "|".join((*self._files.identity, *shown))
+
+    def _data_files(self) -> list[int]:
+        """The files with rows: not what is told of them, nor what `map` has kept beside them."""
+        keys = [self._files.key(index) for index in range(len(self._files))]
+        if _SPLITS in keys:
+            splits = sorted({key.partition("/")[0] for key in keys if key.endswith(ARROW_ENDINGS)})
+            raise ConfigError(
+                f"{self._files.shown} holds the splits of a DatasetDict: give the folder of one of them: {', '.join(splits)}"
+            )
+        if not any(_last_part(key) in _STATES for key in keys):
+            return list(range(len(keys)))
+        units = [
+            index
+            for index, key in enumerate(keys)
+            if key.endswith(ARROW_ENDINGS) and not _last_part(key).startswith("cache-")
+        ]
+        if not units:
+            raise ConfigError(f"{self._files.shown}: no Arrow files beside {keys[0]}; is it complete?")
+        return units
+
+    @property
+    def num_units(self) -> int:
+        return len(self._units)
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows of a file, in their order. Raises as `Source.read` says."""
+        return one_by_one(self.read_rows(unit, rng))
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+        """The same, in columns where every row can be used and has the same shapes."""
+        check_unit(self, unit, self.num_units)
+        index = self._units[unit]
+        where, key, row = self._files.where(index), self._files.key(index), 0
+        problems = Problems(where)
+        with open_stream(self._files.remote, self._files.path(index), where) as stream:
+            for columns, batch in self._batches(stream, where):
+                keys = [f"{key}#{number}" for number in range(row, row + batch.num_rows)]
+                items = items_of(keys, row, *columns.fields(batch), problems)
+                yield from self._defaults.fill_all(items)
+                row += batch.num_rows
+        problems.raise_any()
+
+    def _batches(self, stream: Stream, where: str) -> Iterator[tuple[Columns, Any]]:
+        """Some rows at a time, and what makes samples of them."""
+        arrow = require("pyarrow", "parquet", "Arrow files")
+        require("pyarrow.compute", "parquet", "Arrow files")
+        head = stream.read(8)
+        if (
+            bytes(head) != b"ARROW1\0\0"
+        ):  # that of a file with an index at its end; what follows is a stream, too
+            stream.push_back(head)
+        try:
+            reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(_AsFile(stream))
+            columns, names = self._columns_of(arrow, reader.schema, where)
+            for batch in reader:
+                step = max(1, batch.num_rows * BATCH_BYTES // max(1, batch.nbytes))
+                for start in range(0, batch.num_rows, step):
+                    yield columns, batch.slice(start, step).select(names)
+        except ConfigError as error:
+            raise SampleError(str(error)) from error
+        except Exception as error:
+            if isinstance(error, CacheStreamError) or classify(error) != "other":
+                raise
+            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
+
+    def _columns_of(self, arrow: Any, schema: Any, where: str) -> tuple[Columns, list[str]]:
+        """What reads the chosen columns, and their names."""
+        names = list(schema.names if self._chosen is None else self._chosen)
+        missing = [name for name in names if name not in schema.names]
+        for name in missing:
+            if name not in self._defaults.values:
+                raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
+        names = [name for name in names if name not in missing]
+        part = arrow.schema([schema.field(name) for name in names], metadata=schema.metadata)
+        for field in doubled_fields(arrow, part):
+            raise ConfigError(
+                f"{where}: several columns become the field '{field}': choose others with columns=[…]"
+            )
+        images = () if isinstance(self._decode_images, bool) else tuple(self._decode_images)
+        columns = Columns(
+            arrow,
+            part,
+            nulls=self._defaults.values,
+            decode_images=bool(self._decode_images),
+            images=images,
+            made=self._made,
+        )
+        return columns, names
+
+    def __repr__(self) -> str:
+        return f"<ArrowSource {self._files.shown}, {self.num_units:,} files>"
+
+
+class _AsFile:
+    """A stream with the methods of a file that pyarrow uses."""
+
+    closed = False
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def read(self, nbytes: int) -> bytes:
+        return bytes(self._stream.read(nbytes))
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Leave the stream to whoever opened it."""
+
+
+def is_saved_dataset(keys: Iterable[str]) -> bool:
+    """Whether a folder with the first and last file `keys` is what Hugging Face's `save_to_disk` writes."""
+    names = [_last_part(key) for key in keys]
+    return any(name in _STATES for name in names) and all(
+        name in _STATES or name.endswith(ARROW_ENDINGS) for name in names
+    )
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -1,0 +1,180 @@
+"""The `Source` protocol, through which every kind of remote data is read, and its extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.listing.names import AnyNames, Names, StoredNames
+
+if TYPE_CHECKING:
+    from cachestream.listing.pages import Page
+
+
+MANY_UNITS: Final = 64
+EXPANSION: Final = 2
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Remote data as numbered units, each read on its own, in any order, in any process.
+
+    A unit is what is fetched as one: a file, a tar, a row group, a window. A source is picklable,
+    and `read` may be called from several threads at once.
+    """
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the data: two sources with one fingerprint yield the same samples."""
+        ...
+
+    @property
+    def num_units(self) -> int | None:
+        """How many units there are; None for an endless source."""
+        ...
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield `(key, sample)` for each sample of `unit`.
+
+        `rng` is seeded from the run's seed, the pass and the unit: with it the same samples come
+        again. Raises SampleError for a unit that cannot be used (skipped and counted), and
+        SourceUnavailableError for a remote that does not answer (retried).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Samples that lie in columns: sample i is the dict of every field's value i.
+
+    A field is an array `[n, ...]`, or n str, or n bytes.
+    """
+
+    keys: Sequence[str]
+    fields: Mapping[str, npt.NDArray[Any] | Sequence[str] | Sequence[bytes]]
+
+    @property
+    def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The same as `Source.read` yields them."""
+        names = tuple(self.fields)
+        for key, values in zip(self.keys, zip(*self.fields.values(), strict=True), strict=True):
+            yield key, dict(zip(names, values, strict=True))
+
+
+@runtime_checkable
+class RowsSource(Source, Protocol):
+    """A source that can also give its samples in columns: where they are small, many times as fast."""
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        """Yield what `read` yields, in the same order; samples in columns where there are any.
+
+        Used where samples are cached as they are, without a transform. Raises as `read`.
+        """
+        ...
+
+
+class DivisibleSource(Source, Protocol):
+    """A source of large units, each of which can be read in parts: a small cache then holds parts of many units.
+
+    The units of a divided source come in `rounds`: in each round there is one part of every whole unit.
+    """
+
+    @property
+    def rounds(self) -> int:
+        """The number of parts that each whole unit is read in; 1 where units are read whole."""
+        ...
+
+    def part_limit(self) -> tuple[int, int]:
+        """The bytes of a typical unit, and the most parts that it may be read in (1: it cannot be divided)."""
+        ...
+
+    def divided(self, parts: int) -> DivisibleSource:
+        """The same samples, with each unit in so many parts."""
+        ...
+
+
+def as_divisible(source: Any) -> DivisibleSource | None:
+    """`source`, if its units can be read in parts."""
+    # Not isinstance: to see whether num_units is there, it would list everything.
+    if callable(getattr(source, "divided", None)):
+        found: DivisibleSource = source
+        return found
+    return None
+
+
+def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:
+    """The fewest parts a unit, `most` at most, with which a cache of `limit_bytes` holds something of `MANY_UNITS` units.
+
+    Samples may take `EXPANSION` times the bytes of their unit (decoded images), and the rounds are shuffled, so the
+    last one in the cache is seldom whole.
+    """
+    wanted = EXPANSION * unit_bytes * min(num_units, MANY_UNITS)
+    return max(1, min(most, -(-wanted // max(1, limit_bytes)))) if num_units > 1 else 1
+
+
+def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """What `RowsSource.read_rows` yields, as `Source.read` does."""
+    for item in found:
+        if isinstance(item, Rows):
+            yield from item.samples
+        else:
+            yield item
+
+
+@runtime_checkable
+class GrowingSource(Source, Protocol):
+    """A source of named units, of which only the first may be known: unit i is the one of name i.
+
+    Asked for `num_units`, it lists the rest at once. A worker does not ask: it has a process of its own list
+    into the cache, and reads `over` what that has stored.
+    """
+
+    @property
+    def is_listing(self) -> bool:
+        """Whether there are more names than the first."""
+        ...
+
+    @property
+    def first_names(self) -> AnyNames:
+        """The names that are listed already."""
+        ...
+
+    def more_names(self, last: str) -> Iterator[Page]:
+        """The names after `last`, page by page; raises SourceError and SourceUnavailableError."""
+        ...
+
+    def over(self, names: AnyNames) -> Source:
+        """The same source over a listing that somebody else makes, as far as it goes."""
+        ...
+
+
+def as_growing(source: Any) -> GrowingSource | None:
+    """`source`, if its listing goes on."""
+    # Not isinstance alone: to see whether num_units is there, it would ask for it.
+    if getattr(source, "is_listing", False) and callable(getattr(source, "over", None)):
+        found: GrowingSource = source
+        return found
+    return None
+
+
+def is_source(value: Any) -> bool:
+    """Whether `value` is a source; asks none whose listing goes on for its number of units."""
+    return as_growing(value) is not None or (isinstance(value, Source) and not isinstance(value, type))
+
+
+def begins_with(source: Any, count: int | None, listing: str) -> bool:
+    """Whether the first `count` names of `source` are those with the digest `listing`."""
+    names = getattr(source, "first_names", None)
+    if not isinstance(names, Names | StoredNames) or count is None or count > len(names):
+        return False
+    return names.digest_of(count) == listing
+
+
+def stored_names(source: Any) -> StoredNames | None:
+    """The stored listing that `source` reads by, if it does."""
+    names = getattr(source, "first_names", None)
+    return names if isinstance(names, StoredNames) else None

@@ -1,0 +1,328 @@
+"""Samples of PyTorch datasets: map-style ones by index, iterable ones in order, and other libraries' iterables."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from cachestream.config import check_count
+from cachestream.errors import ConfigError, SampleError
+from cachestream.listing.file_list import check_unit
+from cachestream.sources.defaults import Defaults
+from cachestream.sources.fieldwise import empty_lists, plain_fields
+from cachestream.sources.functions import fingerprint_of
+from cachestream.sources.user_code import Calls, by_value, foreign_errors
+
+
+def is_map_style(what: Any) -> bool:
+    """Whether `what` can be read as `what[0]` … `what[len(what) - 1]`."""
+    kind = type(what)
+    if isinstance(what, Mapping | str | bytes) or hasattr(kind, "iloc"):  # keyed otherwise than by position
+        return False
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+
+
+class DatasetSource:
+    """`dataset[i]` for every index; a unit is one index, the key is its number.
+
+    `dataset` is pickled to the sampling processes: a map-style torch Dataset, a Hugging Face
+    dataset, a list, an array. A process makes one call at a time, as few datasets are written for
+    threads; `thread_safe=True` lets calls overlap, which pays where they wait for a network.
+
+    Fields of a dict become what columns of Parquet do: a dict a field for each member, "field.member", a list of
+    texts or of dicts a JSON text; an item with a None is skipped and counted.
+
+    fields: a default for each optional field, `{"caption": ""}`, for items that lack it or have None.
+    """
+
+    def __init__(
+        self, dataset: Any, *, thread_safe: bool = False, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        self._defaults = Defaults(fields)
+        if hasattr(type(dataset), "__iter__") and not is_map_style(dataset):
+            raise ConfigError(
+                f"{type(dataset).__name__} has no dataset[0], it can only be iterated: give it to IterableSource(…)"
+            )
+        if not is_map_style(dataset):
+            raise ConfigError(
+                f"{type(dataset).__name__} has no dataset[0] … dataset[len(dataset) - 1]; wrap it in a map-style "
+                "dataset, or give a function fn(rng) -> sample"
+            )
+        try:
+            self._num_units = operator.index(len(dataset))
+        except (TypeError, NotImplementedError) as error:
+            raise ConfigError(f"len() of {type(dataset).__name__} fails: {error}") from None
+        if self._num_units == 0:
+            raise ConfigError(f"{type(dataset).__name__} is empty: a source needs at least one sample")
+        self._dataset = dataset
+        self._calls = Calls(thread_safe)
+        kind = type(dataset)
+        self._name = f"{kind.__module__}.{kind.__qualname__}"
+        own = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))  # the latter is HF's
+        suffix = f":{own}" if isinstance(own, str | int) else ""
+        identity = f"dataset:{self._name}[{self._num_units}]{suffix}"
+        self.fingerprint = "|".join((identity, *self._defaults.identity))
+        self._empty = empty_lists(getattr(dataset, "features", None))
+        self.listing_digest = ""
+
+    @property
+    def num_units(self) -> int:
+        return self._num_units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield `dataset[unit]`; SampleError if that raises."""
+        check_unit(self, unit, self._num_units)
+        with self._calls.one(), foreign_errors(f"{self._name}[{unit}]"):
+            sample = self._dataset[unit]
+        yield str(unit), self._defaults.fill(plain_fields(sample, self._empty))
+
+    def __repr__(self) -> str:
+        return f"<DatasetSource {self._name}, {self._num_units:,} samples>"
+
+
+MOST_SHARDS: Final = 1024  # of a WebDataset that are taken by themselves: each opens a pipeline of its own
+_WORKER: Final = "torch.utils.data._utils.worker"
+_END: Final = object()
+# What torch tells a dataset of its worker is one variable of the process.
+_ONE_AT_A_TIME: Final = Calls(thread_safe=False)
+
+
+def is_iterable(what: Any) -> bool:
+    """Whether `what` can only be read from its begin to its end, and again from its begin."""
+    if _is_a(what, "torch.utils.data", "IterableDataset"):
+        return True  # also one that has a length, or refuses [i]
+    kind = type(what)
+    if isinstance(what, Iterator | Mapping | set | frozenset | str | bytes) or hasattr(kind, "iloc"):
+        return False
+    return hasattr(kind, "__iter__") and not is_map_style(what)
+
+
+class IterableSource:
+    """An iterable, read from begin to end; a unit is a shard of it, if it can be split, else all of it.
+
+    iterable: something whose `iter()` begins anew each time, or a function `make(shard, shards)` that
+    returns an iterator, such as a generator function. It is pickled to the sampling processes, and
+    every read has a copy of its own.
+
+    shards: how many parts are read by themselves, in any order and by several processes. The split is
+    the iterable's own: `.shard(num_shards, index)` where it has that (Hugging Face; default: its
+    `num_shards`); what `torch.utils.data.get_worker_info()` says elsewhere, as in a DataLoader of so
+    many workers (default: the tars of a WebDataset that splits by worker, otherwise 1, as a dataset
+    that does not ask would give each part everything).
+
+    Samples are as the iterable gives them, but PIL images are uint8 `[3, H, W]` RGB, and names such as
+    "__key__" are left out. Keys are "shard/number", with a "__key__" behind. A read that begins again
+    skips what it gave before, so a stream should give the same samples in the same order again.
+
+    Fields of a dict become what columns of Parquet do, and `fields` gives defaults, as for `DatasetSource`.
+
+    A process makes one call at a time; `thread_safe=True` lets those of Hugging Face's and of functions
+    overlap.
+    """
+
+    def __init__(
+        self,
+        iterable: Any,
+        *,
+        shards: int | None = None,
+        thread_safe: bool = False,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._defaults = Defaults(fields)
+        if shards is not None:
+            shards = check_count("shards", shards)
+        kind = type(iterable)
+        self._is_function = callable(iterable) and not hasattr(kind, "__iter__")
+        self._name = _name_of(iterable if self._is_function else kind)
+        self._check(iterable)
+        own = _own_shards(iterable)
+        self._has_own = own is not None
+        self._num_units = shards or own or (1 if self._is_function else _tars_to_split(iterable))
+        self._check_split(iterable, own, thread_safe)
+        free = thread_safe or (self._is_function and shards is None)
+        self._calls = Calls(thread_safe) if self._has_own or free else _ONE_AT_A_TIME
+        self._pickled = self._pickle(iterable)
+        identity = f"iterable:{self._name}[{self._num_units}]:{_identity(iterable, self._is_function)}"
+        self.fingerprint = "|".join((identity, *self._defaults.identity))
+        self._empty = empty_lists(getattr(iterable, "features", None))
+        self.listing_digest = ""
+
+    def _check(self, iterable: Any) -> None:
+        if isinstance(iterable, Iterator):
+            raise ConfigError(
+                f"a {self._name} can be iterated only once, and not in other processes; give what makes it: an object "
+                "whose iter() begins anew, or a function make(shard, shards)"
+            )
+        if _is_a(iterable, "torch.utils.data", "DataLoader"):
+            raise ConfigError("a DataLoader gives batches; give its dataset")
+        if not self._is_function and not is_iterable(iterable):
+            raise ConfigError(
+                f"IterableSource takes an iterable or a function make(shard, shards), not {self._name}"
+            )
+
+    def _check_split(self, iterable: Any, own: int | None, thread_safe: bool) -> None:
+        count = self._num_units
+        if own is not None and count > own:
+            raise ConfigError(f"shards={count}: {self._name} has {own} shards, and none can be split")
+        by_worker = _is_a(iterable, "torch.utils.data", "IterableDataset")
+        if count > 1 and own is None and not self._is_function and not by_worker:
+            raise ConfigError(
+                f"shards={count}: {self._name} has no .shard() and is no torch IterableDataset: nothing would split it; "
+                "give a function make(shard, shards)"
+            )
+        if thread_safe and count > 1 and by_worker and own is None:
+            raise ConfigError(
+                "thread_safe=True: a torch dataset is told its shard by a variable of the process"
+            )
+
+    def _pickle(self, iterable: Any) -> bytes:
+        try:
+            return by_value(iterable)
+        except Exception as error:  # pickling runs the user's code
+            raise ConfigError(
+                f"{self._name} cannot be sent to the background processes ({type(error).__name__}: {error}); open files "
+                "and connections at the first use, or give a function make(shard, shards)"
+            ) from error
+
+    @property
+    def num_units(self) -> int:
+        return self._num_units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield the samples of shard `unit` in their order; SampleError when the iterable raises."""
+        check_unit(self, unit, self._num_units)
+        seed = int(rng.integers(2**63))
+        what = f"{self._name}, shard {unit} of {self._num_units}"
+        with foreign_errors(what):
+            copy = pickle.loads(self._pickled)  # noqa: S301  our own bytes
+            info = self._worker_info(copy, unit, seed)
+        iterator: Any = None
+        number = 0
+        try:
+            while True:
+                with self._calls.one(), foreign_errors(f"{what}, sample {number}"), _told(info):
+                    iterator = self._open(copy, unit) if iterator is None else iterator
+                    sample = next(iterator, _END)
+                    if sample is _END:
+                        return
+                    name, sample = _unpacked(sample)
+                yield f"{unit}/{number}{name}", self._defaults.fill(plain_fields(sample, self._empty))
+                number += 1
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                with self._calls.one(), contextlib.suppress(Exception):  # it was given up: nobody asks why
+                    close()
+
+    def _open(self, copy: Any, unit: int) -> Any:
+        if self._is_function:
+            return iter(copy(unit, self._num_units))
+        if self._has_own:
+            return iter(copy.shard(num_shards=self._num_units, index=unit))
+        return iter(copy)
+
+    def _worker_info(self, copy: Any, unit: int, seed: int) -> Any:
+        """What `get_worker_info()` is to return; None where nothing has to be said."""
+        if self._num_units == 1 or self._has_own or self._is_function:
+            return None
+        kind = getattr(sys.modules.get(_WORKER), "WorkerInfo", None)
+        if kind is None:
+            raise SampleError(
+                f"shards={self._num_units}: this torch does not let a dataset be told its shard; leave out shards="
+            )
+        return kind(id=unit, num_workers=self._num_units, seed=seed, dataset=copy)
+
+    def __repr__(self) -> str:
+        return f"<IterableSource {self._name}, {self._num_units:,} shards>"
+
+
+@contextlib.contextmanager
+def _told(info: Any) -> Iterator[None]:
+    """Let the code inside find `info` by `torch.utils.data.get_worker_info()`; None: leave it alone."""
+    if info is None:
+        yield
+        return
+    module: Any = sys.modules[_WORKER]
+    before, module._worker_info = module._worker_info, info
+    try:
+        yield
+    finally:
+        module._worker_info = before
+
+
+def _is_a(what: Any, module: str, name: str) -> bool:
+    """Whether `what` is of a class that is called so, without importing it."""
+    return any(kind.__name__ == name and kind.__module__.startswith(module) for kind in type(what).__mro__)
+
+
+def _name_of(what: Any) -> str:
+    named = what if hasattr(what, "__qualname__") else type(what)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _own_shards(iterable: Any) -> int | None:
+    """How many shards an iterable says that it has, if it can give one of them alone."""
+    if not callable(getattr(type(iterable), "shard", None)):
+        return None
+    count = getattr(iterable, "num_shards", getattr(iterable, "n_shards", None))
+    try:
+        return None if count is None else max(1, operator.index(count))
+    except TypeError:
+        return None
+
+
+def _shard_urls(iterable: Any) -> list[str]:
+    """The tars of a WebDataset."""
+    pipeline = getattr(iterable, "pipeline", None)
+    first = pipeline[0] if isinstance(pipeline, list) and pipeline else None
+    urls = getattr(first, "urls", None) if type(first).__name__ == "SimpleShardList" else None
+    return urls if isinstance(urls, list) else []
+
+
+def _tars_to_split(iterable: Any) -> int:
+    urls = _shard_urls(iterable)
+    if urls and any(getattr(stage, "__name__", "") == "split_by_worker" for stage in iterable.pipeline):
+        return min(len(urls), MOST_SHARDS)
+    return 1
+
+
+def _identity(iterable: Any, is_function: bool) -> str:
+    """What names the data, as a digest: URLs may hold secrets."""
+    if is_function:
+        return fingerprint_of(iterable)
+    own = getattr(iterable, "fingerprint", None)
+    info = getattr(iterable, "info", None)
+    parts = [
+        own if isinstance(own, str | int) else "",
+        *_shard_urls(iterable),
+        *(str(getattr(info, name, "")) for name in ("dataset_name", "config_name", "version")),
+        str(getattr(iterable, "split", "")),
+    ]
+    return xxhash.xxh3_64_hexdigest("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
+
+
+def _unpacked(sample: Any) -> tuple[str, Any]:
+    """What goes behind the key, and the sample without what is not data."""
+    if not isinstance(sample, Mapping):
+        return "", _pixels(sample) if not isinstance(sample, tuple) else tuple(map(_pixels, sample))
+    key = sample.get("__key__")
+    name = "/" + key.encode("utf-8", "replace").decode() if isinstance(key, str) else ""
+    return name, {
+        field: _pixels(value)
+        for field, value in sample.items()
+        if not (isinstance(field, str) and field.startswith("__"))
+    }
+
+
+def _pixels(value: Any) -> Any:
+    """A PIL image as uint8 `[3, H, W]`; anything else as it is."""
+    if not _is_a(value, "PIL.", "Image"):
+        return value
+    return np.ascontiguousarray(np.moveaxis(np.asarray(value.convert("RGB")), 2, 0))

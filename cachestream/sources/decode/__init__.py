@@ -1,0 +1,1 @@
+"""Encoded bytes → the fields of a sample."""

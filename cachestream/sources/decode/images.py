@@ -1,0 +1,305 @@
+"""Encoded images → uint8 `[3, H, W]`, RGB, upright, resized and cropped where that is asked for.
+
+What arrives is untrusted: only listed formats are opened, and what would unpack to too much is
+refused before it is unpacked. Raises what Pillow raises on malformed data: see `decode.decode_with`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from cachestream.config import whole_number
+from cachestream.errors import ConfigError
+from cachestream.transport import bounds
+
+JPEG_FORMATS: Final = ("JPEG", "MPO")
+# Each scan of a progressive JPEG goes over all of its pixels, and may be a few bytes long: without a limit
+# a small file takes minutes. (libjpeg-turbo, "Two Issues with the JPEG Standard".)
+MAX_SCANS: Final = 100
+_START_OF_SCAN: Final = b"\xff\xda"
+
+
+@lru_cache(maxsize=1)
+def _turbo() -> Any:
+    """simplejpeg, or None."""
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError:
+        return None
+
+
+def check_scans(image: Image.Image, data: bytes | bytearray | memoryview) -> None:
+    """Raise ValueError for a progressive JPEG of more scans than any encoder writes."""
+    if image.info.get("progressive"):
+        count = bytes(data).count(_START_OF_SCAN)
+        if count > MAX_SCANS:
+            raise ValueError(f"a JPEG of {count} scans, {MAX_SCANS} at most")
+
+
+def decode_turbo(
+    data: bytes | bytearray | memoryview, image: Image.Image, scale: int
+) -> npt.NDArray[np.uint8] | None:
+    """uint8 `[H, W, 3]` RGB at 1/`scale` of the size; None where Pillow is to decode it.
+
+    That is without simplejpeg, in other colours than RGB and grey, and for all that is damaged: so
+    the same files are refused, for the same reasons, with and without it.
+    """
+    turbo = _turbo()
+    if turbo is None or image.mode not in ("RGB", "L"):
+        return None
+    least = {} if scale == 1 else {"min_height": -(-image.height // scale), "min_width": -(-image.width // scale)}  # fmt: skip
+    try:
+        found: npt.NDArray[np.uint8] = turbo.decode_jpeg(data, "RGB", **least)
+    except ValueError:
+        return None
+    expected = (-(-image.height // scale), -(-image.width // scale), 3)
+    return found if found.shape == expected else None
+
+
+Pixels = npt.NDArray[np.uint8]
+Size = int | tuple[int, int]
+Buffer = bytes | bytearray | memoryview
+
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
+# A JPEG is unpacked at 1/2, 1/4 or 1/8 of its size where that leaves this many times what is asked for:
+# the resize has the last word on every pixel. (Pillow's own default for thumbnails.)
+REDUCING_GAP: Final = 2
+_RAW_MODES: Final = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "I;16")
+# What Pillow's and numpy's parsers raise on malformed input, as their fuzzers found.
+MALFORMED: Final = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+    Warning,  # Pillow's, where they are made errors
+)
+_ORIENTATION_TAG: Final = 0x0112
+_TRANSPOSE: Final[dict[int, Image.Transpose]] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _checked(name: str, size: Any) -> Size | None:
+    """`size` in plain numbers, two as a tuple. Raises ConfigError unless it is None, a number above 0, or two."""
+    if size is None:
+        return None
+    is_pair = isinstance(size, list | tuple)
+    numbers = [whole_number(one) or 0 for one in (size if is_pair else (size,))]
+    if len(numbers) != 1 + is_pair or min(numbers) < 1:
+        raise ConfigError(f"{name}={size!r}: give a number of pixels above 0, or (height, width)")
+    return (numbers[0], numbers[1]) if is_pair else numbers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """What is made of each image once it is decoded, as torchvision's `Resize` and `CenterCrop` do.
+
+    resize: `(height, width)`, or the length of the shorter side, the other one in proportion (rounded
+    down). Bilinear, with antialiasing, as they are for PIL images, to within rounding. None: as it is.
+
+    crop: `(height, width)`, or the side of a square, from the middle; a smaller image is padded with
+    black on all sides. None: all of it.
+
+    Raises ConfigError for sizes that are none. Also a transform: called on a sample it does the same
+    to each field that is an image, uint8 `[3, H, W]`.
+    """
+
+    resize: Size | None = None
+    crop: Size | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "resize", _checked("resize", self.resize))
+        object.__setattr__(self, "crop", _checked("crop", self.crop))
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What names the options in a fingerprint; empty where images remain as they are."""
+        named = (("resize", self.resize), ("crop", self.crop))
+        return tuple(f"{name}={value}" for name, value in named if value is not None)
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that an image of `width` and `height` is resized to."""
+        if self.resize is None:
+            return width, height
+        if isinstance(self.resize, tuple):
+            return self.resize[1], self.resize[0]
+        long = int(self.resize * max(width, height) / min(width, height))
+        return (self.resize, long) if width <= height else (long, self.resize)
+
+    def middle(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom of what the crop leaves of an image."""
+        if self.crop is None:
+            return 0, 0, width, height
+        wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
+        tall, wide = min(wanted[0], height), min(wanted[1], width)
+        left, top = round((width - wide) / 2), round((height - tall) / 2)
+        return left, top, left + wide, top + tall
+
+    def cropped(self, pixels: Pixels) -> Pixels:
+        """The middle of `pixels`, `[3, H, W]`; a view where it can be."""
+        if self.crop is None:
+            return pixels
+        wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
+        left, top, right, bottom = self.middle(pixels.shape[2], pixels.shape[1])
+        pixels = pixels[:, top:bottom, left:right]
+        missing = [want - have for want, have in zip(wanted, pixels.shape[1:], strict=True)]
+        if any(missing):
+            pixels = np.pad(pixels, [(0, 0), *((one // 2, (one + 1) // 2) for one in missing)])
+        return pixels
+
+    def apply(self, pixels: Pixels) -> Pixels:
+        """`pixels`, uint8 `[3, H, W]`, resized and cropped; contiguous."""
+        _, height, width = pixels.shape
+        size = self.resized(width, height)
+        if size != (width, height):
+            _check_pixels(*size)
+            image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+            pixels = _planes(image.resize(size, Image.Resampling.BILINEAR))
+        return np.ascontiguousarray(self.cropped(pixels))
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.apply(value) if _is_image(value) else value for name, value in sample.items()}
+
+
+AS_THEY_ARE: Final = ImageOptions()
+
+
+def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
+    """uint8 `[3, H, W]`, RGB, contiguous, turned upright as its EXIF data say; the first frame."""
+    with Image.open(io.BytesIO(data), formats=_formats()) as image:
+        _check_pixels(image.width, image.height)
+        if image.format == "TIFF":
+            image.load()  # Pillow turns these upright; what size they have before depends on its version
+        orientation = 1 if image.format == "TIFF" else _orientation(image)
+        width, height = image.size
+        upright = (width, height) if orientation < 5 else (height, width)
+        size = options.resized(*upright)
+        _check_pixels(*size)
+        size = size if orientation < 5 else size[::-1]  # as the image is stored
+        if image.format not in JPEG_FORMATS:
+            return _finished(_to_rgb(image), (width, height), size, orientation, options)
+        check_scans(image, data)
+        scale = 1 if size == (width, height) else _scale((width, height), size)
+        found = decode_turbo(data, image, scale)
+        if found is not None and scale == 1 and size == (width, height) and orientation == 1:
+            return np.ascontiguousarray(options.cropped(found.transpose(2, 0, 1)))
+        if found is None:
+            image.draft(None, (width // scale, height // scale))
+        rgb = _to_rgb(image) if found is None else Image.fromarray(found)
+        return _finished(rgb, (width / scale, height / scale), size, orientation, options)
+
+
+def decode_raw_image(
+    mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions = AS_THEY_ARE
+) -> Pixels:
+    """The same of pixels that Pillow's `tobytes()` gave: `size` is width and height."""
+    if mode not in _RAW_MODES:
+        raise ValueError(f"pixels of the mode {mode[:20]!r}")
+    _check_pixels(*size)
+    target = options.resized(*size)
+    _check_pixels(*target)
+    return _finished(_to_rgb(Image.frombytes(mode, size, data)), size, target, 1, options)
+
+
+# --- steps -------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
+
+
+def _is_image(value: Any) -> bool:
+    return (
+        isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[0] == 3
+    )
+
+
+def _check_pixels(width: int, height: int) -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and width * height > limit:  # Pillow only warns
+        raise Image.DecompressionBombError(f"{width} x {height} pixels, {limit} at most")
+    bounds.check(3 * width * height)
+
+
+def _orientation(image: Image.Image) -> int:
+    """From 1, upright, to 8."""
+    try:
+        found = int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except MALFORMED:  # broken metadata do not spoil the pixels
+        return 1
+    return found if found in _TRANSPOSE else 1
+
+
+def _scale(have: tuple[int, int], want: tuple[int, int]) -> int:
+    """The part of an image's size, 1/8 to 1/1, that JPEGs are unpacked at."""
+    most = min(one // (REDUCING_GAP * other) for one, other in zip(have, want, strict=True))
+    return next((scale for scale in (8, 4, 2) if scale <= most), 1)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """`image` in mode RGB. Transparency is dropped; 16 bits a channel keep their upper 8."""
+    if image.mode == "RGB":
+        return image
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no form as 8 bits a channel")
+    if image.mode.startswith("I"):  # Pillow's own conversion would clip at 255
+        values = np.asarray(image)
+        image = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
+    if image.mode in ("P", "PA") and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def _planes(rgb: Image.Image) -> Pixels:
+    pixels = np.empty((3, rgb.height, rgb.width), np.uint8)
+    for channel, band in enumerate(rgb.split()):
+        pixels[channel] = np.asarray(band)
+    return pixels
+
+
+def _finished(
+    rgb: Image.Image,
+    extent: tuple[float, float],
+    size: tuple[int, int],
+    orientation: int,
+    options: ImageOptions,
+) -> Pixels:
+    """`rgb`, of which the image fills `extent` from the top left, resized to `size`, turned and cropped."""
+    if size != (rgb.width, rgb.height):
+        # Only what the crop leaves is computed: the same pixels but for rounding, in half the time.
+        left, top, right, bottom = options.middle(*size) if orientation == 1 else (0, 0, *size)
+        # A JPEG at 1/2 ends in the middle of its last pixel where its length is odd: `extent` says where.
+        across, down = extent[0] / size[0], extent[1] / size[1]
+        box = (left * across, top * down, min(right * across, rgb.width), min(bottom * down, rgb.height))
+        rgb = rgb.resize((right - left, bottom - top), Image.Resampling.BILINEAR, box)
+    if orientation != 1:
+        rgb = rgb.transpose(_TRANSPOSE[orientation])
+    return np.ascontiguousarray(options.cropped(_planes(rgb)))

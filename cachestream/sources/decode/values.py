@@ -1,0 +1,219 @@
+"""Bytes of one remote file and its extension → the fields of a sample.
+
+What arrives is untrusted: only listed image formats are opened, nothing is unpickled, sizes are
+capped, and whatever is malformed raises SampleError with the path and the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import SampleError
+from cachestream.listing.patterns import kind_of
+from cachestream.sources.decode.images import AS_THEY_ARE, MALFORMED, Buffer, ImageOptions, decode_image
+from cachestream.transport import bounds
+
+_MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
+_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
+_Data = TypeVar("_Data", bound=Buffer)
+# An object's place in memory differs from file to file: reasons that hold it could not be counted together.
+_ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
+
+
+# --- arrays ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    # Files of one data set mostly share one header; to evaluate it costs more than the read.
+    fields = ast.literal_eval(header.decode("latin1"))
+    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
+        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
+    dtype = _to_dtype(fields["descr"])
+    shape = fields["shape"]
+    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"the .npy header holds shape {shape!r}")
+    return shape, bool(fields["fortran_order"]), dtype
+
+
+def decode_npy(data: Buffer) -> npt.NDArray[Any]:
+    """The array of a .npy file: writable, C-contiguous, in native byte order; no copy where possible.
+
+    Object arrays are refused. (The format: numpy.lib.format; versions 1 to 3.)
+    """
+    view = memoryview(data)
+    if bytes(view[:6]) != np.lib.format.MAGIC_PREFIX or len(view) < 12:
+        raise ValueError("does not begin as a .npy file")
+    wide = view[6] >= 2
+    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", view, 8)
+    start = 12 if wide else 10
+    if header_bytes > 1 << 16 or start + header_bytes > len(view):
+        raise ValueError(f"a .npy header of {header_bytes} bytes")
+    shape, fortran_order, dtype = _npy_header(bytes(view[start : start + header_bytes]))
+    if dtype.hasobject:
+        raise ValueError("object arrays need pickle, which is refused")
+    start += header_bytes
+    count = 1
+    for length in shape:
+        count *= length
+    have, want = len(view) - start, count * dtype.itemsize
+    if have < want:
+        raise ValueError(f"truncated: {have} of {want} bytes")
+    array = np.frombuffer(view, dtype, count, start) if count else np.empty(0, dtype)
+    array = array.reshape(shape, order="F" if fortran_order else "C")
+    if not dtype.isnative:
+        array = array.astype(dtype.newbyteorder("="))
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        array = array.copy(order="C")
+    return array
+
+
+def decode_npz(data: Buffer) -> dict[str, Any]:
+    """The arrays of a .npz file by name; a 0-d text array as str."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = archive.infolist()
+        bounds.check(sum(member.file_size for member in members))
+        fields: dict[str, Any] = {}
+        for member in members:
+            if member.compress_type not in (
+                zipfile.ZIP_STORED,
+                zipfile.ZIP_DEFLATED,
+            ):  # unpacked without a bound
+                raise ValueError("a member that is compressed otherwise than numpy does it")
+            # An entry may unpack to more than it declares: read no further than declared.
+            with archive.open(member) as stream:
+                content = stream.read(member.file_size)
+            array = decode_npy(content)
+            is_text = array.ndim == 0 and array.dtype.kind == "U"
+            fields[member.filename.removesuffix(".npy")] = str(array) if is_text else array
+    return fields
+
+
+# --- JSON and text -----------------------------------------------------------------------------
+
+
+def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
+    """`value` as an int64, float64 or bool array, if it is a rectangular list of such numbers."""
+    kinds: set[type] = set()
+    pending: list[Any] = [value]
+    while pending:
+        for item in pending.pop():
+            if isinstance(item, list):
+                pending.append(item)
+            else:
+                kinds.add(type(item))
+    if not kinds <= {int, float} and kinds != {bool}:
+        return None
+    try:
+        array = np.array(value, dtype=bool if kinds == {bool} else np.int64 if kinds == {int} else np.float64)
+    except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
+        return None
+    return array
+
+
+def decode_json_value(data: Buffer) -> Any:
+    """The whole of a JSON text as one value, see `json_field`: an object remains JSON text."""
+    return json_field(json.loads(bytes(data)))
+
+
+def json_field(value: Any) -> Any:
+    """A number, bool or str as it is, a rectangular list of numbers as an array, the rest as JSON text."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    array = _numbers(value) if isinstance(value, list) else None
+    return json.dumps(value, ensure_ascii=False) if array is None else array
+
+
+def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
+    """A dict of the fields of a JSON object (not nested: see `json_field`), or the single value."""
+    # Without a name, JSON's own rule tells UTF-8, UTF-16 and UTF-32 apart.
+    value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
+    if isinstance(value, dict):
+        return {name: json_field(item) for name, item in value.items()}
+    return json_field(value)
+
+
+def decode_text(data: Buffer, encoding: str = "utf-8-sig") -> str:
+    return bytes(data).decode(encoding)
+
+
+# --- by extension ------------------------------------------------------------------------------
+
+_DECODERS: Final[dict[str, Callable[[Buffer], Any]]] = {
+    "image": decode_image,
+    "text": decode_text,
+    "array": decode_npy,
+    "arrays": decode_npz,
+    "json": decode_json,
+    "data": bytes,
+}
+
+
+def decode_value(
+    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
+) -> Any:
+    """What `data` holds by `extension` (".jpg", …): an array, str or bytes, or a dict of such fields.
+
+    `images` says what is made of images; `encoding` is that of text and JSON.
+
+    Raises SampleError with `path` (already redacted) and the reason if it is malformed.
+    """
+    name = kind_of(extension)
+    decoder = _DECODERS[name]
+    if decoder is decode_image:
+        decoder = partial(decode_image, options=images)
+    elif decoder is decode_text:
+        decoder = partial(decode_text, encoding=encoding)
+    elif decoder is decode_json:
+        decoder = partial(decode_json, encoding=encoding)
+    return decode_with(decoder, data, f"{extension} file ({name})", path)
+
+
+def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: str) -> Any:
+    """What `decoder` makes of `data`; SampleError with `path` and the reason if they are malformed."""
+    try:
+        return decoder(data)
+    except _MALFORMED as error:
+        text = _ADDRESS.sub("", str(error))
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise SampleError(f"{path}: not a usable {kind}: {reason[:300]}") from error
+
+
+def decode_fields(
+    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
+) -> dict[str, Any]:
+    """The fields of the file `path`: "image", "array", "text", "data" (bytes), or a file's own fields."""
+    value = decode_value(data, extension, path, images, encoding)
+    return value if isinstance(value, dict) else {kind_of(extension): value}
+
+
+_BEGINNINGS: Final = (
+    b"\xff\xd8\xff",  # JPEG
+    b"\x89PNG\r\n\x1a\n",
+    b"GIF87a",
+    b"GIF89a",
+    b"II*\x00",  # TIFF, either way round
+    b"MM\x00*",
+    b"\x00\x00\x00\x0cjP  \r\n",  # JPEG 2000
+)
+
+
+def looks_like_image(data: Buffer) -> bool:
+    """Whether `data` begins as one of the usual image formats; BMP and PNM, which begin as text may, do not count."""
+    head = bytes(data[:16])
+    return (
+        head.startswith(_BEGINNINGS)
+        or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+        or (head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"))
+    )

@@ -1,0 +1,347 @@
+"""Windows of HDF5 datasets: only the chunks that a window touches are fetched.
+
+h5py runs one call at a time in a process. So it is asked only where the bytes lie; contiguous data and
+chunks with the usual filters (none, shuffle, gzip) are then fetched and decoded in the reading thread
+itself. Other filters, and types that need a conversion, are left to h5py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.config import require
+from cachestream.errors import CacheStreamError, SampleError, SourceError
+from cachestream.sources.npy import LOCAL_GAP_BYTES, ArrayLayout, read_window
+from cachestream.sources.user_code import Calls
+from cachestream.transport import metering
+from cachestream.transport.file_object import BlockFile
+from cachestream.transport.ranges import GAP_BYTES, RangedFile
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import ChangedError, classify
+
+MAX_CHUNK_BYTES: Final = 4 << 30
+_DEFLATE: Final = 1
+_SHUFFLE: Final = 2
+
+Area = tuple[slice, ...]
+
+
+def touched(chunk: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The indices of the chunks (of shape `chunk`) that the window `size` at `start` touches."""
+    axes = zip(chunk, start, size, strict=True)
+    return itertools.product(
+        *(range(one // length, -(-(one + count) // length)) for length, one, count in axes)
+    )
+
+
+def overlap(
+    index: Sequence[int], chunk: Sequence[int], start: Sequence[int], size: Sequence[int]
+) -> tuple[Area, Area]:
+    """Where the window lies within the chunk `index`, and where that chunk lies within the window."""
+    inside, outside = [], []
+    for number, length, one, count in zip(index, chunk, start, size, strict=True):
+        first = number * length
+        low, high = max(one, first), min(one + count, first + length)
+        inside.append(slice(low - first, high - first))
+        outside.append(slice(low - one, high - one))
+    return tuple(inside), tuple(outside)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """How the chunks of an HDF5 dataset are stored: `filters` are (number, first parameter), as applied."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    filters: tuple[tuple[int, int], ...]
+    fill: Any
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether `decode` knows all the filters."""
+        known = all(number in (_DEFLATE, _SHUFFLE) for number, _ in self.filters)
+        return known and 0 < self.nbytes <= MAX_CHUNK_BYTES
+
+    def decode(self, data: memoryview, filter_mask: int) -> npt.NDArray[Any] | None:
+        """The chunk that `data` holds; None if it is not what these filters make.
+
+        Bit i of `filter_mask` says that filter i was left out.
+        """
+        current: memoryview | bytes = data
+        for place in reversed(range(len(self.filters))):
+            number, parameter = self.filters[place]
+            if filter_mask >> place & 1:
+                continue
+            if number == _DEFLATE:
+                try:
+                    # Bounded: a few bytes may unpack to a thousand times as many.
+                    current = zlib.decompressobj().decompress(current, self.nbytes + 1)
+                except zlib.error:
+                    return None
+            else:
+                current = unshuffle(current, parameter or self.dtype.itemsize)
+        if len(current) != self.nbytes:
+            return None
+        return np.frombuffer(current, self.dtype).reshape(self.shape)
+
+
+def unshuffle(data: memoryview | bytes, width: int) -> memoryview:
+    """Undo HDF5's shuffle filter: it puts the first bytes of all elements first, then the second."""
+    count = len(data) // width
+    mixed = np.frombuffer(data, np.uint8)
+    plain = np.empty_like(mixed)
+    elements = plain[: count * width].reshape(count, width)
+    for place, values in enumerate(mixed[: count * width].reshape(width, count)):
+        elements[:, place] = values  # three times as fast as to assign the transpose
+    plain[count * width :] = mixed[count * width :]
+    return plain.data
+
+
+MAX_OPEN: Final = 32
+MAX_NAMES: Final = 10_000
+MAX_INDEX: Final = 200_000
+BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
+
+_calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, whichever file it is
+_open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredChunk:
+    """Where a chunk's bytes lie in the file, and which filters it was stored without."""
+
+    offset: int
+    nbytes: int
+    filter_mask: int
+
+
+class Hdf5Array:
+    """The dataset `name` of an HDF5 file; None: the only one there.
+
+    Thread-safe, fork-safe and picklable. Raises SampleError for what is malformed, SourceError for a
+    dataset that is not there, and the driver's errors as `RangedFile` does.
+    """
+
+    def __init__(self, remote: Remote, path: str, shown: str, name: str | None) -> None:
+        self._remote, self._path, self._name = remote, path, name
+        self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
+        self.shown = shown if name is None else f"{shown}::/{name.lstrip('/')}"
+        self._reset()
+        with self._dataset() as found:
+            self.shape: tuple[int, ...] = tuple(found.shape or ())
+            self.dtype: np.dtype[Any] = found.dtype
+            self.chunks: tuple[int, ...] | None = found.chunks
+
+    def _reset(self) -> None:
+        self._h5py = require("h5py", "hdf5", "an HDF5 file")
+        self._pid = os.getpid()
+        self._opened: Any = None
+        self._metadata: BlockFile | None = None
+        self._index: dict[tuple[int, ...], _StoredChunk | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_h5py", "_pid", "_opened", "_metadata", "_index")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
+        """The window `size` at `start`, C-contiguous, in native byte order."""
+        try:
+            return self._read(start, size)
+        except ChangedError:
+            with _calls.one():
+                self._close()
+            with self._dataset() as found:
+                if (tuple(found.shape or ()), found.dtype) != (self.shape, self.dtype):
+                    raise SampleError(
+                        f"{self.shown}: was replaced by another array; start again with a new source"
+                    ) from None
+            return self._read(start, size)
+
+    def _read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
+        file, storage = self._file, self._storage
+        if isinstance(storage, ArrayLayout):
+            return read_window(file, storage, start, size, self._gap_bytes)
+        if isinstance(storage, Chunked):
+            window = self._read_chunks(file, storage, start, size)
+            if window is not None:
+                return window
+        with self._dataset() as found:
+            area = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
+            window = np.ascontiguousarray(found[area], self.dtype.newbyteorder("="))
+        if self._remote.is_local:
+            metering.fetched(window.nbytes)  # h5py reads such a file itself
+        return window
+
+    def _read_chunks(
+        self, file: RangedFile, storage: Chunked, start: Sequence[int], size: Sequence[int]
+    ) -> npt.NDArray[Any] | None:
+        """The window out of chunks that are fetched and decoded here; None where h5py has to decode them."""
+        window = np.empty(tuple(size), self.dtype.newbyteorder("="))
+        chunks = list(touched(storage.shape, start, size))
+        batch = max(1, BATCH_BYTES // storage.nbytes)
+        for first in range(0, len(chunks), batch):
+            places = self._find(chunks[first : first + batch])
+            spans = [(place.offset, place.offset + place.nbytes) for place in places if place is not None]
+            found = iter(file.read_spans(spans, sparse=True))
+            for index, place in zip(chunks[first : first + batch], places, strict=True):
+                inside, outside = overlap(index, storage.shape, start, size)
+                if place is None:
+                    window[outside] = storage.fill
+                    continue
+                chunk = storage.decode(next(found), place.filter_mask)
+                if chunk is None:
+                    return None
+                window[outside] = chunk[inside]
+        return window
+
+    def _find(self, chunks: Sequence[tuple[int, ...]]) -> list[_StoredChunk | None]:
+        """Where the chunks lie; None for those that hold nothing but the fill value."""
+        index = self._index
+        missing = [chunk for chunk in chunks if chunk not in index]
+        if missing:
+            with self._dataset() as found:
+                lengths = found.chunks
+                for chunk in missing:
+                    first = tuple(one * length for one, length in zip(chunk, lengths, strict=True))
+                    info = found.id.get_chunk_info_by_coord(first)
+                    place = None
+                    if info.byte_offset is not None:
+                        place = _StoredChunk(info.byte_offset, info.size, info.filter_mask)
+                    index[chunk] = place
+        places = [index[chunk] for chunk in chunks]
+        if len(index) > MAX_INDEX:
+            self._index = {}
+        return places
+
+    # --- h5py
+
+    @contextlib.contextmanager
+    def _dataset(self) -> Iterator[Any]:
+        """The dataset, opened, while no other thread calls HDF5. Closed again when anything fails."""
+        with _calls.one():
+            if self._pid != os.getpid():
+                self._reset()
+            try:
+                if self._opened is None:
+                    self._open()
+                yield self._opened
+            except Exception as error:
+                cause = self._metadata.error if self._metadata is not None else None
+                self._close()
+                if cause is not None:
+                    raise cause from None  # HDF5 has words of its own for what the network did
+                if isinstance(error, CacheStreamError) or classify(error) != "other":
+                    raise
+                reason = f"{type(error).__name__}: {error}"[:300]
+                raise SampleError(f"{self.shown}: not a usable HDF5 dataset: {reason}") from error
+
+    def _open(self) -> None:
+        self._file = RangedFile(self._remote, self._path, self.shown)
+        if self._file.look().size_bytes == 0:
+            raise SampleError(f"{self.shown}: an empty file, not HDF5")
+        if self._remote.is_local:
+            file = self._open_local()
+        else:
+            self._metadata = BlockFile(self._file)
+            file = self._h5py.File(self._metadata, "r")
+        self._opened = self._choose(file)
+        self._index = {}
+        self._storage = self._storage_of(self._opened)
+        _open_arrays[id(self)] = weakref.ref(self)
+        _open_arrays.move_to_end(id(self))
+        while len(_open_arrays) > MAX_OPEN:
+            _, oldest = _open_arrays.popitem(last=False)
+            array = oldest()
+            if array is not None:
+                array._close()
+
+    def _open_local(self) -> Any:
+        """The file, without its lock: many filesystems have none, and a writer's is of no use to a reader."""
+        try:
+            return self._h5py.File(self._path, "r", locking=False)
+        except OSError as error:
+            if "locking flag" not in str(error):
+                raise
+            # Who holds it open in this process took the lock, and HDF5 wants both ways alike.
+            return self._h5py.File(self._path, "r")
+
+    def _close(self) -> None:
+        opened, self._opened, self._metadata = self._opened, None, None
+        _open_arrays.pop(id(self), None)
+        if opened is not None:
+            opened.file.close()
+
+    def _choose(self, file: Any) -> Any:
+        found = file
+        if self._name is not None:
+            found = file.get(self._name)
+        if isinstance(found, self._h5py.Dataset):
+            # A link could lead from a downloaded file to any file of this machine.
+            if not self._remote.is_local and (found.file != file or found.is_virtual or found.external):
+                raise SampleError(
+                    f"{self.shown}: its data lie in other files, which is refused for remote ones"
+                )
+            return found
+        names = _dataset_names(self._h5py, file)
+        if self._name is None and len(names) == 1:
+            return file[names[0]]
+        what = "holds several datasets" if self._name is None else "no such dataset"
+        listed = ", ".join(f"/{name}" for name in names[:20]) or "none"
+        raise SourceError(
+            f"{self.shown}: {what}; add '::/name' to the path or give dataset=, one of: {listed}"
+        )
+
+    def _storage_of(self, dataset: Any) -> ArrayLayout | Chunked | None:
+        """How to read the dataset without h5py; None where only h5py can."""
+        h5py = self._h5py
+        plain = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
+        if (
+            not plain
+            or not dataset.shape
+            or dataset.is_virtual
+            or dataset.external
+            or dataset.file.userblock_size
+        ):
+            return None
+        if dataset.chunks is None:
+            offset = dataset.id.get_offset()
+            return None if offset is None else ArrayLayout(offset, tuple(dataset.shape), dataset.dtype, False)
+        properties = dataset.id.get_create_plist()
+        filters = []
+        for number in range(properties.get_nfilters()):
+            code, _, parameters, _ = properties.get_filter(number)
+            filters.append((int(code), int(parameters[0]) if parameters else 0))
+        storage = Chunked(tuple(dataset.chunks), dataset.dtype, tuple(filters), dataset.fillvalue)
+        return storage if storage.can_decode else None
+
+
+def _dataset_names(h5py: Any, file: Any) -> list[str]:
+    names: list[str] = []
+
+    def visit(name: str, item: Any) -> bool | None:
+        if isinstance(item, h5py.Dataset):
+            names.append(name)
+        return True if len(names) > MAX_NAMES else None
+
+    file.visititems(visit)
+    return names

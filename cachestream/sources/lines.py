@@ -1,0 +1,256 @@
+"""JSON Lines and CSV, line by line: a line is a sample.
+
+| what | field |
+|-|-|
+| JSON: number, bool, text, list of numbers, nested too | a number, a bool, str, an array |
+| JSON: object within the object | a field for each member, "name.member" |
+| JSON: other lists | JSON text |
+| CSV: column of whole numbers; of numbers; other | int64; float64; str |
+
+The types of CSV's columns are those of the first rows of the first file, or of the default given for them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.config import format_size
+from cachestream.errors import ConfigError, SampleError
+from cachestream.listing.file_list import FileList, Url, check_unit
+from cachestream.listing.manifest import real_number, whole_number
+from cachestream.listing.names import Names
+from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
+from cachestream.sources.decode.values import json_field
+from cachestream.sources.defaults import Defaults
+from cachestream.sources.fieldwise import plain_fields
+from cachestream.sources.files import check_encoding
+from cachestream.sources.fingerprint import check_columns
+from cachestream.sources.tar_groups import Problems
+from cachestream.transport.network_stream import open_stream, size_of
+from cachestream.transport.stream import Stream
+
+_PLAIN: Final = (".jsonl", ".ndjson", ".csv", ".tsv")
+LINES_ENDINGS: Final = tuple(
+    ending + packed for ending in _PLAIN for packed in ("", ".gz", ".bz2", ".xz", ".zst")
+)
+RANGE_BYTES: Final = 16 << 20  # of JSON Lines that are a unit
+MAX_LINE_BYTES: Final = 64 << 20
+LOOKED_AT_ONCE: Final = 16
+_TYPED_BY: Final = 1000  # rows of CSV
+_READERS: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = ((int, whole_number), (float, real_number))
+
+
+class LinesSource:
+    """The lines of JSON Lines files, and the rows of CSV and TSV files, plain or packed by gzip, bzip2, xz or zstd.
+
+    urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
+
+    A sample is a dict. Of JSON Lines the members of the object in a line, see the table above; a line that holds
+    something else has the one field "json". Of CSV the columns, which the first line names: int64, float64 or str, as
+    the first 1,000 rows of the first file are. A line that is malformed, or has a null or an empty number that has no
+    default, is skipped and counted.
+
+    columns: those to keep. fields: a default for each optional field, `{"caption": ""}`; its type is that of the
+    column in CSV. encoding: one that has ASCII within it.
+
+    A unit is 16 MiB of JSON Lines, of packed files and CSV a file. The key is "file#byte", "file#row" for CSV.
+    Other arguments, and errors, as for `FileSource`.
+    """
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        *,
+        columns: Sequence[str] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        encoding: str = "utf-8",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_columns(columns)
+        self._defaults, self._encoding = Defaults(fields), check_encoding(encoding)
+        if codecs.encode("\n,", self._encoding.removesuffix("-sig")) != b"\n,":
+            raise ConfigError(
+                f"encoding={encoding!r}: lines are told by bytes of ASCII; convert the files to UTF-8"
+            )
+        self._chosen = None if columns is None else frozenset(columns)
+        self._files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
+        for index in range(len(self._files)):
+            require_unpacker(self._files.key(index))
+        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+            counts = list(pool.map(self._count_ranges, range(len(self._files))))
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._types = self._look() if self._delimiter(0) else {}
+        self.first_names = Names(
+            f"{name}#{part}" if count > 1 else name
+            for name, count in zip(self._files.names, counts, strict=True)
+            for part in range(count)
+        )
+        self.listing_digest = self.first_names.digest
+        options = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
+        options += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
+        self.fingerprint = "lines:" + "|".join((*self._files.identity, *options, *self._defaults.identity))
+
+    def _delimiter(self, index: int) -> str:
+        """What is between the columns of a file; "" for JSON Lines."""
+        name = self._files.key(index).lower()
+        for packed in ENDINGS:
+            name = name.removesuffix(packed)
+        return {".csv": ",", ".tsv": "\t"}.get(name[-4:], "")
+
+    def _count_ranges(self, index: int) -> int:
+        if self._delimiter(index) or self._files.key(index).lower().endswith(tuple(ENDINGS)):
+            return 1
+        files = self._files
+        try:
+            size_bytes = size_of(files.remote, files.path(index), files.where(index))
+        except SampleError:  # not told by the server; or gone, which shows when it is read
+            return 1
+        return max(1, -(-size_bytes // RANGE_BYTES))
+
+    def _look(self) -> dict[str, type]:
+        """The types of the columns, as those of the first rows."""
+        with open_stream(self._files.remote, self._files.path(0), self._files.where(0)) as stream:
+            rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
+            names = next(rows, [])
+            first = [row for row in islice(rows, _TYPED_BY) if len(row) == len(names)]
+        types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
+        given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
+        return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
+
+    @property
+    def num_units(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the lines of a unit, in their order. Raises as `Source.read` says."""
+        check_unit(self, unit, self.num_units)
+        index = int(np.searchsorted(self._ends, unit, side="right"))
+        first = int(self._ends[index - 1]) if index else 0
+        files, where, key = self._files, self._files.where(index), self._files.key(index)
+        problems, delimiter = Problems(where), self._delimiter(index)
+        begin = (unit - first) * RANGE_BYTES
+        end = begin + RANGE_BYTES if unit + 1 < self._ends[index] else None
+        # A range begins after the first line end at or behind the byte before it.
+        with open_stream(files.remote, files.path(index), where, max(0, begin - 1), end) as stream:
+            plain = stream if begin else unpacked(stream)
+            found = (
+                self._rows(plain, delimiter, problems)
+                if delimiter
+                else self._objects(plain, begin, end, problems)
+            )
+            for number, sample in found:
+                yield f"{key}#{number}", self._defaults.fill(self._kept(sample))
+        problems.raise_any()
+
+    def _kept(self, sample: dict[str, Any]) -> dict[str, Any]:
+        chosen = self._chosen
+        return sample if chosen is None else {name: sample[name] for name in sample if name in chosen}
+
+    def _objects(
+        self, stream: Stream, begin: int, end: int | None, problems: Problems
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        lines = _lines(stream)
+        if begin:
+            next(lines, None)
+        for at, line in lines:
+            if end is not None and at >= end:
+                return
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode(self._encoding))
+            except ValueError as error:  # of the text, or of JSON
+                problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
+                continue
+            if isinstance(value, dict):
+                flat = plain_fields(value, {})
+                yield (
+                    at,
+                    {
+                        name: json_field(item) if isinstance(item, list) else item
+                        for name, item in flat.items()
+                    },
+                )
+            else:
+                yield at, {"json": json_field(value)}
+
+    def _rows(
+        self, stream: Stream, delimiter: str, problems: Problems
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        rows = csv.reader(self._texts(stream), delimiter=delimiter)
+        names = next(rows, [])
+        number = -1
+        while True:
+            number += 1
+            try:
+                row = next(rows, None)
+                if row is None:
+                    return
+                if not row:
+                    continue
+                if len(row) != len(names):
+                    raise ValueError(f"{len(row)} values for {len(names)} columns")
+                yield number, {name: self._typed(name, text) for name, text in zip(names, row, strict=True)}
+            except (ValueError, csv.Error) as error:
+                problems.add(f"row {number}: {error}")
+
+    def _typed(self, name: str, text: str) -> Any:
+        kind = self._types.get(name, str)
+        if not text and (kind is not str or name in self._defaults.values):
+            return None
+        try:
+            return whole_number(text) if kind is int else real_number(text) if kind is float else text
+        except ValueError:
+            raise ValueError(
+                f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; a default in fields= says its type"
+            ) from None
+
+    def _texts(self, stream: Stream) -> Iterator[str]:
+        for _, line in _lines(stream):
+            yield line.decode(self._encoding)
+
+    def __repr__(self) -> str:
+        return f"<LinesSource {self._files.shown}, {len(self._files):,} files, {self.num_units:,} units>"
+
+
+def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
+    """The lines of `stream`, with what ends them, and the byte at which each begins."""
+    at, parts, have = stream.position, list[bytes](), 0
+    while len(piece := stream.take()):
+        data = bytes(piece)
+        start = 0
+        while (stop := data.find(b"\n", start) + 1) > 0:
+            line = b"".join((*parts, data[start:stop]))
+            yield at, line
+            at, start, have = at + len(line), stop, 0
+            parts.clear()
+        parts.append(data[start:])
+        have += len(data) - start
+        if have > MAX_LINE_BYTES:
+            raise SampleError(
+                f"{stream.where}: a line of more than {format_size(MAX_LINE_BYTES)}; is it a file of lines?"
+            )
+    if have:
+        yield at, b"".join(parts)
+
+
+def _type_of(texts: list[str]) -> type:
+    """Int or float where all texts but empty ones are written so, else str."""
+    given = [text for text in texts if text]
+    for kind, read in _READERS:
+        try:
+            for text in given:
+                read(text)
+        except ValueError:
+            continue
+        if given:
+            return kind
+    return str

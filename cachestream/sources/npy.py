@@ -1,0 +1,133 @@
+"""Windows of arrays that lie in a file as they lie in memory: `.npy` files, contiguous HDF5 datasets."""
+
+from __future__ import annotations
+
+import ast
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import SampleError
+from cachestream.sources.windows import plan_bands
+from cachestream.transport.ranges import GAP_BYTES, RangedFile, patiently
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import ChangedError
+
+HEAD_BYTES: Final = 4096
+MAX_HEADER_BYTES: Final = 1 << 16
+LOCAL_GAP_BYTES: Final = 32 << 10  # copied about as fast as a read call of its own is made
+BATCH_BYTES: Final = 32 << 20  # of bands that hold other bytes too, in memory at a time
+_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """Where the elements of an array lie in a file: from byte `offset` on, in C or Fortran order."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran_order: bool
+
+
+def read_window(
+    file: RangedFile, layout: ArrayLayout, start: Sequence[int], size: Sequence[int], gap_bytes: int
+) -> npt.NDArray[Any]:
+    """The window `size` at `start`: new, C-contiguous, in native byte order."""
+    shape, dtype = layout.shape, layout.dtype
+    if layout.fortran_order:
+        shape, start, size = shape[::-1], start[::-1], size[::-1]
+    bands = plan_bands(shape, dtype.itemsize, start, size, gap_bytes)
+    window = np.empty(tuple(size), dtype)
+    if window.size:
+        slabs = window.reshape(len(bands.starts), *bands.shape)
+        spans = [(layout.offset + one, layout.offset + one + bands.nbytes) for one in bands.starts]
+        if bands.is_dense(dtype.itemsize):
+            rows = slabs.reshape(len(spans), -1).view(np.uint8)
+            file.read_spans(spans, [row.data for row in rows])
+        else:
+            batch = max(1, BATCH_BYTES // bands.nbytes)
+            for first in range(0, len(spans), batch):
+                found = file.read_spans(spans[first : first + batch], sparse=True)
+                for slab, band in zip(slabs[first : first + batch], found, strict=True):
+                    slab[...] = np.ndarray(bands.shape, dtype, band, 0, bands.strides)
+    if layout.fortran_order:
+        window = window.T
+    return np.ascontiguousarray(window, dtype.newbyteorder("="))
+
+
+def parse_header(head: memoryview) -> ArrayLayout | int:
+    """The layout that a `.npy` header tells, or how many bytes of the file it takes to know it.
+
+    (The format: numpy.lib.format; versions 1 to 3.) Raises ValueError for anything else.
+    """
+    if len(head) < 12 or bytes(head[:6]) != np.lib.format.MAGIC_PREFIX:
+        raise ValueError("does not begin as a .npy file")
+    wide = head[6] >= 2
+    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", head, 8)
+    first = 12 if wide else 10
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"a .npy header of {header_bytes} bytes")
+    if first + header_bytes > len(head):
+        return int(first + header_bytes)
+    fields = ast.literal_eval(bytes(head[first : first + header_bytes]).decode("latin1"))
+    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
+        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
+    shape = fields["shape"]
+    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+        raise ValueError(f"the .npy header holds shape {shape!r}")
+    dtype = _to_dtype(fields["descr"])
+    return ArrayLayout(first + header_bytes, shape, dtype, bool(fields["fortran_order"]))
+
+
+class NpyArray:
+    """A `.npy` file. Only its header is read at first, then the bytes of each window.
+
+    Thread-safe and picklable. Raises SampleError for a file that is no such array, or became
+    another one, and otherwise as `RangedFile` does.
+    """
+
+    chunks: tuple[int, ...] | None = None
+
+    def __init__(self, remote: Remote, path: str, shown: str) -> None:
+        self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
+        self._remote, self._path = remote, path
+        self.shown = shown
+        self._known = patiently(self._look)  # swapped as one: other threads read meanwhile
+        self.shape, self.dtype = self._known[1].shape, self._known[1].dtype
+
+    def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
+        """The window `size` at `start`, C-contiguous, in native byte order."""
+        file, layout = self._known
+        try:
+            return read_window(file, layout, start, size, self._gap_bytes)
+        except ChangedError:
+            file, layout = self._look()
+        if (layout.shape, layout.dtype) != (self.shape, self.dtype):
+            raise SampleError(
+                f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead of "
+                f"{self.dtype}{list(self.shape)}); start again with a new source"
+            )
+        self._known = file, layout
+        return read_window(file, layout, start, size, self._gap_bytes)
+
+    def _look(self) -> tuple[RangedFile, ArrayLayout]:
+        file = RangedFile(self._remote, self._path, self.shown)
+        try:
+            found = parse_header(file.head(HEAD_BYTES))
+            if isinstance(found, int):
+                found = parse_header(file.head(found))
+            if isinstance(found, int):
+                raise ValueError("the header is truncated")  # noqa: TRY004  of the file, not of an argument
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Warning) as error:
+            raise SampleError(f"{self.shown}: not a usable .npy file: {error}") from error
+        have = file.look().size_bytes - found.offset
+        want = math.prod(found.shape) * found.dtype.itemsize
+        if have < want:
+            raise SampleError(f"{self.shown}: truncated: {have} of {want} bytes of the array are there")
+        return file, found

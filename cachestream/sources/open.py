@@ -1,0 +1,308 @@
+"""`open_source`: from whatever names the data to the source that reads it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cachestream.config import check_mapping, reject_unknown
+from cachestream.errors import ConfigError
+from cachestream.listing.file_list import FileList
+from cachestream.listing.locate import is_zarr, split_dataset
+from cachestream.listing.manifest import Manifest, first_url
+from cachestream.sources.arrays import ARRAY_ENDINGS, ArraySource
+from cachestream.sources.arrow_files import ARROW_ENDINGS, ArrowSource, is_saved_dataset
+from cachestream.sources.base import Source, is_source
+from cachestream.sources.datasets import DatasetSource, IterableSource, is_iterable, is_map_style
+from cachestream.sources.decode.compression import unpacked
+from cachestream.sources.files import FileSource
+from cachestream.sources.functions import CallableSource
+from cachestream.sources.lines import LINES_ENDINGS, LinesSource
+from cachestream.sources.parquet import PARQUET_ENDINGS, ParquetSource
+from cachestream.sources.peers.litdata import LitDataSource
+from cachestream.sources.peers.mds import MDSSource
+from cachestream.sources.tar import TAR_ENDINGS, TarSource
+from cachestream.sources.tfrecord import TFRECORD_ENDINGS, TFRecordSource
+from cachestream.transport.network_stream import open_stream
+from cachestream.transport.remote_errors import redact
+
+# How paths and URLs end → the source for them; all others are plain files.
+_BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
+    **dict.fromkeys(TAR_ENDINGS, TarSource),
+    **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
+    **dict.fromkeys(ARROW_ENDINGS, ArrowSource),
+    **dict.fromkeys(LINES_ENDINGS, LinesSource),
+    **dict.fromkeys(PARQUET_ENDINGS, ParquetSource),
+    **dict.fromkeys(TFRECORD_ENDINGS, TFRecordSource),
+    ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
+}
+_BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
+    "array": ArraySource,
+    "arrow": ArrowSource,
+    "files": FileSource,
+    "lines": LinesSource,
+    "litdata": LitDataSource,
+    "mds": MDSSource,
+    "parquet": ParquetSource,
+    "tar": TarSource,
+    "tfrecord": TFRecordSource,
+}
+# What the sources take, beside what they are made of.
+SOURCE_OPTIONS: Final = (
+    *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
+    *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
+    *("window", "windows", "stride", "jitter", "dataset", "features", "nulls", "decode_images"),
+    *("first_names", "check_crc", "check_hashes", "compression", "fields", "encoding", "max_object_size"),
+)
+_INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
+_PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_PACKED: Final = {
+    TarSource: "tar",
+    ParquetSource: "parquet",
+    TFRecordSource: "tfrecord",
+    ArrowSource: "arrow",
+}
+# Names such as "train-00000-of-00002", with no ending to tell what the files hold.
+_NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
+# What may follow an ending: wildcards, and the numbers that TensorFlow Datasets counts files by ("-00000-of-00010").
+_NUMBERS: Final = r"[\d?*{}\[\].,]+"
+_AFTER_NAME: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Unopened:
+    """What `open_source` will be asked to open, with its options. Both may hold secrets: no repr shows them."""
+
+    what: Any = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
+
+
+def protocols_of(what: Any) -> tuple[str, ...]:
+    """The fsspec protocols that it takes to open and read `what`, as its first URL tells; nothing is loaded."""
+    if isinstance(what, Unopened):
+        return protocols_of(what.what)
+    if isinstance(what, Manifest):
+        return protocols_of(what.url)
+    if _is_list_of_urls(what):
+        return protocols_of(what[0])
+    if not isinstance(what, str):
+        return ()
+    return tuple(found[1] for part in what.split("::") if (found := _PROTOCOL.match(part)))
+
+
+def open_source(what: Any, **options: Any) -> Source:
+    """The source for `what`.
+
+    A path, a URL, a wildcard or a list of them: by its ending, else by what is listed there, else a `FileSource`; with `window=`,
+    or as a dict of them by name, an `ArraySource`; or by `format=`: "mds" and "litdata", which no ending
+    tells, "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files". A `EpochManifest`, or with `manifest=True` (or a dict
+    of its options) a path or URL of one: what it lists, by the ending of the first. With each of these
+    `max_object_size` ("2GB" unless given) is the bound for one object, and the cache's limit is another: a file, the
+    files of a sample in a tar, a record, unpacked; what is above is skipped and counted. A function
+    `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
+    map-style torch Dataset: a `DatasetSource`. Anything else that can be iterated again and again, such
+    as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
+    itself. `options` are those of the class that is chosen. Raises ConfigError for what none of them can read.
+    """
+    if isinstance(what, Unopened):
+        return open_source(what.what, **what.options)
+    if is_source(what):
+        return _as_it_is(what, options)
+    if (listed := options.pop("manifest", None)) not in (None, False):
+        what = _as_manifest(what, listed)
+    if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
+        return _open_urls(what, _bounded(options))
+    if "format" in options:
+        raise ConfigError(f"format={options['format']!r} is for paths and URLs")
+    if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
+        return _make(ArraySource, (what,), _bounded(options))
+    if is_iterable(what):
+        return _make(IterableSource, (what,), options)
+    if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
+        return _make(DatasetSource, (what,), options)
+    if callable(what) and not isinstance(what, type):
+        return _make(CallableSource, (what,), options)
+    raise ConfigError(f"open_source() cannot read {_describe(what)}")
+
+
+def _bounded(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with the bound for one object where all sources of URLs take it: what reads objects has it."""
+    most = options.pop("max_object_size", None)
+    if most is not None:
+        check_mapping("storage_options", options.get("storage_options"), "{'anon': True}")
+        options["storage_options"] = {**(options.get("storage_options") or {}), "max_object_size": most}
+    return options
+
+
+def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
+    if options:
+        raise ConfigError(
+            f"open_source() takes no options beside a Source: {', '.join(options)}; give them where {source!r} is made"
+        )
+    return source
+
+
+def _open_urls(what: Any, options: dict[str, Any]) -> Source:
+    wanted = options.pop("format", None)
+    if wanted is not None:
+        if wanted not in _BY_FORMAT:
+            raise ConfigError(f"format={wanted!r}: give one of {', '.join(map(repr, _BY_FORMAT))}")
+        return _make(_BY_FORMAT[wanted], (what,), options)
+    if isinstance(what, Manifest):
+        first = first_url(what, options.get("storage_options"))
+    else:
+        first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
+    kind = ArraySource if "window" in options else _by_ending(first)
+    if kind is ArraySource and isinstance(what, Manifest):
+        raise ConfigError(
+            f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
+        )
+    return _by_listing(what, redact(first), options) if kind is FileSource else _make(kind, (what,), options)
+
+
+def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
+    """The source for what is listed as `what`: a name such as "s3://bucket/train/" tells nothing. Only the listing is
+    looked at: to look for an index would be a request for each URL.
+    """
+    for_files = _options_of(FileSource)
+    others = {name: value for name, value in options.items() if name not in for_files}
+    known = {name for kind in _BY_FORMAT.values() for name in _options_of(kind)}
+    reject_unknown("open_source", {name: value for name, value in others.items() if name not in known}, known)
+    by_name = {"storage_options", "extensions", "recursive", "first_names"}
+    files = FileList(
+        what,
+        owner="FileSource",
+        labelled=True,
+        **{"first_names": "auto", **{name: value for name, value in options.items() if name in by_name}},
+    )
+    ends = files.key(0), files.key(len(files.first) - 1)
+    if _INDEXED["litdata"].fullmatch(_last_part(ends[0])):
+        ends = files.key(0), files.key(len(files) - 1)  # its index lies at the end of all
+    _check_index(ends, shown)
+    given = set(options)
+    if (kind := _kind_inside(files, ends)) is not None and (others or given <= set(_options_of(kind))):
+        return _make(kind, (what,), options)
+    # Spark leaves a _SUCCESS beside its tables.
+    kinds = {_by_ending(name) for name in ends if not _last_part(name).startswith(("_", "."))}
+    for kind, name in _PACKED.items():
+        if kind in kinds and (others or set(options) <= set(_options_of(kind))):
+            if len(kinds) > 1:
+                raise ConfigError(
+                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} to read "
+                    "those, extensions= for others, or format='files' for the bytes of each"
+                )
+            return _make(kind, (what,), options)
+    if kinds == {LinesSource} and given <= set(
+        _options_of(LinesSource)
+    ):  # beside others they are about these, as a rule
+        return _make(LinesSource, (what,), options)
+    reject_unknown("open_source", others, for_files)
+    return FileSource(files, **options)
+
+
+def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source] | None:
+    """The source for a folder that Hugging Face's `save_to_disk` wrote, or for numbered files without an ending, by how the
+    first one begins; None for others.
+    """
+    if is_saved_dataset(ends):
+        return ArrowSource
+    if not all(_NUMBERED.fullmatch(_last_part(key)) for key in ends):
+        return None
+    with open_stream(files.remote, files.path(0), files.where(0)) as stream:
+        head = bytes(unpacked(stream).read(512))
+    if head.startswith(b"PAR1"):
+        return ParquetSource
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return ArrowSource
+    if head[257:262] == b"ustar":
+        return TarSource
+    # A record's length in 8 bytes, its checksum in 4, and a message that begins with its field 1.
+    return TFRecordSource if head[4:8] == bytes(4) and head[12:13] == b"\n" else None
+
+
+def _check_index(ends: tuple[str, str], shown: str) -> None:
+    """Refuse a listing that begins and ends as the shards of another library's data set, with its index, do."""
+    for name, shard in _INDEXED.items():
+        if "index.json" in map(_last_part, ends) and any(shard.fullmatch(_last_part(key)) for key in ends):
+            folder = ends[0].rpartition("/")[0]
+            where, that = (f", in {folder}/", "that folder and ") if folder else ("", "")
+            raise ConfigError(
+                f"{shown} holds shards of {name}{where}: give {that}format={name!r}, or format='files'"
+            )
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _as_manifest(what: Any, options: Any) -> Manifest:
+    if not isinstance(what, str | os.PathLike) or not (options is True or isinstance(options, Mapping)):
+        raise ConfigError(
+            f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of the "
+            "options of Manifest, beside one path or URL"
+        )
+    known = list(inspect.signature(Manifest).parameters)[1:]
+    given = {} if options is True else dict(options)
+    reject_unknown("Manifest", {name: value for name, value in given.items() if name not in known}, known)
+    return Manifest(what, **given)
+
+
+def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[str, Any]) -> Source:
+    known = _options_of(kind, len(args))
+    reject_unknown(
+        "open_source", {name: value for name, value in options.items() if name not in known}, known
+    )
+    return kind(*args, **options)
+
+
+def _options_of(kind: Callable[..., Source], positional: int = 1) -> list[str]:
+    """The names of what `kind` takes after `positional` arguments."""
+    return [
+        name
+        for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())
+        if position >= positional and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+
+
+def _is_list_of_urls(what: Any) -> bool:
+    return (
+        isinstance(what, list | tuple)
+        and bool(what)
+        and all(isinstance(url, str | os.PathLike) for url in what)
+    )
+
+
+def _is_url_or_list(what: Any) -> bool:
+    return isinstance(what, str | os.PathLike) or _is_list_of_urls(what)
+
+
+def _by_ending(url: str) -> Callable[..., Source]:
+    name = _AFTER_NAME.sub("", redact(url)).lower()
+    if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
+        return ArraySource
+    for ending in sorted(_BY_ENDING, key=len, reverse=True):
+        if name.endswith(ending):
+            return _BY_ENDING[ending]
+    return FileSource
+
+
+def _describe(what: Any) -> str:
+    kind = type(what).__name__
+    if isinstance(what, bytes | bytearray):
+        return f"{kind}; give a path or URL as str"
+    if isinstance(what, list | tuple):
+        return f"an empty {kind}; give at least one path or URL"
+    if hasattr(type(what), "iloc"):
+        return f"a table ({kind}); wrap it in a map-style dataset whose [i] returns row i as a dict"
+    if isinstance(what, Mapping | set | frozenset):
+        return f"a {kind}; give a list, a map-style dataset or a function fn(rng) -> sample"
+    if isinstance(what, Iterator):
+        return (
+            f"an iterator ({kind}), which can be gone through only once; give an object whose iter() begins anew, or "
+            "IterableSource(make) of a function make(shard, shards)"
+        )
+    return f"{kind}; give a path, a URL, a list of them, a map-style dataset, a function fn(rng) -> sample or a Source"

@@ -1,0 +1,378 @@
+"""Parquet files, row group by row group: only the chosen columns are fetched, rows come in small batches."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.config import check_mapping, require
+from cachestream.errors import CacheStreamError, ConfigError, SampleError
+from cachestream.listing.file_list import FileList, Url, check_unit
+from cachestream.listing.names import Names
+from cachestream.schema import IntArray
+from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
+from cachestream.sources.base import Rows, one_by_one
+from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.defaults import Defaults
+from cachestream.sources.fingerprint import check_columns
+from cachestream.sources.tar_groups import Problems
+from cachestream.sources.thrift import ColumnChunk, column_chunks
+from cachestream.transport.file_object import SpanFile
+from cachestream.transport.ranges import RangedFile, patiently
+from cachestream.transport.remote_errors import ChangedError, classify, map_errors
+
+TAIL_BYTES: Final = 64 << 10
+MAX_FOOTER_BYTES: Final = 256 << 20
+KEPT_BYTES: Final = 32 << 20  # of footers as they are stored
+_MAGIC: Final = b"PAR1"
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What is known of one version of one file: `raw` is its footer, `metadata` pyarrow's reading of it."""
+
+    file: RangedFile
+    raw: bytes
+    metadata: Any
+    columns: Columns
+    names: tuple[str, ...]
+
+    @property
+    def group_rows(self) -> list[int]:
+        """How many rows each row group has."""
+        return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
+
+    def chunks(self, group: int) -> list[ColumnChunk]:
+        """The column chunks of a row group that are read."""
+        groups = self._groups
+        if len(groups) <= group:
+            raise SampleError(f"{self.file.shown}: malformed: row group {group} of {len(groups)}")
+        return [chunk for chunk in groups[group] if any(_is_inside(chunk.path, name) for name in self.names)]
+
+    @cached_property
+    def _groups(self) -> list[list[ColumnChunk]]:
+        try:
+            return column_chunks(self.raw)
+        except ValueError as error:
+            raise SampleError(f"{self.file.shown}: malformed: {error}") from error
+
+
+class Footers:
+    """The footers of the files of `files`. `columns_of` makes what reads the columns of a schema.
+
+    Thread-safe, picklable. Raises SampleError for what is no Parquet file, and the driver's errors.
+    """
+
+    def __init__(
+        self, files: FileList, columns_of: Callable[[Any, str], tuple[Columns, tuple[str, ...]]]
+    ) -> None:
+        self._files, self._columns_of = files, columns_of
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, tuple[Footer, int]] = OrderedDict()
+        self._kept_bytes = 0
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._files, self._columns_of
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._files, self._columns_of = state
+        self._reset()
+
+    def get(self, index: int) -> Footer:
+        """The footer of file `index`."""
+        with self._lock:
+            known = self._kept.get(index)
+            if known is not None:
+                self._kept.move_to_end(index)
+                return known[0]
+        footer, nbytes = patiently(lambda: self._read(index))
+        with self._lock:
+            self._forget(index)
+            self._kept[index] = footer, nbytes
+            self._kept_bytes += nbytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._forget(next(iter(self._kept)))
+        return footer
+
+    def forget(self, index: int) -> None:
+        """Read the footer of file `index` anew when it is next needed."""
+        with self._lock:
+            self._forget(index)
+
+    def _forget(self, index: int) -> None:
+        known = self._kept.pop(index, None)
+        if known is not None:
+            self._kept_bytes -= known[1]
+
+    def _read(self, index: int) -> tuple[Footer, int]:
+        where = self._files.where(index)
+        file = RangedFile(self._files.remote, self._files.path(index), where)
+        tail = file.tail(TAIL_BYTES)
+        if len(tail) < 12 or bytes(tail[-4:]) != _MAGIC:
+            raise SampleError(f"{where}: not a Parquet file: it does not end as one")
+        nbytes = int.from_bytes(tail[-8:-4], "little") + 8
+        if nbytes > min(MAX_FOOTER_BYTES, file.look().size_bytes):
+            raise SampleError(f"{where}: malformed: a footer of {nbytes} bytes")
+        if nbytes > len(tail):
+            tail = file.tail(nbytes)
+        arrow, parquet = (
+            require("pyarrow", "parquet", "Parquet"),
+            require("pyarrow.parquet", "parquet", "Parquet"),
+        )
+        try:
+            metadata = parquet.read_metadata(arrow.BufferReader(tail[-nbytes:]))
+            columns, names = self._columns_of(metadata.schema.to_arrow_schema(), where)
+        except CacheStreamError:
+            raise
+        except Exception as error:
+            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
+        return Footer(file, bytes(tail[-nbytes:-8]), metadata, columns, names), nbytes
+
+
+def _is_inside(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+PARQUET_ENDINGS: Final = (".parquet", ".pq")
+LOOKED_AT_ONCE: Final = 16
+PREFETCH_BYTES: Final = 16 << 20  # of a row group's columns, fetched together; larger ones in pieces
+PIECE_BYTES: Final = 4 << 20
+BUFFER_BYTES: Final = 32 << 20  # of all columns together, in pieces
+BATCH_BYTES: Final = 8 << 20
+MAX_BATCH_ROWS: Final = 4096
+_Batch = tuple[
+    int, dict[str, Values], dict[int, Unusable]
+]  # of rows: how many, their fields, the unusable ones
+_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
+
+
+class ParquetSource:
+    """The rows of Parquet files; a unit is a row group.
+
+    urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these; Hugging Face data sets
+    are `hf://datasets/name/*.parquet`, where huggingface_hub is installed.
+
+    A sample is a dict of the columns: numbers with their own type, str, bytes, lists of numbers as
+    arrays (nested ones, too), structs as fields "column.member", dates and times as int64 in the
+    column's own unit (days, or since 1970 in UTC), decimals as float64, other lists and maps as JSON
+    text. Images in the layout of Hugging Face (a struct of "bytes" and "path") are decoded to uint8
+    `[3, H, W]` RGB, its other files are bytes. The key is "file#row".
+
+    columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
+
+    fields: a default for each optional field, `{"caption": ""}`: for null, and for columns that some files lack.
+
+    nulls: what stands for null, by field; nothing is said of columns that are not there. A row with any other null is skipped and counted, as is one
+    whose image is broken or whose lists make no array.
+
+    decode_images: False leaves images as bytes; names of columns of bytes are decoded, too.
+
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
+    Raises ConfigError for columns that are not there or cannot be stored, and otherwise as
+    `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
+    """
+
+    def __init__(
+        self,
+        urls: Url | Iterable[Url],
+        *,
+        columns: Sequence[str] | None = None,
+        nulls: Mapping[str, Any] | None = None,
+        decode_images: bool | Sequence[str] = True,
+        storage_options: Mapping[str, Any] | None = None,
+        resize: Size | None = None,
+        crop: Size | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._defaults = Defaults(fields)
+        self._made = ImageOptions(resize, crop)
+        check_columns(columns)
+        check_mapping("nulls", nulls, "{'age': -1}")
+        if isinstance(decode_images, str):
+            raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
+        require("pyarrow.parquet", "parquet", "Parquet")
+        self._chosen = None if columns is None else tuple(columns)
+        self._nulls = self._defaults.values | dict(nulls or {})
+        self._images = () if isinstance(decode_images, bool) else tuple(decode_images)
+        self._decode_images = bool(decode_images)
+        self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
+        self._footers = Footers(self._files, self._columns_of)
+        self._ends, self._rows = self._look_at_all()
+        self.first_names = self._unit_names()
+        self.listing_digest = self.first_names.digest
+        options = {
+            "columns": self._chosen,
+            "nulls": dict(nulls) if nulls else None,
+            "decode_images": decode_images,
+        }
+        shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+        shown += [*self._made.identity, *self._defaults.identity]
+        self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
+
+    @property
+    def num_units(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows all files hold, the unusable ones among them."""
+        return int(self._rows.sum())
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows of a row group, in their order. Raises as `Source.read` says."""
+        return one_by_one(self.read_rows(unit, rng))
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+        """The same, in columns where every row can be used and has the same shapes."""
+        check_unit(self, unit, self.num_units)
+        index = int(np.searchsorted(self._ends, unit, side="right"))
+        first = int(self._ends[index - 1]) if index else 0
+        row, key = int(self._rows[first:unit].sum()), self._files.key(index)
+        problems = Problems(self._files.where(index))
+        for num_rows, fields, bad in self._tables_of(index, unit - first, int(self._rows[unit])):
+            keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
+            yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
+            row += num_rows
+        problems.raise_any()
+
+    def _tables_of(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
+        """Row group `group` of file `index`."""
+        where = self._files.where(index)
+        with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
+            try:
+                footer = self._footers.get(index)
+            except ConfigError as error:  # once its columns were as asked
+                raise SampleError(str(error)) from error
+        if footer.metadata.num_row_groups <= group or footer.metadata.row_group(group).num_rows != num_rows:
+            raise SampleError(f"{where}: was replaced by another table; start again with a new source")
+        batches = self._batches(footer, group, where)
+        while True:
+            try:
+                with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
+                    batch = next(batches, None)
+            except CacheStreamError:
+                self._footers.forget(index)  # it may have been replaced
+                raise
+            if batch is None:
+                return
+            yield batch
+
+    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[_Batch]:
+        """Some rows at a time; those of one batch are in memory together."""
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
+        chunks = footer.chunks(group)
+        packed = sum(chunk.stop - chunk.start for chunk in chunks)
+        row_bytes = sum(chunk.unpacked_bytes for chunk in chunks) / max(
+            1, footer.metadata.row_group(group).num_rows
+        )
+        spans = [(chunk.start, chunk.stop) for chunk in chunks] if packed <= PREFETCH_BYTES else []
+        file = SpanFile(footer.file, spans)
+        try:
+            table = parquet.ParquetFile(
+                file,
+                metadata=footer.metadata,
+                buffer_size=max(64 << 10, min(PIECE_BYTES, BUFFER_BYTES // max(1, len(chunks)))),
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
+            for batch in table.iter_batches(
+                batch_size=max(1, min(MAX_BATCH_ROWS, int(BATCH_BYTES / max(1.0, row_bytes)))),
+                row_groups=[group],
+                columns=list(footer.names),
+                use_threads=False,
+            ):
+                yield (batch.num_rows, *footer.columns.fields(batch))
+        except Exception as error:
+            if file.error is not None:
+                raise file.error from None
+            if isinstance(error, CacheStreamError | ChangedError) or classify(error) != "other":
+                raise
+            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
+
+    def _columns_of(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
+        """What reads the chosen columns of a file's schema, and their names."""
+        arrow = require("pyarrow", "parquet", "Parquet")
+        require("pyarrow.compute", "parquet", "Parquet")  # from now on arrow.compute
+        names = self._chosen
+        if names is None:
+            names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
+        optional = self._defaults.values
+        names = tuple(name for name in names if name not in optional or _is_there(arrow, schema, name))
+        for name in names:
+            if not _is_there(arrow, schema, name):
+                raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
+        for field in doubled_fields(arrow, schema):  # the driver would read all of them under one name
+            if any(f"{field}.".startswith(f"{name}.") for name in names):
+                raise ConfigError(
+                    f"{where}: several columns become the field '{field}': give each a name of its own"
+                )
+        tops = [name if name in schema.names else name.partition(".")[0] for name in names]
+        part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
+        columns = Columns(
+            arrow,
+            part,
+            nulls=self._nulls,
+            decode_images=self._decode_images,
+            images=self._images,
+            made=self._made,
+        )
+        return columns, names
+
+    def _unit_names(self) -> Names:
+        """What the row groups are found by again when files have come or gone: their file, and the rows of it."""
+        ends = [0, *self._ends.tolist()]
+        rows = self._rows.tolist()
+
+        def named() -> Iterator[str]:
+            for name, (first, end) in zip(self._files.names, pairwise(ends), strict=True):
+                row = 0
+                for num_rows in rows[first:end]:
+                    yield f"{name}#{row}+{num_rows}"
+                    row += num_rows
+
+        return Names(named())
+
+    def _look_at_all(self) -> tuple[IntArray, IntArray]:
+        """Where the units of each file end, and how many rows each unit has."""
+
+        def look(index: int) -> list[int]:
+            with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
+                return self._footers.get(index).group_rows
+
+        look(0)  # what is wrong with the options shows in the first
+        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+            rows = list(pool.map(look, range(len(self._files))))
+        ends = np.cumsum([len(one) for one in rows], dtype=np.int64)
+        flat = np.array([count for one in rows for count in one], np.int64)
+        if not len(flat) or not flat.any():
+            raise ConfigError(f"{self._files.shown}: the tables have no rows")
+        return ends, flat
+
+    def __repr__(self) -> str:
+        return f"<ParquetSource {self._files.shown}, {self.num_units:,} row groups, {self.num_rows:,} rows>"
+
+
+def _is_there(arrow: Any, schema: Any, name: str) -> bool:
+    """Whether `name` is a column, or a member of a struct: "column.member"."""
+    if name in schema.names:
+        return True
+    top, _, rest = name.partition(".")
+    kind = schema.field(top).type if top in schema.names else None
+    while kind is not None and rest:
+        member, _, rest = rest.partition(".")
+        index = kind.get_field_index(member) if arrow.types.is_struct(kind) else -1
+        kind = kind.field(index).type if index >= 0 else None
+    return kind is not None

@@ -1,0 +1,286 @@
+"""Leaves of LitData's samples → fields, as LitData 0.2.76 serialises them, and the tree that they hang on.
+
+(litdata 0.2.76, streaming/serializers.py, `_nested_loads`; all numbers little-endian.)
+
+(litdata/streaming/serializers.py and utilities/_pytree.py.)
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import ConfigError, SampleError
+from cachestream.sources.decode.images import ImageOptions, decode_image
+from cachestream.sources.decode.values import decode_with, json_field
+from cachestream.sources.peers.mds_encodings import decode_images, decode_pil
+from cachestream.sources.user_code import decode_by_user
+
+_LAST_TAG: Final = 0x20  # JSON text begins with something above
+_JSON, _STRS, _I64S, _F64S, _BOOLS, _DICT, _RECORDS, _STR, _I64, _F64, _BOOL, _NONE = range(12)
+# In records a value's kind is one of these, and else packed as above.
+_RECORD_KINDS: Final = {0x10: _NONE, 0x11: _STR, 0x12: _I64, 0x13: _F64, 0x14: _BOOL}
+_U32: Final = struct.Struct("<I")
+
+
+def parse_nested(data: memoryview) -> Any:
+    """The value in `data`. Raises ValueError or LookupError for what is malformed, RecursionError for what is too deep."""
+    if not len(data) or data[0] > _LAST_TAG:
+        return json.loads(bytes(data))
+    return _Parser(data).value()
+
+
+class _Parser:
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._place = 0
+
+    def value(self) -> Any:
+        return self._tagged(self._byte())
+
+    def _byte(self) -> int:
+        value = self._data[self._place]
+        self._place += 1
+        return value
+
+    def _bytes(self, nbytes: int) -> memoryview:
+        found = self._data[self._place : self._place + nbytes]
+        if len(found) < nbytes:
+            raise ValueError("it ends early")
+        self._place += nbytes
+        return found
+
+    def _count(self) -> int:
+        """How many items follow: each takes a byte at least."""
+        (count,) = _U32.unpack(self._bytes(_U32.size))
+        if count > len(self._data):
+            raise ValueError(f"{count} items in {len(self._data)} bytes")
+        return int(count)
+
+    def _text(self) -> str:
+        return str(self._bytes(self._count()), "utf-8")
+
+    def _tagged(self, tag: int) -> Any:
+        if tag == _JSON:
+            return json.loads(bytes(self._bytes(self._count())))
+        if tag == _STRS:
+            return [self._text() for _ in range(self._count())]
+        if tag in (_I64S, _F64S):
+            return np.frombuffer(self._bytes(8 * self._count()), "<i8" if tag == _I64S else "<f8").tolist()
+        if tag == _BOOLS:
+            return list(map(bool, self._bytes(self._count())))
+        if tag == _DICT:
+            return {self._text(): self.value() for _ in range(self._count())}
+        if tag == _RECORDS:
+            return self._records()
+        return self._scalar(tag)
+
+    def _scalar(self, tag: int) -> Any:
+        if tag == _STR:
+            return self._text()
+        if tag in (_I64, _F64):
+            return struct.unpack("<q" if tag == _I64 else "<d", self._bytes(8))[0]
+        if tag == _BOOL:
+            return bool(self._byte())
+        if tag != _NONE:
+            raise ValueError(f"the tag {tag}, which is not known")
+        return None
+
+    def _records(self) -> list[dict[str, Any]]:
+        count, num_keys = self._count(), self._count()
+        keys = [self._text() for _ in range(num_keys)]
+        return [{key: self._scalar(_RECORD_KINDS[self._byte()]) for key in keys} for _ in range(count)]
+
+
+Reader = Callable[[memoryview], Any]
+Container = Literal["dict", "tuple", "bare"]
+
+MAX_AXES: Final = 64
+MAX_DEPTH: Final = 100
+# By index; bfloat16 (10) has no such type, and objects (14 of numpy's) and the like are pickles.
+_TORCH_DTYPES: Final = (
+    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "?",
+    "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8", "?1", "u2",
+)  # fmt: skip
+_NUMPY_DTYPES: Final = (
+    "i1", "i2", "i4", "i8", "u1", "u2", "u4",
+    "u8", "f2", "f4", "f8", "c8", "c16", "?1",
+)  # fmt: skip
+_FILES: Final = ("bytes", "file", "video", "audio", "nifti", "mesh", "pdf", "tifffile", "tiff")
+_PICKLES: Final = ("pickle", "graph")
+
+
+# --- the tree ----------------------------------------------------------------------------------
+
+
+def leaf_names(spec: str | None, count: int) -> tuple[Container, tuple[str, ...]]:
+    """What a sample is, and the names of its leaves in their order: "image", "box.0", "0".
+
+    `spec` is a serialised TreeSpec of `count` leaves. Raises ValueError or LookupError for what is none.
+    """
+    if spec is None:
+        return "tuple", tuple(map(str, range(count)))
+    protocol, tree = json.loads(spec)
+    if protocol != 1:
+        raise ValueError(f"a data_spec of the protocol {protocol!r}")
+    names = tuple(".".join(path) for path in _paths(tree, 0))
+    if len(names) != count or len(set(names)) != count:
+        raise ValueError(f"a data_spec of {len(names)} leaves, and a data_format of {count}")
+    if names == ("",):
+        return "bare", ("0",)
+    is_tuple = names == tuple(map(str, range(count))) and "dict" not in str(tree["type"]).lower()
+    return "tuple" if is_tuple else "dict", names
+
+
+def _paths(tree: Any, depth: int) -> Iterator[tuple[str, ...]]:
+    children = tree["children_spec"]
+    if tree["type"] is None:
+        yield ()
+        return
+    if depth > MAX_DEPTH:
+        raise ValueError("a data_spec that is too deep")
+    names: Any = range(len(children))
+    if tree["type"] in ("builtins.dict", "collections.OrderedDict"):
+        names = json.loads(tree["context"])
+    for name, child in zip(names, children, strict=True):
+        yield from ((str(name), *path) for path in _paths(child, depth + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """How the leaves of an item become a sample; `readers` has None for those that are left out."""
+
+    container: Container
+    names: tuple[str, ...]
+    formats: tuple[str, ...]
+    readers: tuple[Reader | None, ...]
+    has_sizes: bool  # before the leaves of an item; a TokensLoader's only leaf has none
+
+    def sample(self, data: memoryview) -> Any:
+        """The sample in the bytes of an item. Raises SampleError for one that is malformed."""
+        count = len(self.names)
+        if not self.has_sizes:
+            sizes, place = (len(data),), 0
+        elif len(data) < 4 * count:
+            raise SampleError(f"{len(data)} bytes are too few for {count} leaves")
+        else:
+            sizes, place = struct.unpack_from(f"<{count}I", data), 4 * count
+        if place + sum(sizes) != len(data):
+            raise SampleError(f"its leaves take {place + sum(sizes)} of {len(data)} bytes")
+        found = {}
+        for name, kind, size, reader in zip(self.names, self.formats, sizes, self.readers, strict=True):
+            if reader is not None:
+                found[name] = decode_with(
+                    reader, data[place : place + size], f"{kind} leaf", f"field '{name}'"
+                )
+            place += size
+        if not found:
+            raise SampleError(f"none of the chosen fields is there; there are {', '.join(self.names)[:300]}")
+        if self.container == "dict":
+            return found
+        return tuple(found.values()) if self.container == "tuple" else found["0"]
+
+
+# --- leaves ------------------------------------------------------------------------------------
+
+
+def leaf_reader(
+    name: str, kind: str, decoders: Mapping[str, Callable[[bytes], Any]], images: ImageOptions
+) -> Reader:
+    """What decodes the leaves of a name. Raises ConfigError for a format that is not known, or not safe."""
+    own = decoders.get(name)
+    if own is not None:
+        return partial(decode_by_user, f"the decoder of '{name}'", own)
+    base, _, details = kind.partition(":")
+    if base in _PICKLES:
+        raise ConfigError(
+            f"field '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you trust them, "
+            f"give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
+        )
+    if base in ("no_header_tensor", "no_header_numpy"):
+        dtypes = _TORCH_DTYPES if base == "no_header_tensor" else _NUMPY_DTYPES
+        try:
+            return partial(_flat, _dtype(dtypes, int(details)))
+        except ValueError as error:
+            raise ConfigError(f"field '{name}' has the format {kind[:60]!r}: {error}") from error
+    image = partial(decode_image, options=images)
+    readers: dict[str, Reader] = {
+        "str": _text,
+        "text": _text,
+        "bool": _bool,
+        "int": partial(_scalar, "<q"),
+        "float": partial(_scalar, "<d"),
+        "tensor": _tensor,
+        "numpy": _array,
+        "json": _json,
+        "jpeg": image,
+        "image": image,
+        "pil": partial(decode_pil, options=images),
+        "jpeg_array": partial(decode_images, image),
+        **dict.fromkeys(_FILES, bytes),
+    }
+    if base not in readers:
+        raise ConfigError(
+            f"field '{name}' has the format {kind[:60]!r}, which is not known: give a function of bytes in "
+            f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
+        )
+    return readers[base]
+
+
+def _text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
+def _bool(data: memoryview) -> bool:
+    if len(data) != 1:
+        raise ValueError(f"{len(data)} bytes, not 1")
+    return data[0] != 0
+
+
+def _scalar(form: str, data: memoryview) -> Any:
+    return struct.unpack(form, data)[0]
+
+
+def _json(data: memoryview) -> Any:
+    return json_field(parse_nested(data))
+
+
+def _dtype(dtypes: tuple[str, ...], index: int) -> np.dtype[Any]:
+    code = dtypes[index] if 0 <= index < len(dtypes) else "?"
+    if code == "?":
+        raise ValueError(f"the type number {index}, which is not known")
+    return np.dtype(bool) if code == "?1" else np.dtype(f"<{code}")
+
+
+def _flat(dtype: np.dtype[Any], data: memoryview) -> npt.NDArray[Any]:
+    values = np.frombuffer(data, dtype)
+    return values if values.flags.aligned else values.copy()
+
+
+def _shaped(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> npt.NDArray[Any]:
+    return _flat(dtype, data).reshape(shape)
+
+
+def _tensor(data: memoryview) -> npt.NDArray[Any]:
+    kind, axes = struct.unpack_from(">II", data)
+    shape = struct.unpack_from(f">{_axes(axes)}I", data, 8)
+    return _shaped(_dtype(_TORCH_DTYPES, kind), shape, data[8 + 4 * axes :])
+
+
+def _array(data: memoryview) -> npt.NDArray[Any]:
+    kind, axes = struct.unpack_from("<II", data)
+    shape = struct.unpack_from(f"<{_axes(axes)}I", data, 8)
+    return _shaped(_dtype(_NUMPY_DTYPES, kind), shape, data[8 + 4 * axes :])
+
+
+def _axes(axes: int) -> int:
+    if axes > MAX_AXES:
+        raise ValueError(f"an array of {axes} axes")
+    return axes

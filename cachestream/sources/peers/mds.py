@@ -1,0 +1,250 @@
+"""MosaicML Streaming's MDS data sets, read from their own shards: no conversion, and no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from cachestream.config import require
+from cachestream.errors import ConfigError, SampleError
+from cachestream.listing.file_list import Url, check_unit
+from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.fingerprint import check_columns, identity_of
+from cachestream.sources.peers.index import IndexedFolder, ItemFile, Visits, as_count, as_mapping, read_items
+from cachestream.sources.peers.mds_encodings import ShardColumns, column_reader
+from cachestream.sources.tar_groups import Problems
+from cachestream.transport.stream import Stream
+
+MAX_COLUMNS: Final = 10_000
+_PACKERS: Final = ("zstd", "gz", "bz2")  # of those that MDS has; not br and snappy
+_XXHASHES: Final = {
+    "xxh32": xxhash.xxh32,
+    "xxh64": xxhash.xxh64,
+    "xxh128": xxhash.xxh128,
+    "xxh3_64": xxhash.xxh3_64,
+    "xxh3_128": xxhash.xxh3_128,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What the index says of a shard: `name` is that of its file, `key` that of the uncompressed one."""
+
+    name: Any
+    key: Any
+    count: int
+    is_packed: bool
+    layout: ShardColumns
+    hashes: Mapping[str, str]
+
+
+class MDSSource:
+    """The samples of an MDS data set, as MosaicML Streaming's `MDSWriter` writes them; a unit is a shard.
+
+    url: the folder that holds its `index.json`, such as "s3://bucket/set/train".
+
+    A sample is a dict of the columns: "int", "uint8" and the like numbers, "str" and "bytes" as they
+    are, "ndarray" arrays, "jpeg", "png" and "pil" uint8 `[3, H, W]` RGB, lists of images `[N, 3, H, W]`,
+    "json" the value, or the text of an object, "str_int" and "str_float" numbers, "str_decimal" a
+    float64. The key is "shard#number".
+
+    columns: those to read, by name. None: all of them.
+
+    decoders: functions of bytes by column, that come before those: `{"extra": pickle.loads}` for a
+    "pkl" column, which is refused without; `{"image": bytes}` to keep images as they are.
+
+    samples_per_visit: read about so many samples of a shard at a time, and then of others, so that
+    early epochs hold something of many shards, which must not be compressed. None: a whole shard.
+
+    check_hashes: hold each whole shard, which is then in memory, against a hash in the index before it
+    is used; where the index has none, that is a ConfigError.
+
+    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+
+    Shards may be compressed by zstd (needs `pip install 'cachestream[zstd]'`), gz or bz2. They are read
+    from begin to end in bounded memory. A shard that is damaged gives the samples before the damage,
+    and is then counted as a failure. Raises ConfigError for an index that is malformed or names what
+    cannot be read, and otherwise as `FileSource`.
+    """
+
+    def __init__(
+        self,
+        url: Url,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
+        decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
+        samples_per_visit: int | None = None,
+        check_hashes: bool = False,
+        resize: Size | None = None,
+        crop: Size | None = None,
+    ) -> None:
+        check_columns(columns)
+        images = ImageOptions(resize, crop)
+        self._folder = IndexedFolder(url, storage_options, "MDSSource")
+        shards = _shards(self._folder, _Columns(columns, dict(decoders or {}), images))
+        if samples_per_visit is not None and any(shard.is_packed for shard in shards):
+            raise ConfigError(
+                f"{self._folder.shown}: a compressed shard can only be read from its begin; leave out samples_per_visit"
+            )
+        self._visits = Visits([shard.count for shard in shards], samples_per_visit)
+        self._keys = tuple(shard.key for shard in shards)
+        self._layouts = tuple(shard.layout for shard in shards)
+        self._packed = tuple(shard.is_packed for shard in shards)
+        self._hashes = (
+            tuple(_known_hash(self._folder.shown, shard) for shard in shards) if check_hashes else ()
+        )
+        self.listing_digest = self._folder.digest
+        options = identity_of(columns, decoders or {}, samples_per_visit)
+        self.fingerprint = "mds:" + "|".join((*self._folder.identity, *options, *images.identity))
+
+    @property
+    def num_units(self) -> int:
+        return len(self._visits)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the index says there are."""
+        return self._visits.num_items
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the samples of a shard, or of one visit to it, in their order. Raises as `Source.read` says."""
+        check_unit(self, unit, self.num_units)
+        index, count, first, stop = self._visits.locate(unit)
+        folder, layout = self._folder, self._layouts[index]
+        problems = Problems(folder.where(index))
+        file = ItemFile(folder.remote, folder.path(index), folder.where(index), count, self._packed[index])
+        whole = stop - first == count
+        check = partial(_check_hash, *self._hashes[index]) if self._hashes and whole else None
+        for number, data in read_items(file, first, stop, problems, check):
+            try:
+                sample = layout.sample(data)
+            except SampleError as error:
+                problems.add(f"sample {number}: {error}")
+                continue
+            yield f"{self._keys[index]}#{number}", sample
+        problems.raise_any()
+
+    def __repr__(self) -> str:
+        return f"<MDSSource {self._folder.shown}, {len(self._folder):,} shards, {self.num_samples:,} samples>"
+
+
+# --- the index ---------------------------------------------------------------------------------
+
+
+class _Columns:
+    """The columns that are asked for, in the layouts of shards; mostly all shards have one."""
+
+    def __init__(
+        self,
+        chosen: Sequence[str] | None,
+        decoders: Mapping[str, Callable[[bytes], Any]],
+        images: ImageOptions,
+    ) -> None:
+        self._chosen, self._decoders, self._images = chosen, decoders, images
+        self._known: dict[tuple[Any, ...], ShardColumns] = {}
+
+    def layout(self, shard: Mapping[str, Any]) -> ShardColumns:
+        lists = [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")]
+        if not all(isinstance(one, list) for one in lists) or len({len(one) for one in lists}) != 1:
+            raise ValueError("the names, encodings and sizes of columns, which do not fit")
+        names, encodings, sizes = (tuple(one) for one in lists)
+        if not 0 < len(names) <= MAX_COLUMNS or len(set(map(str, names))) != len(names):
+            raise ValueError(f"{len(names)} columns, or several of one name")
+        if not all(isinstance(text, str) for text in (*names, *encodings)):
+            raise ValueError("names or encodings of columns that are no texts")
+        if not all(size is None or (type(size) is int and 0 <= size < 1 << 32) for size in sizes):
+            raise ValueError("sizes of columns that are none")
+        key = (names, encodings, sizes)
+        if key not in self._known:
+            self._known[key] = self._new(names, encodings, tuple(size or 0 for size in sizes))
+        return self._known[key]
+
+    def _new(
+        self, names: tuple[str, ...], encodings: tuple[str, ...], sizes: tuple[int, ...]
+    ) -> ShardColumns:
+        for name in (*(self._chosen or ()), *self._decoders):
+            if name not in names:
+                raise ConfigError(f"there is no column {name!r}; there are {', '.join(names)[:500]}")
+        readers = tuple(
+            column_reader(name, encoding, self._decoders, self._images)
+            if self._chosen is None or name in self._chosen
+            else None
+            for name, encoding in zip(names, encodings, strict=True)
+        )
+        return ShardColumns(names, encodings, sizes, readers)
+
+
+def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
+    """The shards that hold samples. Raises ConfigError that says what of the index cannot be read."""
+    try:
+        index = folder.load()
+        if index.get("version") != 2 or not isinstance(index.get("shards"), list):
+            raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
+        shards = [_shard(as_mapping(one, "a shard"), columns) for one in index["shards"]]
+        shards = [shard for shard in shards if shard.count]
+        for key in (shard.key for shard in shards):
+            if not isinstance(key, str) or not key.isprintable():
+                raise ValueError(f"the file name {str(key)[:100]!r}")
+        folder.name_files([shard.name for shard in shards])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        if reason.startswith(folder.shown):
+            raise
+        raise ConfigError(f"{folder.shown}index.json: {reason}") from error
+    return shards
+
+
+def _shard(shard: Mapping[str, Any], columns: _Columns) -> _Shard:
+    if shard.get("format") != "mds" or shard.get("version") != 2:
+        raise ValueError(f"shards of the format {str(shard.get('format'))[:60]!r}; only 'mds' can be read")
+    raw, packed = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
+    stored = as_mapping(packed, "zip_data") if packed else raw
+    if packed:
+        _require_unpacker(str(shard.get("compression")).partition(":")[0])
+    hashes = stored.get("hashes") or {}
+    return _Shard(
+        name=stored["basename"],
+        key=raw["basename"],
+        count=as_count(shard["samples"], "the number of samples of a shard"),
+        is_packed=bool(packed),
+        layout=columns.layout(shard),
+        hashes={str(name): str(value) for name, value in as_mapping(hashes, "hashes").items()},
+    )
+
+
+def _require_unpacker(packer: str) -> None:
+    if packer not in _PACKERS:
+        raise ValueError(
+            f"shards are compressed by {packer[:40]!r}, which cannot be unpacked here: write them with one of "
+            f"{', '.join(_PACKERS)}, or without"
+        )
+    if packer == "zstd":
+        require("zstandard", "zstd", "MDS compressed by zstd")
+
+
+# --- hashes ------------------------------------------------------------------------------------
+
+
+def _known_hash(shown: str, shard: _Shard) -> tuple[str, str]:
+    """The first hash of a shard that can be computed, by its name."""
+    for name, value in shard.hashes.items():
+        if name in _XXHASHES or name in hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}:
+            return name, value
+    raise ConfigError(
+        f"{shown}: the index has no hash of {shard.name} that is known here; leave out check_hashes"
+    )
+
+
+def _check_hash(name: str, expected: str, stream: Stream) -> None:
+    data = stream.read_whole()
+    found = (_XXHASHES[name](data) if name in _XXHASHES else hashlib.new(name, data)).hexdigest()
+    if found != expected:
+        raise SampleError(f"{stream.where}: its {name} is not the one in the index: it is damaged")
+    stream.push_back(data)

@@ -1,0 +1,208 @@
+"""Columns of MosaicML's MDS → the fields of a sample, as MosaicML Streaming 0.13 encodes them.
+
+(streaming/base/format/mds/encodings.py; all numbers little-endian.)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import ConfigError, SampleError
+from cachestream.sources.decode.images import ImageOptions, Pixels, decode_image, decode_raw_image
+from cachestream.sources.decode.values import decode_json_value, decode_with
+from cachestream.sources.user_code import decode_by_user
+
+Reader = Callable[[memoryview], Any]
+
+_SCALARS: Final = (
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16",
+    "int32", "int64", "float16", "float32", "float64",
+)  # fmt: skip
+_VALUE_DTYPES: Final = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+_SHAPE_DTYPES: Final = ("<u1", "<u2", "<u4", "<u8")
+_PIL_HEAD: Final = struct.Struct("<III")
+MAX_IMAGES: Final = 4096
+MAX_IMAGES_BYTES: Final = 1 << 30  # of those of one value, unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class ShardColumns:
+    """The columns of a shard: `sizes` has the bytes of those that always take as many, else 0.
+
+    `readers` has None for columns that are left out.
+    """
+
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int, ...]
+    readers: tuple[Reader | None, ...]
+
+    def sample(self, data: memoryview) -> dict[str, Any]:
+        """The fields of a sample. Raises SampleError for one that is malformed."""
+        sizes = list(self.sizes)
+        variable = [index for index, size in enumerate(sizes) if not size]
+        place = 4 * len(variable)
+        if len(data) < place:
+            raise SampleError(f"{len(data)} bytes are too few")
+        for index, size in zip(variable, struct.unpack_from(f"<{len(variable)}I", data), strict=True):
+            sizes[index] = size
+        if place + sum(sizes) != len(data):
+            raise SampleError(f"its columns take {place + sum(sizes)} of {len(data)} bytes")
+        sample = {}
+        for name, encoding, size, reader in zip(self.names, self.encodings, sizes, self.readers, strict=True):
+            if reader is not None:
+                value = data[place : place + size]
+                sample[name] = decode_with(reader, value, f"{encoding} value", f"column '{name}'")
+            place += size
+        return sample
+
+
+def column_reader(
+    name: str, encoding: str, decoders: Mapping[str, Callable[[bytes], Any]], images: ImageOptions
+) -> Reader:
+    """What decodes the values of a column. Raises ConfigError for an encoding that is not known, or not safe."""
+    own = decoders.get(name)
+    if own is not None:
+        return partial(decode_by_user, f"the decoder of '{name}'", own)
+    kind, _, details = encoding.partition(":")
+    if kind == "ndarray":
+        return _array_reader(name, encoding, details)
+    if kind == "pkl":
+        raise ConfigError(
+            f"column '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you trust "
+            f"them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
+        )
+    if encoding in _SCALARS:
+        return partial(_scalar, np.dtype(encoding).newbyteorder("<"))
+    image = partial(decode_image, options=images)
+    pil = partial(decode_pil, options=images)
+    readers: dict[str, Reader] = {
+        "bytes": bytes,
+        "str": _text,
+        "int": partial(_scalar, np.dtype("<i8")),
+        "str_int": _decimal_integer,
+        "str_float": _float,
+        "str_decimal": _float,
+        "json": decode_json_value,
+        "jpeg": image,
+        "png": image,
+        "pil": pil,
+        "jpeg_array": partial(decode_images, image),
+        "jpegarray": partial(decode_images, image),
+        **dict.fromkeys(("list[jpeg]", "list[png]"), partial(_listed, image)),
+        "list[pil]": partial(_listed, pil),
+    }
+    if encoding not in readers:
+        raise ConfigError(
+            f"column '{name}' has the encoding {encoding[:60]!r}, which is not known: give a function of bytes in "
+            f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
+        )
+    return readers[encoding]
+
+
+# --- numbers and texts -------------------------------------------------------------------------
+
+
+def _scalar(dtype: np.dtype[Any], data: memoryview) -> Any:
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes, not {dtype.itemsize}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
+def _decimal_integer(data: memoryview) -> int:
+    value = int(_text(data))
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("an integer beyond 64 bits")
+    return value
+
+
+def _float(data: memoryview) -> float:
+    return float(_text(data))
+
+
+# --- arrays ------------------------------------------------------------------------------------
+
+
+def _array_reader(name: str, encoding: str, details: str) -> Reader:
+    dtype, _, lengths = details.partition(":")
+    try:
+        shape = tuple(map(int, lengths.split(","))) if lengths else None
+    except ValueError:
+        shape = (0,)
+    if (dtype and dtype not in _VALUE_DTYPES.values()) or (shape is not None and min(shape) < 1):
+        raise ConfigError(f"column '{name}' has the encoding {encoding[:60]!r}, which is not known")
+    return partial(_array, dtype, shape)
+
+
+def _array(fixed_dtype: str, fixed_shape: Sequence[int] | None, data: memoryview) -> npt.NDArray[Any]:
+    dtype, shape, place = fixed_dtype, fixed_shape, 0
+    if not dtype:
+        dtype, place = _VALUE_DTYPES[data[0]], 1
+    if shape is None:
+        ndim, kind = data[place] >> 2, np.dtype(_SHAPE_DTYPES[data[place] & 3])
+        shape = np.frombuffer(data, kind, ndim, place + 1).tolist()
+        place += 1 + ndim * kind.itemsize
+    values = np.frombuffer(data[place:], np.dtype(dtype).newbyteorder("<"))
+    values = values.reshape(shape)
+    return values if values.flags.aligned and values.dtype.isnative else values.astype(dtype)
+
+
+# --- images ------------------------------------------------------------------------------------
+
+
+def decode_pil(data: memoryview, options: ImageOptions) -> Pixels:
+    """The pixels of a PIL image as they are: width, height, the length of the mode's name, that name, and them."""
+    width, height, length = _PIL_HEAD.unpack_from(data)
+    if length > 16:
+        raise ValueError(f"a mode of {length} characters")
+    pixels = _PIL_HEAD.size + length
+    mode = str(data[_PIL_HEAD.size : pixels], "ascii")
+    return decode_raw_image(mode, (width, height), data[pixels:], options)
+
+
+def decode_images(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
+    """uint8 `[N, 3, H, W]` of several images: how many, the bytes of each, and they."""
+    (count,) = struct.unpack_from("<I", data)
+    if not 0 < count <= MAX_IMAGES:
+        raise ValueError(f"{count} images, from 1 to {MAX_IMAGES} can be read")
+    sizes = struct.unpack_from(f"<{count}I", data, 4)
+    place = 4 + 4 * count
+    if place + sum(sizes) != len(data):
+        raise ValueError(f"images of {sum(sizes)} bytes in {len(data)}")
+    found: list[Pixels] = []
+    for size in sizes:
+        found.append(decode(data[place : place + size]))
+        place += size
+        if found[-1].shape != found[0].shape:
+            raise ValueError("images of several sizes, which make no array: give resize= and crop=")
+        if count * found[0].nbytes > MAX_IMAGES_BYTES:
+            raise ValueError(f"{count} images of {found[0].nbytes:,} bytes, unpacked")
+    return np.stack(found)
+
+
+def _listed(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
+    """As `decode_images`, after four bytes that are not used."""
+    return decode_images(decode, data[4:])

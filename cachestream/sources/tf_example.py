@@ -1,0 +1,450 @@
+"""`tf.train.Example` messages → the values of their features, one at a time or many at once.
+
+Reads protobuf's wire format (protobuf.dev/programming-guides/encoding) of tensorflow/core/example/feature.proto:
+lists of bytes, of float32 and of int64, packed or not.
+
+Only what writers of TFRecords make is read here: each feature one packed list of numbers, or one string of bytes.
+`parse_example` reads everything else; what both read, both read alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+_MAX_BYTES: Final = 10
+_FEW: Final = 24  # bytes that a loop decodes faster than numpy
+_SIGN: Final = 1 << 63
+_BLOCK: Final = 8192  # numbers at a time: what is between lies in the processor's cache
+# Of words of 4 and of 8 bytes: the bits that say that a number goes on, those of its value, and how the groups of
+# 7 bits are moved together, two by two.
+_WORDS: Final[tuple[tuple[Any, Any, tuple[tuple[Any, Any], ...]], ...]] = (
+    (
+        np.uint32(0x80808080),
+        np.uint32(0x7F7F7F7F),
+        ((np.uint32(0x007F007F), np.uint32(1)), (np.uint32(0x3FFF), np.uint32(2))),
+    ),
+    (
+        np.uint64(0x8080808080808080),
+        np.uint64(0x7F7F7F7F7F7F7F7F),
+        (
+            (np.uint64(0x007F007F007F007F), np.uint64(1)),
+            (np.uint64(0x00003FFF00003FFF), np.uint64(2)),
+            (np.uint64(0x000000000FFFFFFF), np.uint64(4)),
+        ),
+    ),
+)
+
+
+def one_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number, not signed, that begins at `at`, and where the next byte is. Raises IndexError at the end of `data`."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("malformed: a number of more than 64 bits")
+
+
+def last_bytes(packed: bytes) -> npt.NDArray[np.int64]:
+    """Where the last byte of each number in `packed` lies."""
+    return np.flatnonzero(np.frombuffer(packed, np.uint8) < 0x80)
+
+
+def decode_varints(packed: bytes, ends: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    """The numbers that lie in `packed`; `ends` are their `last_bytes`, if known.
+
+    Raises ValueError where one is cut off, or longer than 10 bytes.
+    """
+    if not packed:
+        return np.empty(0, np.int64)
+    if packed[-1] >= 0x80:
+        raise ValueError("malformed: a number is cut off")
+    if len(packed) <= _FEW:
+        return _few(packed)
+    data = np.frombuffer(packed, np.uint8)
+    ends = last_bytes(packed) if ends is None else ends
+    if len(ends) == len(data):  # small numbers all
+        return data.astype(np.int64)
+    found = np.empty(len(ends), np.int64)
+    starts = np.empty(min(_BLOCK, len(ends)), np.int64)
+    padded = packed + bytes(7)
+    for first in range(0, len(ends), _BLOCK):
+        out = found[first : first + _BLOCK]
+        base = int(ends[first - 1]) + 1 if first else 0
+        begins, stops = starts[: len(out)], ends[first : first + len(out)]
+        begins[0] = 0
+        np.subtract(stops[:-1], base - 1, out=begins[1:])
+        if not _words(padded, base, begins, out):
+            _long(data[base:], begins, stops - base, out)
+    return found
+
+
+def _few(packed: bytes) -> npt.NDArray[np.int64]:
+    found, at = [], 0
+    while at < len(packed):
+        value, at = one_varint(packed, at)
+        value &= 2 * _SIGN - 1
+        found.append(value - 2 * _SIGN if value >= _SIGN else value)
+    return np.array(found, np.int64)
+
+
+def _words(padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> bool:
+    """The numbers that begin at `starts` after `base`, each out of a word; False where one is of more than 8 bytes."""
+    for more_bits, value_bits, folds in _WORDS:
+        if starts[-1] > more_bits.itemsize * len(starts):
+            continue
+        # `take` copies what overlaps: no more than these numbers' own bytes.
+        kind = more_bits.dtype.newbyteorder("<")
+        every: npt.NDArray[Any] = np.ndarray((int(starts[-1]) + 1,), kind, padded, base, (1,))
+        words = every.take(starts)
+        last = ~words
+        last &= more_bits  # the lowest of these bits is that of the number's last byte
+        if not last.all():
+            continue
+        last ^= last - more_bits.dtype.type(1)
+        words &= last
+        words &= value_bits
+        for mask, shift in folds:
+            high = words & ~mask
+            high >>= shift
+            words &= mask
+            words |= high
+        out[:] = words.view(np.int64) if words.itemsize == 8 else words
+        return True
+    return False
+
+
+def _long(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    out: npt.NDArray[np.int64],
+) -> None:
+    """Numbers of any length that begin at `starts`, byte by byte."""
+    lengths = ends - starts
+    longest = int(lengths.max()) + 1
+    if longest > _MAX_BYTES:
+        raise ValueError("malformed: a number of more than 64 bits")
+    values = np.zeros(len(starts), np.uint64)
+    for place in range(longest):
+        part = (data.take(starts + place, mode="clip") & 0x7F).astype(np.uint64)
+        part *= lengths >= place
+        part <<= np.uint64(7 * place)
+        values |= part
+    out[:] = values.view(np.int64)
+
+
+# bytes_list, float_list or int64_list: what the feature holds, in its order.
+Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+_VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5
+
+
+def parse_example(data: bytes) -> dict[str, Feature]:
+    """The features of a serialized Example by name; those without any list are left out.
+
+    Raises ValueError for what is none, a SequenceExample among it.
+    """
+    features: dict[str, Feature] = {}
+    for number, kind, start, stop in _fields(data, 0, len(data)):
+        if number == 2 and kind == _BYTES:
+            raise ValueError("a SequenceExample; only tf.train.Example is read")
+        if number != 1 or kind != _BYTES:
+            raise ValueError("no tf.train.Example")
+        for inner, entry_kind, first, last in _fields(data, start, stop):
+            if inner == 1 and entry_kind == _BYTES:
+                name, feature = _entry(data, first, last)
+                if feature is not None:
+                    features[name] = feature
+    return features
+
+
+def layout_of(data: bytes) -> list[tuple[str, int]] | None:
+    """The features of a serialized Example in their order, each with the number of its kind: 1 bytes, 2 float32, 3 int64.
+
+    None for one that is empty or malformed, that has a feature twice, or one that is not a single packed list of numbers,
+    or a single string of bytes.
+    """
+    try:
+        features = _only(data, 0, len(data), 1)
+        found: dict[str, int] = {}
+        for number, kind, start, stop in _fields(data, *features):
+            (name_at, value_at) = [(first, last) for _, _, first, last in _fields(data, start, stop)]
+            ((which, _, first, last),) = _fields(data, *value_at)
+            _only(data, first, last, 1)
+            name = data[slice(*name_at)].decode()
+            tags = number, kind, data[start], data[name_at[1]], data[value_at[0]]
+            if name in found or which not in _LISTS or tags != (1, _BYTES, 0x0A, 0x12, which << 3 | _BYTES):
+                return None
+            found[name] = which
+    except (ValueError, IndexError):
+        return None
+    return list(found.items()) or None
+
+
+def _only(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
+    """Where the one field of a message lies, which has the number `wanted`; raises ValueError if it is another."""
+    ((number, kind, first, last),) = _fields(data, start, stop)
+    if (number, kind) != (wanted, _BYTES):
+        raise ValueError(f"field {number} of type {kind}")
+    return first, last
+
+
+def _entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
+    """One entry of the map of features."""
+    name, feature = "", None
+    for number, kind, first, last in _fields(data, start, stop):
+        if kind == _BYTES and number == 1:
+            name = data[first:last].decode()
+        elif kind == _BYTES and number == 2:
+            for which, inner, begin, end in _fields(data, first, last):
+                if inner == _BYTES and which in _LISTS:
+                    feature = _LISTS[which](data, begin, end)
+    return name, feature
+
+
+def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of a message: number, wire type, and where the value lies; (value, 0) for a varint."""
+    at = start
+    while at < stop:
+        tag = data[at]
+        at += 1
+        if tag >= 0x80:
+            tag, at = one_varint(data, at - 1)
+        kind = tag & 7
+        if kind == _BYTES:
+            length = data[at]
+            at += 1
+            if length >= 0x80:
+                length, at = one_varint(data, at - 1)
+        elif kind == _I32:
+            length = 4
+        elif kind == _I64:
+            length = 8
+        elif kind == _VARINT:
+            _, end = one_varint(data, at)
+            length = end - at
+        else:
+            raise ValueError(f"malformed: wire type {kind}")
+        if length > stop - at:
+            raise ValueError("malformed: a field reaches past its message")
+        yield tag >> 3, kind, at, at + length
+        at += length
+
+
+def _bytes_list(data: bytes, start: int, stop: int) -> list[bytes]:
+    return [
+        data[first:last]
+        for number, kind, first, last in _fields(data, start, stop)
+        if number == 1 and kind == _BYTES
+    ]
+
+
+def _float_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.float32]:
+    parts: list[bytes] = []
+    for number, kind, first, last in _fields(data, start, stop):
+        if number != 1 or kind not in (_BYTES, _I32):
+            continue
+        if (last - first) % 4:
+            raise ValueError("malformed: floats of a broken length")
+        parts.append(data[first:last])
+    whole = parts[0] if len(parts) == 1 else b"".join(parts)
+    return np.frombuffer(whole, "<f4")
+
+
+def _int64_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
+    parts = [
+        data[first:last]
+        for number, kind, first, last in _fields(data, start, stop)
+        if number == 1 and kind in (_BYTES, _VARINT)
+    ]
+    return decode_varints(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+_LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}
+
+
+_ORDERS: Final = 4  # of the features in the records of a batch: maps have none
+_LENGTH_BYTES: Final = 5
+_FLOATS, _INTEGERS = 2, 3
+_Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureColumn:
+    """One feature of n examples: the numbers of all of them, int64 or float32, those of i from ends[i - 1] to ends[i];
+    or the bytes of each, `ends` then None.
+    """
+
+    values: npt.NDArray[Any] | list[bytes]
+    ends: _Places | None
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return len(self.values if self.ends is None else self.ends)
+
+    @property
+    def each(self) -> int | None:
+        """How many numbers each example has; None where they differ."""
+        if self.ends is None:
+            return None
+        first = int(self.ends[0])
+        return first if np.array_equal(self.ends, np.arange(1, len(self) + 1) * first) else None
+
+    @property
+    def features(self) -> Iterator[Feature]:
+        """The feature of each example, as `parse_example` gives it."""
+        if isinstance(self.values, list):
+            yield from ([value] for value in self.values)
+        elif self.ends is not None:
+            begin = 0
+            for end in self.ends.tolist():
+                yield self.values[begin:end]
+                begin = end
+
+
+def parse_examples(
+    data: bytes, starts: Sequence[int], stops: Sequence[int]
+) -> dict[str, FeatureColumn] | None:
+    """The features of the examples that lie from starts[i] to stops[i] in `data`, at least one.
+
+    None where they do not all have the same features, or one of them is not as writers make it: `parse_example`
+    reads them then, or says what is wrong.
+    """
+    first, last = np.array(starts, np.int64), np.array(stops, np.int64)
+    spans: dict[tuple[str, int], tuple[_Places, _Places]] = {}
+    left: _Places = np.arange(len(first))
+    for _ in range(_ORDERS):
+        one = int(left[0])
+        layout = layout_of(data[starts[one] : stops[one]])
+        if layout is None:
+            return None
+        fits, found = _side_by_side(data, first[left], last[left], layout)
+        if not spans:
+            spans = {feature: (np.empty_like(first), np.empty_like(first)) for feature in layout}
+        if spans.keys() != set(layout) or not fits[0]:
+            return None
+        for feature, ends in zip(layout, found, strict=True):
+            for whole, part in zip(spans[feature], ends, strict=True):
+                whole[left[fits]] = part[fits]
+        left = left[~fits]
+        if not len(left):
+            return _columns(data, spans)
+    return None
+
+
+def rows_of(columns: Mapping[str, FeatureColumn]) -> Iterator[dict[str, Feature]]:
+    """The features of each example, as `parse_example` gives them."""
+    for features in zip(*(column.features for column in columns.values()), strict=True):
+        yield dict(zip(columns, features, strict=True))
+
+
+def _columns(
+    data: bytes, spans: dict[tuple[str, int], tuple[_Places, _Places]]
+) -> dict[str, FeatureColumn] | None:
+    found = {}
+    for (name, which), (begins, ends) in spans.items():
+        parts = [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        if which not in (_FLOATS, _INTEGERS):
+            found[name] = FeatureColumn(parts, None)
+            continue
+        column = _numbers(b"".join(parts), ends - begins, which)
+        if column is None:
+            return None
+        found[name] = column
+    return found
+
+
+def _numbers(packed: bytes, nbytes: _Places, which: int) -> FeatureColumn | None:
+    """The numbers that lie in `packed`, `nbytes` of each example; None where one of them is cut off."""
+    ends = np.cumsum(nbytes)
+    if which == _FLOATS:
+        return None if (nbytes % 4).any() else FeatureColumn(np.frombuffer(packed, "<f4"), ends // 4)
+    stops = last_bytes(packed)
+    count_ends = np.searchsorted(stops, ends)
+    # The last byte of each example's numbers is the last of a number.
+    if not np.array_equal(np.concatenate([[-1], stops])[count_ends], ends - 1):
+        return None
+    try:
+        return FeatureColumn(decode_varints(packed, stops), count_ends)
+    except ValueError:
+        return None
+
+
+def _side_by_side(
+    data: bytes, starts: _Places, stops: _Places, layout: Sequence[tuple[str, int]]
+) -> tuple[npt.NDArray[np.bool_], list[tuple[_Places, _Places]]]:
+    """Which of the examples have the features of `layout` in this order, and where the values of each of these lie."""
+    at = _Cursors(data, starts)
+    at.expect(b"\x0a")  # Example.features
+    end = at.length() + at.places
+    at.fits &= end == stops
+    found = []
+    for number, (name, which) in enumerate(layout):
+        encoded = name.encode()
+        at.expect(b"\x0a")  # Features.feature: an entry of the map
+        entry_end = at.length() + at.places
+        at.expect(b"\x0a" + _length(len(encoded)) + encoded + b"\x12")  # key, value
+        ends = [at.length() + at.places]
+        for tag in (which << 3 | 2, 0x0A):  # the kind of list; what is in it
+            at.expect(bytes([tag]))
+            ends.append(at.length() + at.places)
+        for inner in ends:
+            at.fits &= inner == entry_end
+        found.append((at.places, entry_end))
+        at.places = entry_end
+        if number == len(layout) - 1:
+            at.fits &= entry_end == end
+    return at.fits, found
+
+
+def _length(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+class _Cursors:
+    """Places in `data` that go forward together; `fits` says which of them found what was expected so far."""
+
+    def __init__(self, data: bytes, places: _Places) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self.places = places
+        self.fits = np.ones(len(places), np.bool_)
+
+    def expect(self, pattern: bytes) -> None:
+        """Go past `pattern`."""
+        if len(pattern) > len(self._data):
+            self.fits[:] = False
+        elif len(pattern) == 1:
+            self.fits &= self._data.take(self.places, mode="clip") == pattern[0]
+        else:
+            every = np.lib.stride_tricks.sliding_window_view(self._data, len(pattern))
+            windows = every[np.minimum(self.places, len(every) - 1)]
+            self.fits &= (windows == np.frombuffer(pattern, np.uint8)).all(axis=1)
+        self.places = self.places + len(pattern)
+
+    def length(self) -> _Places:
+        """Go past a length, of at most five bytes; what it says."""
+        value = np.zeros(len(self.places), np.int64)
+        more = np.ones(len(self.places), np.bool_)
+        for place in range(_LENGTH_BYTES):
+            byte = self._data.take(self.places, mode="clip")
+            value |= np.where(more, byte & 0x7F, 0).astype(np.int64) << 7 * place
+            self.places = self.places + more
+            more &= byte >= 0x80
+            if not more.any():
+                return value
+        self.fits &= ~more
+        return value

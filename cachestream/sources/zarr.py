@@ -1,0 +1,253 @@
+"""Windows of Zarr arrays, v2 and v3: only the chunks that a window touches are fetched.
+
+The format and its codecs are zarr-python's. The bytes come by our own requests, and all of zarr's work
+for a window is done in the thread that reads it, on a small event loop of that thread: so threads
+do not queue for zarr's one loop, and what is fetched counts for the unit that asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from fsspec.asyn import AsyncFileSystem
+
+from cachestream.config import require
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
+from cachestream.transport import metering
+from cachestream.transport.fetch import fetch
+from cachestream.transport.ranges import RangedFile, fetch_object, patiently
+from cachestream.transport.remote import Remote
+from cachestream.transport.remote_errors import classify, map_errors
+
+T = TypeVar("T")
+LIFE_S: Final = 0.5
+MAX_CHUNK_BYTES: Final = 4 << 30
+MAX_METADATA_BYTES: Final = 16 << 20
+
+
+def zarr_library() -> Any:
+    """The module zarr, version 3; ConfigError says how to get it."""
+    zarr = require("zarr", "zarr", "a Zarr array (from Python 3.11 on)")
+    if int(zarr.__version__.partition(".")[0]) < 3:
+        raise ConfigError(f"zarr {zarr.__version__} is too old: zarr 3 is needed (for Python 3.11 or newer)")
+    return zarr
+
+
+# --- a loop for each thread --------------------------------------------------------------------
+
+
+class _Inline(concurrent.futures.ThreadPoolExecutor):
+    """Runs what zarr would hand to threads in the calling one: units are read by many threads already."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  whoever waits for the future gets it
+            future.set_exception(error)
+        return future
+
+
+class _Loop:
+    """An event loop of one thread in one process; it goes with the thread."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_Inline(1))
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What `coroutine` returns; shows life meanwhile. Each request in it has its own deadline."""
+        task = self._loop.create_task(coroutine)
+        try:
+            while not task.done():
+                self._loop.run_until_complete(asyncio.wait({task}, timeout=LIFE_S))
+                metering.fetched(0)
+        finally:
+            if not task.done():
+                task.cancel()
+                self._loop.run_until_complete(asyncio.wait({task}))
+        return task.result()
+
+    def __del__(self) -> None:
+        if self.pid == os.getpid():  # a fork shares the parent's selector
+            self._loop.close()
+
+
+_of_thread = threading.local()
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    loop: _Loop | None = getattr(_of_thread, "loop", None)
+    if loop is None or loop.pid != os.getpid():
+        loop = _of_thread.loop = _Loop()
+    return loop.run(coroutine)
+
+
+# --- bytes for zarr ----------------------------------------------------------------------------
+
+
+class _Came(threading.local):
+    """How many objects came in this thread, since it was set to 0."""
+
+    count: int = 0
+
+
+class _Files(AsyncFileSystem):  # type: ignore[misc]
+    """What zarr's FsspecStore reads from: our requests, with our errors, each byte reported."""
+
+    cachable = False
+    async_impl = True
+
+    def __init__(self, remote: Remote, shown: str, max_bytes: int) -> None:
+        super().__init__(asynchronous=True)
+        self._remote, self._shown, self._max_bytes = remote, shown, max_bytes
+        self.came = _Came()
+
+    async def _cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes | memoryview:
+        """Bytes of one object; FileNotFoundError for one that is not there: a chunk of fill values."""
+        try:
+            if not self._remote.is_local:
+                data: bytes | memoryview = await fetch_object(self._remote, path, start, end)
+            elif start is None and end is None:
+                data = fetch(self._remote, path)
+            else:
+                file = RangedFile(self._remote, path, self._shown)
+                size = file.look().size_bytes
+                first, last, _ = slice(start, end).indices(size)
+                data = file.read(first, last)
+        except CacheStreamError:
+            raise
+        except Exception as error:
+            if classify(error) == "missing":
+                raise FileNotFoundError(path) from None
+            with map_errors(self._shown, one_of_many=True, secrets=self._remote.secrets):
+                raise
+        if len(data) > self._max_bytes:
+            raise SampleError(f"{self._shown}: a chunk of {len(data)} bytes, {self._max_bytes} at most")
+        self.came.count += 1
+        return data
+
+    async def _info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {"name": path, "type": "file", "size": len(await self._cat_file(path))}
+
+
+# --- the array ---------------------------------------------------------------------------------
+
+
+class ZarrArray:
+    """A Zarr array. Its metadata are read at first, then the chunks (or parts of shards) of each window.
+
+    Thread-safe, fork-safe and picklable. A chunk that is not there holds the fill value, as the
+    format has it. Raises SampleError for what is malformed, and otherwise as `map_errors` does.
+    """
+
+    def __init__(self, remote: Remote, path: str, shown: str) -> None:
+        zarr_library()
+        self._remote, self._path, self.shown = remote, path.rstrip("/"), shown
+        self._metadata = self._look()
+        with self._malformed("its metadata make no array"):
+            self._max_bytes = 2 * _chunk_bytes(self._metadata) + MAX_METADATA_BYTES
+            array, _ = self._opened = self._open()
+            self.shape: tuple[int, ...] = tuple(array.metadata.shape)
+            self.dtype: np.dtype[Any] = np.dtype(array.dtype)
+            self.chunks: tuple[int, ...] | None = tuple(array.chunks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opened = self._open()
+
+    def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
+        """The window `size` at `start`, C-contiguous, in native byte order."""
+        array, files = self._opened
+        window = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
+        files.came.count = 0
+        with self._malformed("a chunk cannot be decoded"):
+            found = np.asarray(_run(array.getitem(window)))
+        if found.shape != tuple(size):
+            raise SampleError(f"{self.shown}: a window of {found.shape} came, not {tuple(size)}")
+        if not files.came.count:
+            self._look()  # where nothing is there, neither may the array be: then these are no fill values
+        return np.ascontiguousarray(found, self.dtype.newbyteorder("="))
+
+    def _open(self) -> tuple[Any, _Files]:
+        zarr = zarr_library()
+        files = _Files(self._remote, self.shown, self._max_bytes)
+        store = zarr.storage.FsspecStore(files, read_only=True, path=self._path)
+        return zarr.AsyncArray(self._metadata, zarr.storage.StorePath(store)), files
+
+    @contextlib.contextmanager
+    def _malformed(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except CacheStreamError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:300]
+            raise SampleError(f"{self.shown}: {what}: {reason}") from error
+
+    def _look(self) -> dict[str, Any]:
+        """The metadata document of the array."""
+        for name in ("zarr.json", ".zarray"):
+            document = self._document(name)
+            if document is not None and document.get("node_type") != "group":
+                return document
+        raise SourceError(f"{self.shown}: {self._what_is_there()}")
+
+    def _document(self, name: str) -> dict[str, Any] | None:
+        path = f"{self._path}/{name}"
+        try:
+            data = patiently(lambda: fetch(self._remote, path))
+        except Exception as error:
+            if classify(error) == "missing":
+                return None
+            with map_errors(self.shown, secrets=self._remote.secrets):
+                raise
+        with self._malformed(f"{name} is no metadata document"):
+            found = json.loads(bytes(data[: MAX_METADATA_BYTES + 1]))
+            if not isinstance(found, dict):
+                raise TypeError(f"a {type(found).__name__}")
+        return found
+
+    def _what_is_there(self) -> str:
+        """Why there is no array: nothing at all, or a group, whose arrays are named."""
+        group = self._document("zarr.json") or self._document(".zgroup")
+        if group is None:
+            return "no Zarr array here (neither zarr.json nor .zarray); check the path"
+        consolidated = group.get("consolidated_metadata") or self._document(".zmetadata") or {}
+        names = {
+            str(key).removesuffix("/.zarray")
+            for key, item in consolidated.get("metadata", {}).items()
+            if str(key).endswith("/.zarray") or (isinstance(item, dict) and item.get("node_type") == "array")
+        }
+        if not names:
+            with map_errors(self.shown, secrets=self._remote.secrets):
+                listed = self._remote.open_for_listing()[0].ls(self._path, detail=False)
+            names = {path.rstrip("/").rpartition("/")[2] for path in listed} - {"zarr.json"}
+        named = sorted(name for name in names if not name.startswith("."))
+        hint = f", one of: {', '.join(named[:20])}" if named else ""
+        return f"a Zarr group, not an array; add the array's name to the path{hint}"
+
+
+def _chunk_bytes(metadata: dict[str, Any]) -> int:
+    """How many bytes a chunk (the largest thing that is decoded as one) takes, by its metadata."""
+    shape = metadata.get("chunks") or metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    nbytes = math.prod(int(length) for length in shape) * 16
+    if nbytes > 16 * MAX_CHUNK_BYTES:
+        raise ValueError(f"chunks of {shape} are more than can be decoded")
+    return nbytes

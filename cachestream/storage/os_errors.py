@@ -1,0 +1,135 @@
+"""Errors of the system and of SQLite as errors that say what to do; the only place that knows their codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
+from cachestream.linux import open_private, remove
+
+_FULL: Final = {
+    errno.ENOSPC: "free some disk or lower the cache's limit",
+    errno.EDQUOT: "free some of what counts for the quota, have it raised, or lower the cache's limit",
+    errno.EFBIG: "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size",
+}
+_FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
+_FAILED: Final = frozenset(
+    {errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS}
+)
+_PROBE_BYTES: Final = 4096
+# What SQLite says of a page that is no page, of a statement that does not fit its tables, and of rows that contradict.
+_DAMAGE: Final = (
+    "not a database", "malformed", "encrypted", "no such", "has no column", "decode to UTF-8", "constraint failed",
+    "unsupported file format", "mismatch",
+)  # fmt: skip
+_TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+class CatalogueDamagedError(CacheError):
+    """The catalogue file is missing or no catalogue: rebuild it from the shards."""
+
+
+class DiskFailedError(CacheError):
+    """The disk gives errors, or takes nothing any more: it may be put right while others wait."""
+
+
+def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
+    """`error` at `path` as CacheFullError or CacheError."""
+    what = f"{path}: {error.strerror}{doing and f' while {doing}'}"
+    if error.errno in _FULL:
+        return CacheFullError(f"{what}; {_FULL[error.errno]}")
+    if error.errno in _FORBIDDEN:
+        return unwritable(path, error.strerror)
+    if error.errno == errno.EROFS:
+        return DiskFailedError(
+            f"{what}; mount it for writing, or look into the system's log: disks that fail become so"
+        )
+    if error.errno in _TOO_MANY:
+        return CacheError(f"{what}; raise the limit of open files ('ulimit -n')")
+    if error.errno == errno.ENOMEM:
+        return CacheError(f"{what}; the process has too many maps ('sysctl vm.max_map_count') or no memory")
+    if error.errno == errno.ELOOP:
+        return CacheError(f"{path} is a symbolic link; a cache does not follow links, remove it")
+    if error.errno == errno.ENOENT:
+        return CacheError(f"{what}; somebody removed it, open the cache again")
+    if error.errno in _FAILED:
+        return DiskFailedError(f"{what}; check the disk")
+    return CacheError(f"{what}; check the disk")
+
+
+def unwritable(path: str, said: str | None = None) -> CacheError:
+    """That `path` cannot be written, and why."""
+    what = f"{path} cannot be written{f' ({said})' if said else ''}"
+    try:
+        is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:  # not there, or not for us to see
+        is_read_only = False
+    if is_read_only:
+        return CacheError(
+            f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases and records in it; "
+            "mount it for writing (in a container without ':ro')"
+        )
+    return CacheError(f"{what}; check its owner and permissions")
+
+
+@contextmanager
+def translated_disk_errors(path: str, doing: str = "") -> Iterator[None]:
+    """Errors of the system as ours, at the path that they name or at `path`."""
+    try:
+        yield
+    except CacheStreamError:
+        raise  # some are OSErrors too: NotEnoughSamplesError is a TimeoutError
+    except OSError as error:
+        named = error.filename if isinstance(error.filename, str) else path
+        raise disk_error(named, error, doing) from error
+
+
+@contextmanager
+def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
+    """Errors of SQLite on the catalogue at `path` as ours."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        text = str(error)
+        if "locked" in text or "busy" in text:
+            raise CacheLockedError(
+                f"{path} was locked by another process for {timeout_s:.0f} s; "
+                "look for a stopped or swapping process that uses this cache, then try again"
+            ) from error
+        if any(word in text for word in _DAMAGE):
+            raise CatalogueDamagedError(
+                f"{path} is damaged ({text}); run 'cachestream verify CACHE --repair'"
+            ) from error
+        if "disk is full" in text:
+            raise CacheFullError(f"{path}: the disk is full; free some space") from error
+        if "readonly" in text or "unable to open" in text:
+            raise unwritable(path, text) from error
+        refusal = _refusal(path) if "disk I/O error" in text else None
+        if refusal is not None:
+            raise disk_error(path, refusal, "in a transaction") from error
+        kind = DiskFailedError if "disk I/O error" in text else CacheError
+        raise kind(f"{path}: {text}; check the disk") from error
+
+
+def _refusal(path: str) -> OSError | None:
+    """What the system says to a file as large as the one at `path`, if that is that it has no space for it.
+
+    SQLite tells a full disk from a broken one, but neither a quota nor a limit on the size of files.
+    """
+    probe = path + "-probe"
+    try:
+        fd = open_private(probe, os.O_WRONLY | os.O_CREAT)
+        try:
+            remove(probe)  # nothing is left of it, wherever this process dies
+            os.pwrite(fd, bytes(_PROBE_BYTES), os.stat(path).st_size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error if error.errno in _FULL else None
+    return None

@@ -1,0 +1,436 @@
+"""Reservations: bytes are reserved before they are written, and given back only after the unlink.
+
+The transaction that reserves also picks the victims. A victim's row goes first, its file next, and
+its bytes are credited last, so that the directory never holds more than was promised, wherever a
+process dies. What a dead process had reserved is cleared by the next one that asks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from cachestream.config import format_size
+from cachestream.errors import CacheError, CacheLockedError
+from cachestream.schema import IntArray, ShardRow
+from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.eviction import EvictionPolicy, choose_victims, describe_shortage, in_order
+from cachestream.storage.layout import (
+    BLOCK_BYTES,
+    Directory,
+    free_bytes,
+    move_aside,
+    overhead_bytes,
+    remove_if_there,
+    size_of_file,
+    sync_folder,
+)
+from cachestream.storage.leases import Leases
+from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
+from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.shard import shard_path
+from cachestream.storage.tables import Reservation, Tables
+
+# What the worker's log, board and history, new rows and new leases may take between two reservations.
+HEADROOM_BYTES: Final = 256 * 1024
+_BLOCKS_PER_INDEX: Final = 256  # fewer than any disk maps with one block, however scattered the file is
+_OWNER_TIMEOUT_S: Final = 2.0
+_WATCH_S: Final = 0.01
+
+
+def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """The most that a file of `size_bytes` occupies: whole blocks, and the blocks that index them."""
+    blocks = -(-size_bytes // block_bytes)
+    return (blocks + 1 + blocks // _BLOCKS_PER_INDEX) * block_bytes
+
+
+def effective_limit(limit_bytes: int, used_bytes: int, free_disk_bytes: int, min_free_bytes: int) -> int:
+    """The limit now: what was configured, or less when others have filled the disk."""
+    return min(limit_bytes, used_bytes + free_disk_bytes - min_free_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where the bytes are: the limit in force, and what counts against it."""
+
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+
+class Owner:
+    """A process that writes into the cache, alive for as long as it holds its file's lock."""
+
+    SUFFIX: Final = ".owner"
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        self.name = name
+        file = lock_file(_owner_path(directory, name), timeout_s=_OWNER_TIMEOUT_S)
+        if file is None:
+            raise CacheLockedError(f"{_owner_path(directory, name)} is held by another process; start again")
+        self._file: HeldFile = file
+
+    def release(self) -> None:
+        self._file.release(unlink=True)
+
+
+def _owner_path(directory: Directory, name: str) -> str:
+    return os.path.join(directory.leases, name + Owner.SUFFIX)
+
+
+def owner_is_alive(directory: Directory, name: str) -> bool:
+    """Whether the process that wrote under `name` still runs."""
+    return is_held(_owner_path(directory, name))
+
+
+class Reservations:
+    """Reserves, evicts and clears up in one cache, for any process that has it open.
+
+    `policy` says what is evicted first now, by what the catalogue says and this process was given.
+    """
+
+    def __init__(
+        self, directory: Directory, catalogue: Catalogue, policy: Callable[[Tables], EvictionPolicy]
+    ) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+        self.policy = policy
+        self._leases = Leases(directory.leases)
+        self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
+        # What could not be given back, for want of space or an error of the disk, and in whose name: nobody else
+        # clears that up while its owner lives.
+        self._left: dict[int, str] = {}
+
+    @property
+    def leases(self) -> Leases:
+        """The leases; to be used within a transaction of the catalogue."""
+        return self._leases
+
+    def footprint(self, size_bytes: int) -> int:
+        """The most that a file of `size_bytes` occupies on this disk."""
+        return disk_footprint(size_bytes, self._block_bytes)
+
+    def reserve(
+        self, size_bytes: int, owner: str, *, may_evict: bool = True, spare_unused: bool = True
+    ) -> int | None:
+        """Promise `size_bytes` of disk to a new shard; its id, or None when there is no space now.
+
+        Evicts what the policy gives for it, except leased shards and those that no epoch has used: each of these
+        would be fetched for nothing. Without `spare_unused` also such: for what is no shard, and on request. The
+        caller then writes the file, and turns the reservation into a shard or cancels it.
+        """
+        self.clear_dead(owner)
+        with self._catalogue.transaction() as tables:
+            room = self.room(tables)
+            short_bytes = size_bytes - room.free_bytes
+            if 0 < short_bytes <= tables.reserved_bytes()[1]:
+                return None  # others are unlinking as much: evicting more would only empty the cache
+            victims = self._victims(tables, short_bytes, used_only=spare_unused) if may_evict else []
+            if victims is None or size_bytes > room.free_bytes + sum(v.size_bytes for v in victims):
+                return None
+            shard_id = tables.add("last_shard_id", 1)
+            tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
+            self._doom(tables, victims, owner)
+        try:
+            self._unlink([row.id for row in victims], owner)
+        except BaseException:
+            self.cancel(shard_id, owner)
+            raise
+        return shard_id
+
+    def cancel(self, shard_id: int, owner: str) -> None:
+        """Give a reservation back; whatever was written under it goes first. A published shard stays.
+
+        What fails here is done before this process is promised anything else.
+        """
+        with self._kept_in_mind([shard_id], owner):
+            with self._catalogue.reading() as tables:
+                if tables.shard(shard_id) is not None:
+                    return  # the interrupt came after the commit
+            self._remove_files([shard_id])
+            with self._catalogue.transaction() as tables:
+                tables.delete_reservations([shard_id])
+
+    def evict(self, to_bytes: int | None, owner: str, policy: EvictionPolicy | None = None) -> int:
+        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; the bytes freed."""
+        self.clear_dead(owner)
+        with self._catalogue.transaction() as tables:
+            room = self.room(tables)
+            surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+            surplus -= tables.reserved_bytes()[1]  # others are unlinking as much
+            victims: list[ShardRow] = []
+            kept = tables.held_out_shards()
+            with contextlib.closing(self._evictable(tables, policy)) as candidates:
+                ordered = sorted(candidates, key=lambda row: row.id in kept) if kept else candidates
+                for row in ordered:
+                    if surplus <= 0:
+                        break
+                    victims.append(row)
+                    surplus -= row.size_bytes
+            self._doom(tables, victims, owner)
+            if victims:
+                tables.go_on_filling()
+        self._unlink([row.id for row in victims], owner)
+        return sum(row.size_bytes for row in victims)
+
+    def wait_for_writers(self, timeout_s: float) -> None:
+        """Wait until what others write or unlink now is done; gives up quietly at the deadline."""
+        with self._catalogue.reading() as tables:
+            pending = {row.id for row in tables.reservations()}
+        deadline_s = time.monotonic() + timeout_s
+        while pending and time.monotonic() < deadline_s:
+            time.sleep(_WATCH_S)  # SQLite cannot notify
+            with self._catalogue.reading() as tables:
+                pending &= {row.id for row in tables.reservations()}
+
+    def drop(self, tables: Tables, shard_id: int, owner: str) -> ShardRow | None:
+        """Take a shard out of the catalogue, its bytes kept reserved until `dropped`; None if unknown."""
+        row = tables.shard(shard_id)
+        if row is not None:
+            tables.delete_shards([shard_id])
+            tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
+            tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
+        return row
+
+    def dropped(self, shard_id: int) -> None:
+        """The file of a shard that was dropped is gone from its place."""
+        with self._catalogue.transaction() as tables:
+            tables.delete_reservations([shard_id])
+
+    def clear_dead(self, owner: str | None = None) -> None:
+        """Give back what processes that died had reserved or leased, and what this one could not give back at
+        the time, in the name of `owner`.
+        """
+        with translated_disk_errors(self._directory.leases, "listing it"):
+            names = os.listdir(self._directory.leases)
+        for name in names:
+            if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
+                remove_unheld(os.path.join(self._directory.leases, name))
+        with self._catalogue.reading() as tables:
+            if not self._abandoned(tables):
+                return
+        with contextlib.ExitStack() as stack:
+            if owner is None:
+                mine = Owner(self._directory, f"clear-{secrets.token_hex(6)}")
+                stack.callback(mine.release)
+                owner = mine.name
+            with self._catalogue.transaction() as tables:
+                # Asked again: its owner may have published it and left since. Taken over, not deleted: the
+                # bytes count until the files are gone, also if this process dies before that.
+                abandoned = self._abandoned(tables)
+                tables.take_reservations(abandoned, owner)
+            self._unlink(abandoned, owner)
+
+    def room(self, tables: Tables) -> Room:
+        """The limit and the bytes in use, everything in the directory included."""
+        size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+        promised, doomed = tables.reserved_bytes()
+        used = tables.totals()[2] + overhead_bytes(self._directory) + promised + doomed + self.headroom_bytes
+        # What is reserved but not yet written still counts as free on the disk: take it off.
+        free_disk = free_bytes(self._directory.root) - promised
+        return Room(effective_limit(size_limit, used, free_disk, min_free), used)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What counts as used though it is not there yet: it may be, before the next reservation."""
+        # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
+        catalogue_bytes = size_of_file(self._directory.catalogue)
+        return HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
+
+    def shortage(self, need_bytes: int) -> str:
+        """Why a reservation fails, in one sentence."""
+        with self._catalogue.reading() as tables:
+            room = self.room(tables)
+            leased_bytes = tables.bytes_within(self._leases.look()[1])
+            size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+        text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
+        if room.limit_bytes < size_limit:
+            text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
+        return text
+
+    def _victims(self, tables: Tables, need_bytes: int, *, used_only: bool) -> list[ShardRow] | None:
+        if need_bytes <= 0:
+            return []
+        kept = tables.held_out_shards()  # a validation set that is turned over would be none
+        with contextlib.closing(self._evictable(tables, None, kept, used_only=used_only)) as candidates:
+            return choose_victims(candidates, need_bytes)
+
+    def _evictable(
+        self,
+        tables: Tables,
+        policy: EvictionPolicy | None,
+        kept: Collection[int] = (),
+        *,
+        used_only: bool = False,
+    ) -> Generator[ShardRow, None, None]:
+        policy = self.policy(tables) if policy is None else policy
+        ranges = self._leases.leased()
+        if callable(policy):
+            unleased = _outside(ranges, tables.shards(used_only=used_only))
+            rows = [row for row in unleased if row.id not in kept]
+            yield from in_order(policy, rows) if rows else ()
+        elif policy != "none":
+            with contextlib.closing(tables.shards(policy, but=ranges, used_only=used_only)) as candidates:
+                yield from (row for row in _outside(ranges, candidates) if row.id not in kept)
+
+    def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
+        if not victims:
+            return
+        tables.delete_shards(row.id for row in victims)
+        for row in victims:
+            tables.insert_reservation(Reservation(row.id, row.size_bytes, owner, doomed=True))
+        tables.add("evicted_shards", len(victims))
+        tables.add("evicted_samples", sum(row.num_samples for row in victims))
+        tables.add("evicted_bytes", sum(row.size_bytes for row in victims))
+        tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
+
+    def _abandoned(self, tables: Tables) -> list[int]:
+        """The reservations of processes that are gone, and those that this one has left."""
+        reservations = tables.reservations()
+        alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
+        return [r.id for r in reservations if r.owner not in alive or self._left.get(r.id) == r.owner]
+
+    def _unlink(self, doomed: list[int], owner: str) -> None:
+        """Remove the files of doomed reservations of `owner`, and only then the reservations."""
+        if not doomed:
+            return
+        with self._kept_in_mind(doomed, owner):
+            self._remove_files(doomed)
+            with translated_disk_errors(self._directory.shards):
+                sync_folder(self._directory.shards)
+            with self._catalogue.transaction() as tables:
+                tables.delete_reservations(doomed)
+
+    @contextlib.contextmanager
+    def _kept_in_mind(self, shard_ids: list[int], owner: str) -> Iterator[None]:
+        """Reservations of `owner` that are given back here, and left to `clear_dead` where that fails."""
+        try:
+            yield
+        except BaseException:
+            self._left.update((shard_id, owner) for shard_id in shard_ids)
+            raise
+        for shard_id in shard_ids:
+            self._left.pop(shard_id, None)
+
+    def _remove_files(self, shard_ids: list[int]) -> None:
+        for shard_id in shard_ids:
+            for path in (
+                self._directory.temporary_shard(shard_id),
+                shard_path(self._directory.root, shard_id),
+            ):
+                with translated_disk_errors(path, "removing it"):
+                    remove_if_there(path)
+
+
+def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
+    """Those of `rows` that are not in `ranges` (disjoint and ascending)."""
+    firsts, lasts = ranges[:, 0].tolist(), ranges[:, 1].tolist()
+    for row in rows:
+        place = bisect.bisect_right(firsts, row.id) - 1
+        if place < 0 or row.id > lasts[place]:
+            yield row
+
+
+_CLEAR_TIMEOUT_S: Final = 1.0
+_WRITERS_TIMEOUT_S: Final = 2.0
+
+
+class Space:
+    """Takes shards out of one cache, each time under a name of its own, as a process that may die."""
+
+    def __init__(self, directory: Directory, catalogue: Catalogue, admission: Reservations) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+        self._admission = admission
+
+    def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
+        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; the bytes freed."""
+        with self._owner("evict") as name:
+            return self._admission.evict(to_bytes, name, policy)
+
+    def enforce_limit(self, slack_bytes: int = 0) -> int:
+        """Evict what is over the limit by more than `slack_bytes`, as leases allow; returns the bytes freed."""
+        with self._catalogue.reading() as tables:
+            room, size_limit = self._admission.room(tables), int(tables.meta("size_limit"))
+            keeps = self._admission.policy(tables) == "none"
+            going_bytes = tables.reserved_bytes()[1]
+        # Nothing but a lower limit evicts under "none": not other programs that fill the disk.
+        limit_bytes = size_limit if keeps else room.limit_bytes
+        slack_bytes = slack_bytes if limit_bytes == size_limit else 0
+        if room.used_bytes - going_bytes <= limit_bytes + slack_bytes:
+            return 0
+        return self.evict(limit_bytes, "lru" if keeps else None)
+
+    def shrink(self) -> None:
+        """Enforce a limit that was just set, also on what was promised under the one before it."""
+        self.enforce_limit()
+        if self._is_over():
+            self._admission.wait_for_writers(_WRITERS_TIMEOUT_S)
+            self.enforce_limit()
+
+    def put_aside(self, shard_id: int, reason: str) -> None:
+        """Quarantine a damaged shard; nothing happens where it is gone already."""
+        path = shard_path(self._directory.root, shard_id)
+        where, _, what = reason.partition("; run ")[0].partition(": ")  # what it advises is done here
+        with self._owner("quarantine") as name:
+            with self._catalogue.transaction() as tables:
+                row = self._admission.drop(tables, shard_id, name)
+                if row is None:
+                    return  # evicted, or another rank was faster
+                # Together with its row: one that goes uncounted, because we are killed, nobody fetches again.
+                tables.add("quarantined" if os.path.lexists(path) else "lost_shards", 1)
+                tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
+                limit_bytes = int(tables.meta("size_limit"))
+            move_aside(self._directory, path, limit_bytes)
+            self._admission.dropped(shard_id)
+
+    def clear(self) -> None:
+        """Evict everything, and forget the filling and what was put aside.
+
+        Raises CacheError while a worker runs, or while epochs hold shards.
+        """
+        root = self._directory.root
+        # Held as a supervisor holds it: none can start while we clear.
+        lock = lock_file(self._directory.worker_file("supervisor.lock"), timeout_s=_CLEAR_TIMEOUT_S)
+        if lock is None:
+            raise CacheError(f"a worker is filling {root}; stop it first ('cachestream stop CACHE')")
+        try:
+            self.evict(0, "fifo")
+            with self._catalogue.transaction() as tables:
+                left, _, left_bytes = tables.totals()
+                if left:
+                    raise CacheError(
+                        f"{left} shards ({format_size(left_bytes)}) of {root} are leased by epochs in use; "
+                        "close them"
+                    )
+                tables.forget_filling()
+                tables.execute("DELETE FROM meta WHERE key = 'holdout'")  # what comes may be split otherwise
+            with translated_disk_errors(root, "clearing it"):
+                for name in os.listdir(self._directory.quarantine):
+                    remove_if_there(os.path.join(self._directory.quarantine, name))
+                remove_if_there(os.path.join(root, "catalogue.damaged"))
+        finally:
+            lock.release()
+
+    def _is_over(self) -> bool:
+        with self._catalogue.reading() as tables:
+            return self._admission.room(tables).free_bytes < 0
+
+    @contextmanager
+    def _owner(self, what: str) -> Iterator[str]:
+        """The name under which this process holds bytes for the time of one action."""
+        owner = Owner(self._directory, f"{what}-{secrets.token_hex(6)}")
+        try:
+            yield owner.name
+        finally:
+            owner.release()

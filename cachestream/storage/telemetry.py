@@ -1,0 +1,263 @@
+"""Live counters of the running worker, and the history of the cache's growth, in small shared files.
+
+Each sampling process writes its own slot, without locks and without SQL; the supervisor watches them
+and anyone may look. Nothing here needs to survive: what must is in the catalogue.
+
+It spans the whole life of the cache: rows come further apart as it grows older, and when the file is
+full every other row goes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.linux import move, open_private
+from cachestream.storage.layout import remove_if_there
+from cachestream.storage.os_errors import translated_disk_errors
+
+FLIGHTS: Final = 64
+PROCESSES_AT_MOST: Final = 128
+
+# State of a sampling process.
+STARTING, FETCHING, WRITING, NO_SPACE, NO_REMOTE, ENDED = range(6)
+STATE_NAMES: Final = (
+    "starting",
+    "fetching",
+    "writing",
+    "waiting for space",
+    "waiting for the remote",
+    "ended",
+)
+
+_SLOT: Final = np.dtype(
+    [
+        ("pid", "<i8"),
+        ("state", "<i8"),
+        ("beat_s", "<f8"),  # monotonic time of the last progress of the main thread
+        ("samples", "<i8"),
+        ("units", "<i8"),
+        ("fetched_bytes", "<i8"),
+        ("written_bytes", "<i8"),
+        ("failures", "<i8"),
+        ("dropped", "<i8"),
+        ("committed", "<i8"),  # samples that are done, cached or not, as the catalogue has it
+        ("retries", "<i8"),
+        ("fetch_wait_s", "<f8"),
+        ("transform_s", "<f8"),
+        ("pack_s", "<f8"),
+        ("publish_s", "<f8"),
+        ("space_wait_s", "<f8"),
+        ("pass_id", "<i8"),
+        ("alone", "<i8"),  # position + 1 that the main thread transforms, 0: none
+        ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
+        ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
+        (
+            "silence",
+            "S256",
+        ),  # what was said last by or of a remote that does not answer, and holds up all; else empty
+        ("refusal", "S256"),  # what the disk said when it took no bytes, UTF-8; empty once it has taken some
+    ]
+)
+_HEAD: Final = np.dtype(
+    [("magic", "<i8"), ("pid", "<i8"), ("started_s", "<f8"), ("processes", "<i8"), ("restarts", "<i8")]
+)
+# The layout of the slots; the head's is for ever. A worker may outlive the version of the package that started it.
+_MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES, "no pid after the end")).encode())
+_SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
+
+Slot = Any  # a numpy record of _SLOT, living in the map
+
+
+def board_text(words: str) -> bytes:
+    """`words` as a slot takes them, as many as there is room for; what is no text, as in a path that is not UTF-8, as "?"."""
+    return words.encode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The counters of all sampling processes together, since the worker started."""
+
+    samples: int
+    units: int
+    fetched_bytes: int
+    written_bytes: int
+    failures: int
+    dropped: int
+    retries: int
+    fetch_wait_s: float
+    transform_s: float
+    pack_s: float
+    publish_s: float
+    space_wait_s: float
+
+
+class Run(NamedTuple):
+    """One supervisor: its process id, and the monotonic time of its start."""
+
+    pid: int
+    started_s: float
+
+
+def lasting_run(path: str) -> Run | None:
+    """The supervisor that the board at `path` names: it runs, or has ended without a word. None where the last one ended in order."""
+    try:
+        with open(path, "rb") as file:
+            head = np.frombuffer(file.read(_HEAD.itemsize), _HEAD)[0]
+    except (OSError, ValueError, IndexError):
+        return None
+    return (
+        Run(int(head["pid"]), float(head["started_s"])) if head["pid"] and head["magic"] == _MAGIC else None
+    )
+
+
+class Board:
+    """The board in the file `path`, created on first use."""
+
+    def __init__(self, path: str) -> None:
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.fstat(fd).st_size < _SIZE:
+                os.posix_fallocate(fd, 0, _SIZE)
+            self._map = mmap.mmap(fd, _SIZE)
+        finally:
+            os.close(fd)
+        self._head = np.frombuffer(self._map, _HEAD, 1)
+        self._slots = np.frombuffer(self._map, _SLOT, PROCESSES_AT_MOST, _HEAD.itemsize)
+
+    def reset(self, pid: int, processes: int, now_s: float) -> None:
+        """Start over for a new supervisor."""
+        self._slots[:] = np.zeros(1, _SLOT)
+        self._head[0] = (_MAGIC, pid, now_s, processes, 0)
+
+    def end(self) -> None:
+        """The supervisor ends in order. Of one that is killed the number stays."""
+        self._head["pid"] = 0
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process id; 0 once it has ended in order."""
+        return int(self._head["pid"][0])
+
+    @property
+    def processes(self) -> int:
+        """How many slots there are to read: none of those that another version of the package writes."""
+        return int(self._head["processes"][0]) if self._head["magic"][0] == _MAGIC else 0
+
+    @property
+    def started_s(self) -> float:
+        return float(self._head["started_s"][0])
+
+    @property
+    def restarts(self) -> int:
+        return int(self._head["restarts"][0])
+
+    def count_restart(self) -> None:
+        self._head["restarts"] += 1
+
+    def slot(self, index: int) -> Slot:
+        """The slot of sampling process `index`: reading and writing its fields is live."""
+        return self._slots[index]
+
+    def clear_flights(self, index: int) -> None:
+        """Forget what a process was reading: it is gone, and its successor starts clean."""
+        slot = self._slots[index]
+        slot["flights"] = 0
+        slot["alone"] = 0
+
+    def states(self) -> list[str]:
+        return [STATE_NAMES[int(s)] for s in self._slots["state"][: self.processes]]
+
+    def refusal(self) -> str:
+        """What the disk said to a process that waits for space; "" where none waits because of that."""
+        slots = self._slots[: self.processes]
+        waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as it does when it tries again
+        said = slots["refusal"][waiting & (slots["refusal"] != b"")]
+        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+
+    def silence(self) -> str:
+        """What a process waits for that does not answer; "" where all do."""
+        said = self._slots["silence"][: self.processes]
+        said = said[said != b""]
+        return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
+
+    def totals(self) -> Totals:
+        slots = self._slots[: self.processes]
+        integers = ("samples", "units", "fetched_bytes", "written_bytes", "failures", "dropped", "retries")
+        seconds = ("fetch_wait_s", "transform_s", "pack_s", "publish_s", "space_wait_s")
+        return Totals(
+            *(int(slots[name].sum()) for name in integers), *(float(slots[name].sum()) for name in seconds)
+        )
+
+
+ROWS_AT_MOST: Final = 1024
+ROW: Final = np.dtype(
+    [
+        ("time_s", "<f8"),  # since the epoch, for plots only
+        ("samples", "<i8"),
+        ("size_bytes", "<i8"),
+        ("limit_bytes", "<i8"),
+        ("written_samples", "<i8"),
+        ("evicted_samples", "<i8"),
+        ("fetched_bytes", "<i8"),
+        ("snapshots", "<i8"),
+    ]
+)
+
+
+class History:
+    """Appends to the history at `path`; one writer, the supervisor."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._first_s = self._last_s = 0.0
+        self._rows = 0
+        self._keep(read_history(path))  # a torn last row would shift all that follow
+
+    def append(self, *numbers: int) -> None:
+        """Add a row: the numbers of ROW after the time. Left out when the last one is too young to differ."""
+        now_s = self._clock()
+        # Without this, thinning out alone would halve the old rows again and again, until only the
+        # last hour was left. A clock that was set back must not end the recording.
+        if self._rows and 0 <= now_s - self._last_s < (self._last_s - self._first_s) / ROWS_AT_MOST:
+            return
+        row = np.array([(now_s, *numbers)], ROW)
+        if self._rows >= ROWS_AT_MOST:
+            self._keep(read_history(self._path)[::2])
+        with translated_disk_errors(self._path), open(self._path, "ab", opener=open_private) as file:
+            file.write(row.tobytes())
+        self._rows += 1
+        self._last_s = now_s
+        self._first_s = self._first_s or now_s
+
+    def _keep(self, rows: npt.NDArray[Any]) -> None:
+        temporary = self._path + ".new"
+        with translated_disk_errors(temporary):
+            try:
+                with open(temporary, "wb", opener=open_private) as file:
+                    file.write(rows.tobytes())
+                move(temporary, self._path)
+            finally:
+                remove_if_there(temporary)
+        self._rows = len(rows)
+        if len(rows):
+            self._first_s, self._last_s = float(rows["time_s"][0]), float(rows["time_s"][-1])
+
+
+def read_history(path: str) -> npt.NDArray[Any]:
+    """The rows so far, oldest first; a torn last row is left out."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        data = b""
+    return np.frombuffer(data[: len(data) // ROW.itemsize * ROW.itemsize], ROW)

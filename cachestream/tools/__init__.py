@@ -1,0 +1,1 @@
+"""Tools that stand on top of the library: benchmarks of a cache, plots, diagnosis, refetching."""

@@ -1,0 +1,241 @@
+"""The speed of a cache as it is: the loader alone, with the user's transform, onto the device; beside memcpy and the disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.config import format_size
+from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.cache import Cache
+from cachestream.storage.shard import shard_path
+from cachestream.training.batches.transfer import has_cuda
+from cachestream.training.loader import EpochLoader
+
+_COPY_BYTES: Final = 64 * 2**20
+_COPIES: Final = 10
+_DISK_S: Final = 1.0
+_DISK_DEPTH: Final = 16
+_DISK_BLOCKS: Final = (4096, 1 << 20)  # the least and the most that is read at a time
+_NO_DEVICE: Final = "no CUDA device"
+_NO_DISK: Final = "not read: this filesystem cannot pass its cache by"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What the loader delivered: `num_bytes` of tensors in `seconds`, after one epoch to warm up."""
+
+    num_samples: int
+    num_batches: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.seconds
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values, for JSON."""
+        return {
+            "samples_per_s": self.samples_per_s,
+            "bytes_per_s": self.bytes_per_s,
+            "num_batches": self.num_batches,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """`alone`: batches as they are gathered. `transformed`: with a `batch_transform`, None if none was given. `moved`: onto
+    the CUDA device, with the transform there, None if there is none. `disk_bytes_per_s`: reads of `block_bytes` at random
+    places past the page cache, 16 at once; None where the filesystem cannot do that.
+    """
+
+    place: str
+    alone: Rate
+    transformed: Rate | None
+    moved: Rate | None
+    memcpy_bytes_per_s: float
+    disk_bytes_per_s: float | None
+    block_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; what was not measured is None."""
+        return self.alone.to_dict() | {
+            "memcpy_bytes_per_s": self.memcpy_bytes_per_s,
+            "share_of_memcpy": self.alone.bytes_per_s / self.memcpy_bytes_per_s,
+            "batch_transform": None if self.transformed is None else self.transformed.to_dict(),
+            "device": None if self.moved is None else self.moved.to_dict(),
+            "disk_bytes_per_s": self.disk_bytes_per_s,
+            "disk_block_bytes": self.block_bytes,
+        }
+
+    def __str__(self) -> str:
+        """A table of 80 columns at most."""
+        batch = self.alone.num_bytes / self.alone.num_batches
+        lines = [
+            f"{self.place}: batches of {self.alone.num_samples // self.alone.num_batches}, {format_size(batch)}",
+            "",
+            f"{'':28}{'samples/s':>12}{'bytes/s':>14}{'of memcpy':>12}",
+            self._line("memcpy, one thread", None, self.memcpy_bytes_per_s),
+            self._of("loader alone", self.alone),
+        ]
+        if self.transformed is not None:
+            lines.append(self._of("with the batch transform", self.transformed))
+        lines.append(
+            f"{'onto the device':28}{_NO_DEVICE:>26}"
+            if self.moved is None
+            else self._of("onto the device", self.moved)
+        )
+        disk = f"disk, random {format_size(self.block_bytes)}"
+        lines.append(
+            f"{disk:28}{_NO_DISK}"
+            if self.disk_bytes_per_s is None
+            else self._line(disk, None, self.disk_bytes_per_s)
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _of(self, name: str, rate: Rate) -> str:
+        # What a transform makes of a batch may have another size: bytes are those that were gathered.
+        bytes_each = self.alone.num_bytes / self.alone.num_samples
+        return self._line(name, rate.samples_per_s, bytes_each * rate.samples_per_s)
+
+    def _line(self, name: str, samples_per_s: float | None, bytes_per_s: float) -> str:
+        samples = "" if samples_per_s is None else f"{samples_per_s:,.0f}"
+        share = bytes_per_s / self.memcpy_bytes_per_s
+        return f"{name:28}{samples:>12}{format_size(bytes_per_s) + '/s':>14}{share:>12.0%}"
+
+
+def bench(
+    cache: Cache,
+    batch_size: int = 64,
+    seconds: float = 5.0,
+    batch_transform: Callable[..., Any] | None = None,
+) -> BenchReport:
+    """Iterate shuffled epochs of what is cached for about `seconds`: alone, with `batch_transform`, and onto the CUDA device
+    if there is one; copy memory and read the disk for comparison.
+
+    Raises NotEnoughSamplesError when the cache does not hold one batch, and whatever `batch_transform` raises.
+    """
+    if cache.num_samples < batch_size:
+        raise NotEnoughSamplesError(
+            f"{cache.path} holds {cache.num_samples} samples, less than a batch of {batch_size}; "
+            "fill it first, or give a smaller --batch-size"
+        )
+    alone = measure_loader(cache, batch_size, seconds)
+    transformed = moved = None
+    if batch_transform is not None:
+        transformed = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform)
+    if has_cuda():
+        moved = measure_loader(cache, batch_size, seconds, batch_transform=batch_transform, device="cuda")
+    block = -(-alone.num_bytes // alone.num_samples // 4096) * 4096
+    block = min(max(block, _DISK_BLOCKS[0]), _DISK_BLOCKS[1])
+    return BenchReport(
+        cache.path,
+        alone,
+        transformed,
+        moved,
+        memcpy_bytes_per_s(),
+        disk_bytes_per_s(cache, block, min(seconds, _DISK_S)),
+        block,
+    )
+
+
+def measure_loader(cache: Cache, batch_size: int, seconds: float, **options: Any) -> Rate:
+    with EpochLoader(cache, batch_size, **options) as loader:
+        for _ in loader:
+            pass
+        begun_s = time.perf_counter()
+        sizes = [_nbytes(batch) for batch in _batches(loader, begun_s + seconds)]
+        return Rate(len(sizes) * batch_size, len(sizes), sum(sizes), time.perf_counter() - begun_s)
+
+
+def _batches(loader: EpochLoader, until_s: float) -> Iterator[Any]:
+    """Batches of one epoch after another until the time is up, but at least one epoch."""
+    yield from loader
+    while time.perf_counter() < until_s:
+        for batch in loader:
+            yield batch
+            if time.perf_counter() >= until_s:
+                return
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of the tensors, str and bytes in a batch; 0 for anything else that a transform may make."""
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_nbytes, value))
+    if getattr(value, "is_nested", False):
+        return _nbytes(value.values())
+    return (
+        int(value.nbytes) if hasattr(value, "nbytes") else len(value) if isinstance(value, str | bytes) else 0
+    )
+
+
+def memcpy_bytes_per_s() -> float:
+    """Bytes a second that one thread copies between two buffers of 64 MiB, the best of ten."""
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.empty(_COPY_BYTES, np.uint8)
+    best_s = float("inf")
+    for _ in range(_COPIES):
+        begun_s = time.perf_counter()
+        np.copyto(target, source)
+        best_s = min(best_s, time.perf_counter() - begun_s)
+    return _COPY_BYTES / best_s
+
+
+def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float = _DISK_S) -> float | None:
+    """Bytes a second that the cache's shards are read with from the disk itself, `block_bytes` (a multiple of 4096) at random
+    places, 16 at once. The page cache is left as it is. None where the filesystem cannot pass its cache by (tmpfs).
+    """
+    snapshot, lease = cache.take_snapshot()
+    try:
+        paths = [shard_path(snapshot.root, number) for number in snapshot.shard_ids.tolist()]
+        until_s = time.perf_counter() + seconds
+        done: list[int | None] = []
+        begun_s = time.perf_counter()
+        threads = [
+            threading.Thread(target=lambda: done.append(_read_blocks(paths, block_bytes, until_s)))
+            for _ in range(_DISK_DEPTH)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        spent_s = time.perf_counter() - begun_s
+    finally:
+        lease.release()
+    total = sum(count or 0 for count in done)
+    return total / spent_s if total and None not in done else None
+
+
+def _read_blocks(paths: list[str], block_bytes: int, until_s: float) -> int | None:
+    """How much was read of random places of `paths` until the time was up; None where that cannot be."""
+    rng, count = random.Random(), 0
+    with mmap.mmap(-1, block_bytes) as memory:  # begins at a page, as the kernel wants it
+        while time.perf_counter() < until_s:
+            try:
+                fd = os.open(rng.choice(paths), os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:
+                return None
+            try:
+                blocks = max(1, os.fstat(fd).st_size // block_bytes)
+                for _ in range(8):
+                    count += os.preadv(fd, [memory], rng.randrange(blocks) * block_bytes)
+            except OSError:
+                return None
+            finally:
+                os.close(fd)
+    return count

@@ -1,0 +1,98 @@
+"""The growth of a cache as a picture (needs matplotlib: the extra `plot`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import ConfigError
+
+# From one palette that also people with colour blindness tell apart (Okabe and Ito).
+_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#888888"
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86_400.0
+
+
+def plot_growth(rows: npt.NDArray[Any], path: str | os.PathLike[str], title: str) -> None:
+    """Draw the history `rows` (see storage/telemetry.py) into the file at `path`, by its ending.
+
+    Above: what the cache takes on disk, and its limit. Below: the samples it holds, and all that were
+    ever cached. Marks on top: the epochs' snapshots. Raises ConfigError where matplotlib is missing, for
+    an ending that it cannot write, and for a history too short to draw.
+    """
+    if len(rows) < 2:
+        raise ConfigError("nothing to plot yet: the history is written while a worker runs")
+    figure_class = _figure_class()
+    seconds, unit = _time_axis(rows["time_s"] - rows["time_s"][0])
+    figure = figure_class(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    # A path may hold anything: no letters of ours, and no formula.
+    figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
+    _draw_sizes(above, seconds, rows)
+    _draw_samples(below, seconds, rows)
+    below.set_xlabel(f"time since the first worker ({unit})")
+    for axes in (above, below):
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, max(float(seconds.max()), 1e-3))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", framealpha=0.9)
+    try:
+        figure.savefig(path, dpi=120)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be written: {error}") from error
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure  # slow to load, and an extra
+    except ImportError as error:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed; run: pip install 'cachestream[plot]'"
+        ) from error
+    return Figure
+
+
+def _time_axis(since_s: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], str]:
+    for unit_s, unit in ((_DAY_S, "days"), (_HOUR_S, "hours"), (_MINUTE_S, "minutes")):
+        if since_s[-1] > 3 * unit_s:
+            return since_s / unit_s, unit
+    return since_s, "seconds"
+
+
+def _scale(largest: float, units: tuple[str, ...]) -> tuple[float, str]:
+    """The power of 1000 that keeps `largest` short, and its unit."""
+    power = 0
+    while largest >= 1000 ** (power + 1) and power < len(units) - 1:
+        power += 1
+    return float(1000**power), units[power]
+
+
+def _draw_sizes(axes: Any, seconds: npt.NDArray[np.float64], rows: npt.NDArray[Any]) -> None:
+    largest = max(rows["size_bytes"].max(), rows["limit_bytes"].max())
+    factor, unit = _scale(float(largest), ("B", "kB", "MB", "GB", "TB", "PB"))
+    axes.fill_between(seconds, rows["size_bytes"] / factor, color=_BLUE, alpha=0.25, linewidth=0)
+    axes.plot(seconds, rows["size_bytes"] / factor, color=_BLUE, label="on disk")
+    axes.plot(
+        seconds,
+        rows["limit_bytes"] / factor,
+        color=_ORANGE,
+        linestyle="--",
+        drawstyle="steps-post",
+        label="limit",
+    )
+    axes.set_ylabel(f"cache ({unit})")
+    taken = np.flatnonzero(np.diff(rows["snapshots"], prepend=rows["snapshots"][0]) > 0)
+    if len(taken):
+        top = np.full(len(taken), largest / factor * 1.04)
+        axes.plot(seconds[taken], top, "v", color=_GREY, markersize=5, linestyle="none", label="epochs begin")
+
+
+def _draw_samples(axes: Any, seconds: npt.NDArray[np.float64], rows: npt.NDArray[Any]) -> None:
+    arrived = rows["samples"] + rows["evicted_samples"]
+    factor, unit = _scale(float(arrived.max()), ("", "thousand", "million", "billion"))
+    axes.plot(seconds, rows["samples"] / factor, color=_BLUE, label="cached now")
+    axes.plot(seconds, arrived / factor, color=_GREEN, label="cached so far, evicted ones too")
+    axes.set_ylabel(f"samples ({unit})" if unit else "samples")

@@ -1,0 +1,370 @@
+"""Bringing the shards of recorded epochs back from the remote, byte for byte what they were.
+
+A shard's header says which samples it holds: the pass, and the places of its samples in that pass's order. From
+these follow the units, and the random generator that each unit was read with. So a shard comes back identical
+wherever the source and the transform are deterministic, and what comes back different is not taken in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from cachestream.config import with_generator
+from cachestream.errors import (
+    CacheError,
+    CacheFullError,
+    ConfigError,
+    SampleError,
+    SchemaMismatchError,
+    SourceUnavailableError,
+)
+from cachestream.schema import WHOLE, Span, is_held_out
+from cachestream.sources.base import Source, as_divisible, as_growing, begins_with
+from cachestream.storage.contents import Content, Contents
+from cachestream.storage.leases import Lease
+from cachestream.storage.locks import lock_file
+from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.reservations import Owner
+from cachestream.storage.shard import ShardContent, content_hash
+from cachestream.training.epoch_record import load_manifest
+from cachestream.transport.remote_errors import backoff_delays
+from cachestream.worker.cached_units import END, Coverage
+from cachestream.worker.encode import to_record
+from cachestream.worker.order import PassPlan, UnitOrder
+from cachestream.worker.packer import Packer
+from cachestream.worker.passes import order_file
+from cachestream.worker.stored_listings import list_all
+from cachestream.worker.unit_reader import sample_generator, unit_generator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cachestream.storage.cache import Cache
+
+
+_LOCK_TIMEOUT_S: Final = 1.0
+_ATTEMPTS: Final = 8
+
+Transform = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class RefetchReport:
+    """What became of the shards of the manifests: `wanted` in all, `cached` of them were there, `brought` came back.
+
+    `failed` says for each of the others why it did not.
+    """
+
+    wanted: int = 0
+    cached: int = 0
+    brought: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    def __str__(self) -> str:
+        return f"{self.wanted} shards: {self.cached} were cached, {self.brought} came back, {len(self.failed)} did not"
+
+
+class _NotAgainError(Exception):
+    """A shard cannot be made again, or came out different; says why."""
+
+
+def refetch(
+    manifest: str | os.PathLike[str] | list[Content],
+    cache: Cache,
+    source: Source,
+    *,
+    transform: Transform | None = None,
+    weights: Sequence[float] | None = None,
+    concurrency: int = 16,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RefetchReport:
+    """Bring into `cache` the shards that the epochs recorded at `manifest` (a file, or a folder; or the `wanted_shards`
+    of one) need and it lacks.
+
+    `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units are read
+    at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at the time. In a
+    cache that a worker has filled, shards are left out whose samples other shards hold by now, because an epoch would
+    have them twice: refetch into an empty directory to replay those.
+
+    Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is too small,
+    SourceUnavailableError and SourceError when the remote does not give the units.
+    """
+    wanted = manifest if isinstance(manifest, list) else wanted_shards(manifest)
+    report = RefetchReport(wanted=len(wanted))
+    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
+    if lock is None:
+        raise CacheError(f"a worker is filling {cache.path}; stop it first ('cachestream stop {cache.path}')")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        if (growing := as_growing(source)) is not None:
+            source = list_all(growing, cache)  # by the labels and the names that a worker would have
+        shelf = stack.enter_context(_Restoring(cache, source))
+        missing = shelf.hold_cached(wanted)
+        report.cached = len(wanted) - len(missing)
+        maker = _Maker(
+            cache, source, transform, weights, stack.enter_context(ThreadPoolExecutor(concurrency))
+        )
+        for done, content in enumerate(missing):
+            if on_progress is not None:
+                on_progress(done, len(missing))
+            try:
+                shelf.check_new(content, maker)
+                shelf.put(content, maker.make(content))
+                report.brought += 1
+            except _NotAgainError as error:
+                report.failed.append(f"shard {content.shard_id} ({content.num_samples} samples): {error}")
+    return report
+
+
+def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
+    """The shards that the epochs recorded at `manifest` need, each once; raises ConfigError where there are none."""
+    path = os.path.expanduser(manifest)
+    names = [path]
+    if os.path.isdir(path):
+        names = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".json")]
+    found: dict[str, Content] = {}
+    for name in names:
+        epoch = load_manifest(name)
+        for stretch in epoch.stretches:
+            places = [place for place in stretch.record.shard_ids.tolist() if place >= 0]
+            found.update((epoch.shards[place].hash, epoch.shards[place]) for place in places)
+    if not found:
+        raise ConfigError(f"{path} holds no manifests of epochs; EpochLoader(record=FOLDER) writes them")
+    return list(found.values())
+
+
+class _Restoring:
+    """Where shards are put back: holds them, and those that are needed too, until it is left."""
+
+    def __init__(self, cache: Cache, source: Source) -> None:
+        self._cache = cache
+        self._fingerprint = source.fingerprint
+        self._owner = Owner(cache.directory, f"refetch-{secrets.token_hex(6)}")
+        self._publisher = Publisher(cache.directory, cache.catalogue, cache.admission, self._owner.name)
+        self._leases: list[Lease] = []
+        self._ids: list[int] = []
+        self._passes: dict[str, int] = {}
+        self._filled_by_worker = cache.fill_state() != "none"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lease in self._leases:
+            lease.release()
+        self._owner.release()
+
+    def hold_cached(self, wanted: list[Content]) -> list[Content]:
+        """Lease those of `wanted` that are cached; returns the others."""
+        found = Contents().find(self._cache, wanted)
+        self._hold(list(found.values()))
+        return [content for content in wanted if content.hash not in found]
+
+    def check_new(self, content: Content, maker: _Maker) -> None:
+        """Raise unless the shard's samples are all missing, where somebody may train on all that is cached."""
+        maker.plan_of(content)  # raises for what was listed otherwise
+        with self._cache.catalogue.reading() as tables:
+            known = tables.meta("source")
+            if known not in {None, self._fingerprint}:
+                raise ConfigError(
+                    f"the cache at {self._cache.path} was filled from another source ({known}, not {self._fingerprint}); "
+                    "refetch into another directory"
+                )
+            if not self._filled_by_worker:
+                return
+            plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
+            spans = tables.spans(int(content.fill.get("part", WHOLE)))
+        covered = Coverage(
+            {
+                maker.order_of(other): spans.get(pass_id, [])
+                for pass_id, other in plans.items()
+                if other.is_permutation and maker.names_same(other)
+            }
+        )
+        for unit, first, stop in maker.parts_of(content):
+            ranges = covered.of(np.array([unit], np.int64))[0]
+            if any(start < stop and first < end for start, end in ranges):
+                raise _NotAgainError(
+                    "other shards hold some of its samples by now; refetch into an empty directory to replay it"
+                )
+
+    def put(self, content: Content, made: ShardContent) -> None:
+        """Publish `made`, evicting what is not needed."""
+        fill = content.fill
+        pass_id = self._passes.get(fill["plan"])
+        if pass_id is None:
+            with self._cache.catalogue.transaction() as tables:
+                tables.set_meta("source", self._fingerprint)
+                pass_id = self._passes[fill["plan"]] = tables.earlier_pass(fill["plan"], fill["length"])
+        spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
+        shard_id = self._publisher.publish(made, spans, UnitProgress(pass_id), spare_unused=False)
+        if shard_id is None:
+            shortage = self._cache.admission.shortage(made.data_bytes)
+            raise CacheFullError(
+                f"no space in {self._cache.path} for another shard that the epochs need: {shortage}"
+            )
+        self._hold([shard_id])
+
+    def _hold(self, shard_ids: list[int]) -> None:
+        self._ids = sorted([*self._ids, *shard_ids])
+        ranges = np.repeat(np.array(self._ids, np.int64)[:, None], 2, axis=1)
+        with self._cache.catalogue.transaction():
+            held = self._cache.admission.leases.create(ranges)
+        for lease in self._leases:
+            lease.release()
+        self._leases = [held]
+
+
+class _Maker:
+    """Makes shards again from the remote."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        source: Source,
+        transform: Transform | None,
+        weights: Sequence[float] | None,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self._cache = cache
+        self._source = source
+        self._transform = None if transform is None else with_generator(transform)
+        self._weights = weights
+        self._pool = pool
+        self._orders: dict[PassPlan, UnitOrder] = {}
+        self._divided: dict[PassPlan, Source] = {}
+
+    def plan_of(self, content: Content) -> PassPlan:
+        """The pass that a shard is of; raises ConfigError for another source, _NotAgainError where it says none."""
+        fill, source = content.fill, self._source
+        if not {"source", "plan", "length", "spans"} <= fill.keys():
+            raise _NotAgainError("it does not say where its samples came from")
+        if fill["source"] != source.fingerprint:
+            raise ConfigError(f"the epoch was trained on {fill['source']}, not on {source.fingerprint}")
+        plan = PassPlan.from_json(fill["plan"])
+        if not self.names_same(plan):
+            raise _NotAgainError("the remote lists other files than when it was sampled")
+        return plan
+
+    def _source_of(self, plan: PassPlan) -> Source:
+        """The source in the parts that the pass read its units in."""
+        source, parts = self._source, max(1, len(plan.segments))
+        divisible = as_divisible(source)
+        if divisible is None or divisible.rounds == parts:
+            return source
+        if plan not in self._divided:
+            self._divided[plan] = divisible.divided(parts)
+        return self._divided[plan]
+
+    def names_same(self, plan: PassPlan) -> bool:
+        """Whether the units of a pass are those of the source, or the first of them."""
+        source = self._source_of(plan)
+        same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
+            plan.num_units,
+            plan.listing,
+        )
+        return same or begins_with(source, plan.num_units, plan.listing)
+
+    def order_of(self, plan: PassPlan) -> UnitOrder:
+        order = self._orders.get(plan)
+        if order is None:
+            drawn = None
+            if plan.is_drawn:
+                path = order_file(self._cache.directory, plan.ordinal)
+                if not os.path.exists(path):
+                    raise _NotAgainError(f"what the {plan.kind} drew for its pass is not kept any more")
+                drawn = np.load(path, mmap_mode="r")
+            if plan.kind == "weighted" and self._weights is None:
+                raise _NotAgainError("its pass was weighted: give the weights of the units (weights=)")
+            weights = self._weights if plan.kind == "weighted" else None
+            order = self._orders[plan] = UnitOrder(plan, weights, drawn)
+        return order
+
+    def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:
+        """What a shard holds, in its order: (unit, first offset, the offset after the last)."""
+        order = self.order_of(self.plan_of(content))
+        for position, offset, last, until in content.fill["spans"]:
+            stop = last + (until > 0)
+            units = order.units(np.arange(position, stop, dtype=np.int64)).tolist()
+            for place, unit in zip(range(position, stop), units, strict=True):
+                yield unit, offset if place == position else 0, until if place == last else END
+
+    def make(self, content: Content) -> ShardContent:
+        """The shard, read again; raises _NotAgainError when it is another one than it was."""
+        plan = self.plan_of(content)
+        packer, known = Packer(), self._cache.schema
+        parts = [self._pool.submit(self._read, plan, *part) for part in self.parts_of(content)]
+        try:
+            for key, sample in itertools.chain.from_iterable(part.result() for part in parts):
+                if not _is_of(content, key):
+                    continue
+                with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then, and now
+                    packer.add(key, to_record(sample), known)
+        finally:
+            for part in parts:
+                part.cancel()
+        if not packer.num_samples:
+            raise _NotAgainError("the source gives none of its samples any more")
+        made = packer.content(content.fill)
+        if content_hash(made) != content.hash:
+            raise _NotAgainError(
+                f"it came back different ({packer.num_samples} samples): the remote has changed, or the source or the "
+                "transform (give the same --transform) is not deterministic"
+            )
+        return made
+
+    def _read(self, plan: PassPlan, unit: int, first: int, stop: int) -> list[tuple[str, Any]]:
+        """The samples of `unit` at the offsets from `first` to `stop`, transformed."""
+        delays = backoff_delays(random.Random())
+        for attempt in itertools.count(1):
+            try:
+                return list(self._samples(plan, unit, first, stop))
+            except SourceUnavailableError:
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(next(delays))
+        raise AssertionError
+
+    def _samples(self, plan: PassPlan, unit: int, first: int, stop: int) -> Iterator[tuple[str, Any]]:
+        reading = iter(self._source_of(plan).read(unit, unit_generator(plan, unit)))
+        for offset in range(stop):
+            try:
+                key, sample = next(reading)
+            except (StopIteration, SampleError):
+                return  # a damaged unit ended here then, too
+            if offset < first:
+                continue
+            sample = self._transformed(sample, functools.partial(sample_generator, plan, unit, offset))
+            if sample is not None:
+                yield key, sample
+
+    def _transformed(self, sample: Any, generator: Callable[[], np.random.Generator]) -> Any:
+        """What the transform makes of `sample`; None for nothing."""
+        try:
+            return sample if self._transform is None else self._transform(sample, generator)
+        except (Exception, SystemExit):  # noqa: BLE001  skipped by the worker as well, whatever it was
+            return None
+
+
+def _is_of(content: Content, key: str) -> bool:
+    """Whether the sample of this key was in the shard, which may hold samples of one split alone."""
+    fill = content.fill
+    if "holdout" not in fill:
+        return True
+    return is_held_out(key.encode("utf-8", "surrogatepass"), float(fill["holdout"])) == bool(fill["held_out"])

@@ -1,0 +1,189 @@
+"""The container of a batch: fields stacked into tensors, or lists, as torch's default collate would.
+
+It looks at the type of the first sample, in a registry that is meant to be extended (the documentation of
+`torch.utils.data.default_collate`). So the first sample of our batches is of a type of its own; it is a dict, tuple,
+tensor, str or bytes as any other to everybody else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data._utils.collate import collate as collate_with
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from cachestream.errors import ConfigError
+from cachestream.schema import KEY_FIELD, Schema
+from cachestream.training.batches.gather import Columns
+
+
+class Whole:
+    """A sequence of samples that are in one piece already."""
+
+    def whole(self) -> Any:
+        """The samples as one batch; None once somebody may have changed them one by one."""
+        raise NotImplementedError
+
+
+class _Dict(dict[str, Any]):
+    pass
+
+
+class _Tuple(tuple[Any, ...]):
+    __slots__ = ()
+
+
+class _Str(str):
+    __slots__ = ()
+
+
+class _MarkedBytes(bytes):
+    __slots__ = ()
+
+
+class _Tensor(torch.Tensor):
+    # What is made of it is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+_KINDS: Final[dict[type, Any]] = {dict: _Dict, tuple: _Tuple, str: _Str, bytes: _MarkedBytes}
+_PLAIN: Final[dict[type, Any]] = {mark: kind for kind, mark in _KINDS.items()}
+
+
+def marked(sample: Any) -> Any:
+    """`sample`, the first of a `Whole`, with the mark."""
+    if isinstance(sample, torch.Tensor):
+        return sample.as_subclass(_Tensor)
+    return _KINDS[type(sample)](sample)
+
+
+def _collate(samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """What the default collate does with `samples`, the first of which is marked."""
+    if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
+        return list(whole) if isinstance(whole, tuple) else whole  # tuples come as lists from it
+    first = samples[0]
+    plain = first.as_subclass(torch.Tensor) if isinstance(first, _Tensor) else _PLAIN[type(first)](first)
+    return collate_with([plain, *samples[1:]], collate_fn_map=collate_fn_map)
+
+
+default_collate_fn_map.update(dict.fromkeys((_Tensor, *_PLAIN), _collate))
+
+
+def packed(columns: Columns, schema: Schema) -> Any:
+    """The fields as the samples had them: a dict, a tuple in the order of the fields, or the only field.
+
+    Keys that were asked for come as the field "__key__" of a dict, and as the last of a tuple.
+    """
+    if schema.container == "dict":
+        return columns
+    values = tuple(columns[name] for name in schema.names)
+    if KEY_FIELD in columns:
+        return (*values, columns[KEY_FIELD])
+    return values if schema.container == "tuple" else values[0]
+
+
+def as_samples(columns: Columns, schema: Schema, size: int) -> Sequence[Any]:
+    """The `size` samples of `columns`: a sequence for any collate function, which ours and torch's take whole."""
+    if schema.container in ("dict", "tuple"):
+        return SampleBatch(columns, schema, size)
+    return ValueBatch(columns[schema.names[0]])
+
+
+class SampleBatch(Whole, Sequence[Any]):
+    """Dicts or tuples, made of views of the batch's tensors only when they are asked for; who changes one finds it changed."""
+
+    def __init__(self, columns: Columns, schema: Schema, size: int) -> None:
+        self._columns = columns
+        self._schema = schema
+        self._size = size
+        self._first: Any = None
+        self._fields_of_first: dict[str, Any] = {}
+        self._samples: list[Any] | None = None
+
+    def whole(self) -> Any:
+        """The batch: tensors `[n, *shape]`, lists for str, bytes and fields whose shape varies."""
+        first, given = self._first, self._fields_of_first
+        if self._samples is not None:
+            return None
+        if isinstance(first, dict) and not _are_same([*first, *first.values()], [*given, *given.values()]):
+            return None
+        return packed(self._columns, self._schema)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != 0 or self._samples is not None:
+            return self._taken_apart()[index]
+        if self._first is None:  # what a collate function looks at to see what it has got
+            self._fields_of_first = {name: column[0] for name, column in self._columns.items()}
+            self._first = marked(packed(self._fields_of_first, self._schema))
+        return self._first
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._taken_apart())
+
+    def _taken_apart(self) -> list[Any]:
+        if self._samples is None:
+            names, rows = list(self._columns), zip(*map(_rows_of, self._columns.values()), strict=True)
+            self._samples = [packed(dict(zip(names, row, strict=True)), self._schema) for row in rows]
+            if self._first is not None:
+                self._samples[0] = self._first
+        return self._samples
+
+
+class ValueBatch(Whole, list[Any]):
+    """Samples that are arrays, numbers, str or bytes by themselves: a list, since `torch.stack` takes nothing else."""
+
+    def __init__(self, column: Any) -> None:
+        super().__init__(_rows_of(column))
+        if self:
+            self[0] = marked(self[0])
+        self._column = column
+        self._given = tuple(self)
+
+    def whole(self) -> Any:
+        """The batch: a tensor `[n, *shape]`, or a list for str, bytes and arrays whose shape varies."""
+        return self._column if _are_same(self, self._given) else None
+
+
+def _rows_of(column: Any) -> Sequence[Any]:
+    rows: Sequence[Any] = column.unbind(0) if isinstance(column, torch.Tensor) else column
+    return rows
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Samples of an `EpochDataset` as one batch, for `DataLoader(collate_fn=cs.collate)`.
+
+    The layout is that of `EpochLoader`: fields of one shape become tensors `[batch, *shape]`; fields whose shape
+    varies, str and bytes become lists; dicts and tuples stay dicts and tuples. Samples that come straight from
+    the dataset are not copied again.
+    """
+    if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
+        return whole
+    if not len(samples):
+        raise ConfigError("collate() needs at least one sample")
+    return _merge(list(samples))
+
+
+def _merge(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {name: _merge([value[name] for value in values]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_merge(list(column)) for column in zip(*values, strict=True))
+    if isinstance(first, np.ndarray):
+        return _merge([torch.from_numpy(np.require(value, requirements=("C", "W"))) for value in values])
+    if isinstance(first, torch.Tensor):
+        return torch.stack(values) if all(value.shape == first.shape for value in values) else values
+    if isinstance(first, bool | int | float | complex | np.generic):
+        return torch.as_tensor(np.array(values), device="cpu")
+    return values

@@ -1,0 +1,316 @@
+"""The shards of a snapshot as addresses: what is mapped, where each field's values lie, which shard has which sample.
+
+A map is opened and verified once a process, before anything is delivered from it, and handed on from one
+epoch to the next. Maps are kept by references, never unmapped by hand: an address stays good for as long as
+someone holds the map behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import CorruptShardError
+from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
+from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.training.batches.row_views import Window
+
+KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
+_MAX_OPEN: Final = 16_384
+_LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
+_MARGIN: Final = 1 << 32  # the window grows by more than it must, so that it seldom has to
+
+
+class FieldAddresses:
+    """Where the values of one field begin in each shard, int64 `[num_shards]`; 0 where it is not mapped.
+
+    A field of one shape has its rows at `base`. One whose shape varies has `offsets` and `shapes` (0 in a
+    shard where all its samples have one shape: then `row_bytes` and `row_shapes` say which).
+    """
+
+    __slots__ = ("base", "field", "item_bytes", "offsets", "row_bytes", "row_shapes", "shapes")
+
+    def __init__(self, field: Field, num_shards: int) -> None:
+        self.field = field
+        self.item_bytes = stored_item_bytes(field)
+        self.base = np.zeros(num_shards, np.int64)
+        varies = field.shape is None
+        self.offsets = np.zeros(num_shards if varies else 0, np.int64)
+        self.shapes = np.zeros(num_shards if varies and field.kind == "tensor" else 0, np.int64)
+        self.row_bytes = np.full(num_shards if varies else 0, -1, np.int64)
+        self.row_shapes = np.zeros((num_shards if varies else 0, field.ndim), np.int64)
+
+    def arrays(self) -> tuple[IntArray, ...]:
+        """All that is known for each shard."""
+        return self.base, self.offsets, self.shapes, self.row_bytes, self.row_shapes
+
+    def read(self, shard: MappedShard, place: int) -> None:
+        """Note where the field lies in `shard`, the snapshot's shard number `place`."""
+        columns, name, address = shard.columns, self.field.name, shard.address
+        self.base[place] = address + columns[name].offset
+        if self.field.shape is not None:
+            return
+        offsets = columns.get(f"{name}#offsets")
+        if offsets is None:
+            shape = next(f.shape for f in shard.schema.fields if f.name == name)
+            assert shape is not None
+            self.row_shapes[place] = shape
+            self.row_bytes[place] = math.prod(shape) * element_bytes(self.field)
+            return
+        self.offsets[place] = address + offsets.offset
+        if self.field.kind == "tensor" and name != KEY_FIELD:
+            self.shapes[place] = address + columns[f"{name}#shapes"].offset
+
+
+class EpochMaps:
+    """The mapped shards of one snapshot. Thread-safe, but for the dropping of maps: see `open`.
+
+    `verified` holds the ids of the shards that this process has checked, shared with later epochs, and `picked` the rows
+    of the snapshot's split in the shards that hold samples of both.
+    At most `max_open` shards are mapped at a time (the kernel limits the maps of a process).
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        previous: EpochMaps | None = None,
+        *,
+        max_open: int | None = None,
+    ) -> None:
+        self.snapshot = snapshot
+        self.max_open = max_open or _default_max_open()
+        self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
+        # The first shard of each run of 2**bits samples: a look-up and a step or two, where a binary search among
+        # thousands of shards costs ten times that in cache misses. Of few samples each has an entry.
+        bits = max(0, (snapshot.num_samples // max(1, 4 * snapshot.num_shards)).bit_length() - 1)
+        self._bucket_bits = 0 if snapshot.num_samples <= _LISTED_SAMPLES else bits
+        self._buckets: IntArray
+        if self._bucket_bits:
+            firsts = np.arange(0, snapshot.num_samples, 1 << self._bucket_bits)
+            self._buckets = np.searchsorted(self.starts, firsts, side="right") - 1
+        else:
+            self._buckets = np.repeat(np.arange(snapshot.num_shards), snapshot.counts)
+        self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
+        self._rows = self._rows_of_split()
+        self.fields = {
+            field.name: FieldAddresses(field, snapshot.num_shards)
+            for field in (*snapshot.schema.fields, KEYS)
+        }
+        self.mapped = np.zeros(snapshot.num_shards, np.bool_)
+        self.room_before = 1 << 30  # bytes of a file before its first value, the least of all shards
+        self.window = Window(0, 0)
+        self.verified: set[int] = set() if previous is None else previous.verified
+        self._keepers: npt.NDArray[Any] = np.full(snapshot.num_shards, None, object)
+        self._last_used = np.zeros(snapshot.num_shards, np.int64)
+        self._tick = 0
+        self._lock = threading.Lock()
+        if previous is not None:
+            self._adopt(previous)
+
+    @property
+    def all_mapped(self) -> bool:
+        return bool(self.mapped.all())
+
+    @property
+    def num_mapped(self) -> int:
+        return int(np.count_nonzero(self.mapped))
+
+    def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """For each of `samples` (numbers within the snapshot) the shard's place and the row in it."""
+        if self._rows is not None:
+            return self._shards_of(samples), self._rows[samples]
+        shards = self._shards_of(samples)
+        return shards, samples - self.starts[shards]
+
+    def _shards_of(self, samples: IntArray) -> IntArray:
+        shards: IntArray
+        if not self._bucket_bits:
+            shards = self._buckets[samples]
+            return shards
+        shards = self._buckets[samples >> self._bucket_bits]
+        beyond = np.flatnonzero(self.starts[shards + 1] <= samples)
+        while len(beyond):
+            shards[beyond] += 1
+            beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
+        return shards
+
+    def _rows_of_split(self) -> IntArray | None:
+        """The row of each sample in its shard; None where shards have samples of one split alone."""
+        snapshot = self.snapshot
+        if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
+            return None
+        rows: list[IntArray] = []
+        for shard_id, count, size in zip(
+            *(array.tolist() for array in (snapshot.shard_ids, snapshot.counts, snapshot.sizes)), strict=True
+        ):
+            picked = np.arange(count, dtype=np.int64)
+            if count < size:
+                if shard_id not in self.picked:
+                    self.picked[shard_id] = _pick(snapshot, shard_id)
+                if len(self.picked[shard_id]) == count:  # else it is put aside when it is opened
+                    picked = self.picked[shard_id]
+            rows.append(picked)
+        return np.concatenate(rows)
+
+    def open(
+        self, shards: IntArray, settle: Callable[[], None] | None = None, *, ahead: bool = False
+    ) -> list[tuple[int, CorruptShardError]]:
+        """Map and verify those of `shards` (places) that are not mapped; returns the damaged (place, error).
+
+        Over `max_open` the maps unused for longest go, after a call of `settle`: it must return when nobody
+        gathers from them any more. All shards of a gather must be asked for at once. Another thread may open some
+        `ahead`, which drops none.
+        """
+        if not ahead:
+            self._tick += 1
+            self._last_used[shards] = self._tick
+        damaged: list[tuple[int, CorruptShardError]] = []
+        absent = ~self.mapped[shards]
+        if not absent.any():
+            return damaged
+        for place in np.unique(shards[absent]).tolist():
+            if self.num_mapped >= self.max_open:
+                if ahead:
+                    break
+                if settle is not None:
+                    settle()
+                self._drop_some(keep=shards)
+            try:
+                self._insert(place, self._map(int(self.snapshot.shard_ids[place])))
+            except CorruptShardError as error:
+                damaged.append((place, error))
+        return damaged
+
+    def after_fork(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
+    def _map(self, shard_id: int) -> MappedShard:
+        shard = MappedShard(shard_path(self.snapshot.root, shard_id))
+        if shard_id not in self.verified:
+            shard.verify()
+            _check_offsets(shard)
+            self.verified.add(shard_id)
+        shard.expect_random()  # not before: it is verified from end to end
+        return shard
+
+    def _insert(self, place: int, shard: MappedShard) -> None:
+        expected = int((self.snapshot.counts if self.snapshot.sizes is None else self.snapshot.sizes)[place])
+        merged = self.snapshot.schema.merge(shard.schema)
+        if shard.num_samples != expected or merged != self.snapshot.schema:
+            raise CorruptShardError(
+                f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
+                f"{expected} of {self.snapshot.schema}; run 'cachestream verify CACHE --repair'"
+            )
+        picked = self.picked.get(int(self.snapshot.shard_ids[place]))
+        if self._rows is not None and picked is not None and len(picked) != self.snapshot.counts[place]:
+            raise CorruptShardError(
+                f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[place]}"
+            )
+        low, high = shard.address, shard.address + shard.size_bytes
+        with self._lock:
+            if self.mapped[place]:
+                return  # another thread was quicker, and its addresses may be in use by now
+            if not self.window.covers(low, high):
+                self._widen(low, high)
+            for field in self.fields.values():
+                field.read(shard, place)
+            self.room_before = min(self.room_before, *(c.offset for c in shard.columns.values()))
+            # An array on the map keeps it, at a hundredth of the size of the shard's description.
+            self._keepers[place] = shard.array(f"{KEY_FIELD}#offsets")
+            self.mapped[place] = True
+
+    def _widen(self, low: int, high: int) -> None:
+        if self.window.high:
+            low, high = min(low, self.window.low), max(high, self.window.high)
+        low, high = max(4096, low - _MARGIN), high + _MARGIN
+        self.window = Window(low, high)
+
+    def _drop_some(self, keep: IntArray) -> None:
+        with self._lock:
+            places = np.flatnonzero(self.mapped)
+            places = places[~np.isin(places, keep)]
+            oldest = places[np.argsort(self._last_used[places], kind="stable")][: max(1, self.max_open // 8)]
+            self.mapped[oldest] = False
+            self._keepers[oldest] = None
+
+    def _adopt(self, previous: EpochMaps) -> None:
+        """Take over the maps of shards that `previous` has too, by a few array operations for all of them."""
+        mine, theirs = self.snapshot, previous.snapshot
+        if mine.root != theirs.root or mine.schema != theirs.schema:
+            return
+        _, here, there = np.intersect1d(
+            mine.shard_ids, theirs.shard_ids, assume_unique=True, return_indices=True
+        )
+        # Under the lock: between an address and the map behind it, `previous` may drop the map.
+        with previous._lock:
+            open_there = previous.mapped[there]
+            here, there = here[open_there], there[open_there]
+            for field in self.fields.values():
+                for to, come_from in zip(
+                    field.arrays(), previous.fields[field.field.name].arrays(), strict=True
+                ):
+                    if len(to):
+                        to[here] = come_from[there]
+            self._keepers[here] = previous._keepers[there]
+            self.mapped[here] = True
+            self.window = previous.window
+            self.room_before = previous.room_before
+
+    def __repr__(self) -> str:
+        return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
+
+
+def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
+    """The rows of the snapshot's split in a shard; none where it is damaged."""
+    assert snapshot.split is not None
+    try:
+        return snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
+    except CorruptShardError:
+        return np.empty(0, np.int64)
+
+
+def element_bytes(field: Field) -> int:
+    """Bytes of one element of a sample's tensor."""
+    return 2 if field.dtype == "bfloat16" else np.dtype(field.dtype).itemsize
+
+
+def stored_item_bytes(field: Field) -> int:
+    """Bytes of the unit that a varying field's offsets count in: complex128 is stored as pairs of float64."""
+    return 8 if field.dtype == "complex128" else element_bytes(field)
+
+
+def _check_offsets(shard: MappedShard) -> None:
+    """Raise CorruptShardError unless all offsets stay in their columns: they will be used as addresses."""
+    for field in (*shard.schema.fields, KEYS):
+        if f"{field.name}#offsets" not in shard.columns:
+            continue
+        offsets = shard.array(f"{field.name}#offsets")
+        size = shard.columns[field.name].nbytes // stored_item_bytes(field)
+        sound = offsets[0] == 0 and offsets[-1] == size and bool((np.diff(offsets) >= 0).all())
+        if sound and f"{field.name}#shapes" in shard.columns:
+            shapes = shard.array(f"{field.name}#shapes")
+            elements = shapes.prod(axis=1) * (element_bytes(field) // stored_item_bytes(field))
+            sound = bool((shapes >= 0).all()) and bool((elements == np.diff(offsets)).all())
+        if not sound:
+            raise CorruptShardError(
+                f"{shard.path}: the offsets of '{field.name}' do not fit its data; "
+                "run 'cachestream verify CACHE --repair'"
+            )
+
+
+@functools.cache
+def _default_max_open() -> int:
+    """A quarter of the maps that the kernel grants a process; the rest is for everything else in it."""
+    try:
+        granted = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return _MAX_OPEN
+    return min(_MAX_OPEN, max(64, granted // 4))

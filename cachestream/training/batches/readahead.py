@@ -1,0 +1,123 @@
+"""Reading ahead: what the coming batches need is asked of the disk before they are gathered, in their known order.
+
+A page fault reads one row, or a part of it, and waits for it: half a gigabyte a second from disks that do four.
+Asking costs time too, so that it is done only while pages are missing: when some of the first batches are, or
+whenever the process has waited for the disk, until all that is asked for turns out to be in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from cachestream.linux import ask_for_all
+from cachestream.schema import IntArray
+from cachestream.training.batches.gather import fixed_row_bytes
+from cachestream.training.batches.page_cache import Coldness, addresses_of
+from cachestream.training.plan import LocalOrder, SampleOrder, TailOrder
+from cachestream.training.segment import Segment
+
+AHEAD_BYTES: Final = 64 << 20  # at the least two batches
+_MOST_BATCHES: Final = 64
+_STEP_BYTES: Final = 1 << 20  # small batches are looked at a few at a time
+_SAMPLES: Final = 4  # pages looked at in each step
+_FIRST_SAMPLES: Final = 16
+_PENDING: Final = 2
+_NOTHING: Final[IntArray] = np.empty(0, np.int64)
+
+
+class ReadAhead:
+    """For one rank's batches of `segment`. `reach` and `close` are called by one thread at a time; a thread of its own
+    asks the disk.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        coldness: Coldness | None = None,
+        ask: Callable[[IntArray, IntArray], None] = ask_for_all,
+    ) -> None:
+        self._segment = segment
+        self._ask = ask
+        self._coldness = coldness or Coldness()
+        fields = segment.snapshot.schema.fields
+        self._row_bytes = {f.name: fixed_row_bytes(f) for f in fields}
+        batch_bytes = max(1, sum(self._row_bytes.values()) * segment.plan.batch_size)
+        self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
+        self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
+        self._order, self._offset = _innermost(segment.order)
+        self._asked_to = 0  # batches, or places in the order of runs
+        self._most_places = max(1, AHEAD_BYTES * segment.plan.batch_size // batch_bytes)
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def reach(self, batch: int) -> None:
+        """Batch `batch` is gathered next."""
+        if batch % self._every or not self._coldness.look():
+            return
+        self._pending = [future for future in self._pending if not future.done()]
+        if len(self._pending) >= _PENDING:
+            return
+        if self._coldness.is_first:
+            self._coldness.see(self._first_of(batch), _FIRST_SAMPLES)
+            if not self._coldness.look():
+                return
+        starts, stops = self._coming(batch)
+        if not len(starts):
+            return
+        self._coldness.see(starts, _SAMPLES)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
+        self._pending.append(self._thread.submit(self._ask, starts, stops))
+
+    def _first_of(self, batch: int) -> IntArray:
+        """Addresses of the first samples of `batch`."""
+        start, stop = self._segment.plan.span(self._segment.place, batch)
+        samples = self._segment.order.at(np.arange(start, min(stop, start + _FIRST_SAMPLES), dtype=np.int64))
+        return self._addresses(samples, samples + 1)[0]
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _coming(self, batch: int) -> tuple[IntArray, IntArray]:
+        """What is to be asked for now, as addresses, in the order of need."""
+        plan, place = self._segment.plan, self._segment.place
+        if isinstance(self._order, LocalOrder):
+            first = max(self._order.needs(self._offset + plan.position(batch))[0], self._asked_to)
+            upcoming = min(batch + 1 + self._every, plan.num_batches)
+            last = self._order.needs(self._offset + plan.position(upcoming))[1]
+            self._asked_to = max(first, min(last, first + self._most_places))
+            return self._addresses(*self._order.stretches(first, self._asked_to))
+        step = max(1, self._every // 2)
+        ahead = (
+            step if self._coldness.is_first else self._ahead
+        )  # to work out all takes long, perhaps for nothing
+        first, last = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
+        self._asked_to = last
+        found = []
+        for begin in range(first, last, step):
+            spans = [plan.span(place, i) for i in range(begin, min(begin + step, last))]
+            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+            samples = self._segment.order.at(positions)
+            found.append(self._addresses(samples, samples + 1))
+        if not found:
+            return _NOTHING, _NOTHING
+        return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
+
+    def _addresses(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+        return addresses_of(self._segment.maps, self._row_bytes, starts, stops)
+
+
+def _innermost(order: SampleOrder) -> tuple[SampleOrder, int]:
+    """The order that an order is a part of, and where that part begins in it."""
+    offset = 0
+    while isinstance(order, TailOrder):
+        offset += order.start
+        order = order.order
+    return order, offset

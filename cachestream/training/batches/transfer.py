@@ -1,0 +1,160 @@
+"""Transfer of a batch to its device: it stays in host memory, or is copied ahead to a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
+
+import torch
+
+from cachestream.errors import ConfigError
+from cachestream.training.batches.buffers import BufferPool
+
+BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
+_IN_FLIGHT: Final = 4  # host buffers that copies may still read from
+
+
+class Staged(NamedTuple):
+    """A batch on its way: `ready` is the event after the last work on it, None when it needs no waiting."""
+
+    batch: Any
+    ready: torch.cuda.Event | None = None
+
+
+class Transfer(Protocol):
+    """`send` runs in the threads that gather and the one that trains, `receive` in the one that trains.
+
+    `moves` says whether batches leave the memory of `pool`, where they were gathered, for `device`.
+    """
+
+    moves: ClassVar[bool]
+    pool: BufferPool
+    device: torch.device
+
+    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
+        """Start to move `batch`, and apply `transform` to it where it will be."""
+        ...
+
+    def receive(self, staged: Staged) -> Any:
+        """The batch, safe to use on the current stream."""
+        ...
+
+
+class HostTransfer:
+    """Batches stay where they were gathered."""
+
+    moves: ClassVar[bool] = False
+
+    def __init__(self, keep: int) -> None:
+        self.pool = BufferPool(keep)
+        self.device = torch.device("cpu")
+
+    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
+        return Staged(batch if transform is None else transform(batch))
+
+    def receive(self, staged: Staged) -> Any:
+        return staged.batch
+
+
+class CudaTransfer:
+    """Batches are gathered into pinned memory and copied on a stream of their own, while the GPU computes.
+
+    The consumer's stream waits for the copy by an event (the CPU does not), and `record_stream` keeps the
+    allocator from giving the memory to the next copy before the consumer's work on it is done.
+    """
+
+    moves: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device, keep: int) -> None:
+        self.device = device
+        self.pool = BufferPool(keep + _IN_FLIGHT, pinned=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._sending = threading.Lock()  # several threads send batches
+
+    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            moved = map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+            # The pinned source goes back to its pool only when the copies from it are done.
+            with self._sending:
+                self._in_flight.append((self._stream.record_event(), batch))
+                self._reap()
+            if transform is not None:
+                moved = transform(moved)
+            return Staged(moved, self._stream.record_event())
+
+    def _reap(self) -> None:
+        while self._in_flight:
+            copied = self._in_flight[0][0]
+            if len(self._in_flight) <= _IN_FLIGHT and not copied.query():  # type: ignore[no-untyped-call]
+                return
+            copied.synchronize()
+            self._in_flight.popleft()
+
+    def receive(self, staged: Staged) -> Any:
+        current = torch.cuda.current_stream(self.device)
+        if staged.ready is not None:
+            current.wait_event(staged.ready)
+        map_tensors(staged.batch, lambda tensor: _record(tensor, current))
+        return staged.batch
+
+
+def _record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor
+
+
+_nested: Final = torch.nested.nested_tensor_from_jagged
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to all tensors in its dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:  # part by part: not all that is done to tensors is known for these
+            return _nested(change(value.values()), change(value.offsets()))  # type: ignore[attr-defined]
+        return change(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(part, change) for name, part in value.items()}
+    if isinstance(value, list):
+        return [map_tensors(part, change) for part in value]
+    if type(value) is tuple:
+        return tuple(map_tensors(part, change) for part in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, change) for part in value))
+    return value
+
+
+def has_cuda() -> bool:
+    """Whether batches can be delivered to "cuda" here."""
+    return torch.cuda.is_available()
+
+
+def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfer:
+    """The transfer to `device` ("cpu" or None: host memory); `keep` batches may wait there.
+
+    Raises ConfigError for a device that does not exist or is of another kind.
+    """
+    if device is None:
+        return HostTransfer(keep)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    if wanted.type == "cpu":
+        return HostTransfer(keep)
+    if wanted.type != "cuda":
+        raise ConfigError(
+            f"device={device!r}: batches are delivered to 'cpu' or 'cuda'; move them on from there"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={device!r}: this torch ({torch.__version__}) sees no CUDA device; use device=None"
+        )
+    given: int | None = wanted.index  # torch's stubs do not say that it may be None
+    index = torch.cuda.current_device() if given is None else given
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device={device!r}: there are only {torch.cuda.device_count()} CUDA devices")
+    return CudaTransfer(torch.device("cuda", index), keep)

@@ -1,0 +1,155 @@
+"""Options of an `EpochLoader`, and the answers to those who ask for something else."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from cachestream.config import (
+    SHORTEST_S,
+    check_count,
+    check_seconds,
+    check_share,
+    keywords_of,
+    parse_path,
+    reject_unknown,
+)
+from cachestream.errors import ConfigError
+from cachestream.schema import Split
+from cachestream.training.batches.ragged import Ragged, check_ragged
+from cachestream.training.epoch_record import Replay
+from cachestream.training.samplers import SamplerLike, check_sampler
+from cachestream.training.weights import KeyWeights
+
+_HINTS: Final = {
+    "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
+    **dict.fromkeys(
+        ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
+        "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How an epoch's samples are drawn, and in which order: the arguments of an `EpochLoader`, see there."""
+
+    shuffle: bool
+    seed: int
+    sampler: SamplerLike | None = None
+    weights: KeyWeights | None = None
+    locality: int | None = None
+
+    @property
+    def by(self) -> str | None:
+        """What chooses the samples instead of the loader: "weights", or the sampler's class; None: nothing."""
+        if self.weights is not None:
+            return "weights"
+        return None if self.sampler is None else type(self.sampler).__name__
+
+    def checked(self) -> Drawing:
+        """What was asked for, with plain numbers. Raises ConfigError for what cannot work."""
+        seed = check_count("seed", self.seed, -math.inf)
+        if self.locality is not None and not (self.by is None and self.shuffle):
+            raise ConfigError(
+                "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
+            )
+        if self.sampler is not None:
+            check_sampler(self.sampler)
+            if self.weights is not None:
+                raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
+        locality = None if self.locality is None else check_count("locality", self.locality)
+        return replace(self, seed=seed, locality=locality)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSettings:
+    """What an `EpochLoader` was asked for; see there."""
+
+    batch_size: int
+    drawing: Drawing
+    epoch_size: int | None
+    min_samples: int | None
+    turnover: float
+    drop_last: bool
+    timeout_s: float
+    with_keys: bool = False
+    ragged: Ragged = "list"
+    replay: Replay | None = None
+    split: Split | None = None
+
+    def to_compare(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return self._in_common() | {
+            "sampler": self.drawing.sampler is not None,
+            "replay": self.replay is not None,
+            "weights": self.drawing.weights is not None,
+        }
+
+    def to_record(self) -> dict[str, Any]:
+        """What a manifest tells its readers of the job."""
+        return self._in_common() | {"sampler": self.drawing.by}
+
+    def _in_common(self) -> dict[str, Any]:
+        drawing = self.drawing
+        return {
+            "batch_size": self.batch_size,
+            "shuffle": drawing.shuffle,
+            "seed": drawing.seed,
+            "epoch_size": self.epoch_size,
+            "drop_last": self.drop_last,
+            "locality": drawing.locality,
+            **({} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}),
+        }
+
+    def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:
+        """These settings, for a replay of the manifests at `replay`, if any. Raises ConfigError for what cannot work."""
+        counts: dict[str, Any] = {"batch_size": check_count("batch_size", self.batch_size)}
+        for name in ("epoch_size", "min_samples"):
+            value = getattr(self, name)
+            if value is not None:
+                counts[name] = check_count(name, value)
+        check_ragged(self.ragged)
+        check_share("turnover", self.turnover)
+        check_seconds("timeout_s", self.timeout_s, SHORTEST_S)
+        with_keys = self.with_keys or self.drawing.weights is not None
+        settings = replace(self, drawing=self.drawing.checked(), with_keys=with_keys, **counts)
+        return settings if replay is None else settings._of_replay(parse_path(replay, "replay"))
+
+    def _of_replay(self, path: str) -> EpochSettings:
+        given = {
+            "epoch_size": self.epoch_size,
+            "min_samples": self.min_samples,
+            "sampler": self.drawing.sampler,
+            "weights": self.drawing.weights,
+            "locality": self.drawing.locality,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
+        # Orders end where the recorded ones did: what seems to be a rest was a batch.
+        return replace(self, drop_last=False, replay=Replay(path))
+
+
+def make_weights(weights: object) -> KeyWeights | None:
+    """The weights that `weights=` asks for: none, equal ones to begin with, or those of a mapping."""
+    if weights is None or weights is False:
+        return None
+    if weights is True or isinstance(weights, Mapping):
+        return KeyWeights(None if weights is True else weights)
+    raise ConfigError(
+        f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by position "
+        "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
+    )
+
+
+def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
+    """Raise ConfigError for arguments that `EpochLoader`, made by `known`, does not take, saying what to use instead."""
+    for name in unknown:
+        if name in _HINTS:
+            raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
+    if unknown:
+        reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *keywords_of(known)))

@@ -1,0 +1,419 @@
+"""The trainer's position: the epoch it is in, the batches done, where it goes next, and its checkpoint.
+
+The running segment is JSON text: checkpoints that take nested values apart (torch.distributed.checkpoint) look for the
+parts that a new loader has, which is in no segment yet.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cachestream.errors import ConfigError, EpochError
+from cachestream.training.batches.batch_queue import BatchGroup
+from cachestream.training.checkpoint import SegmentRecord
+from cachestream.training.epoch_record import Recorder
+from cachestream.training.loader_options import EpochSettings
+from cachestream.training.pipeline import Pipeline, close_all
+from cachestream.training.ranks import find_job
+from cachestream.training.rendezvous import ProcessGroup
+from cachestream.training.segment import Request, Segment
+from cachestream.training.stats import LoaderStats, Meter
+
+
+@dataclass(slots=True, eq=False)
+class Cursor:
+    """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
+
+    `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
+    `failure` is the error that the epoch ended with before its first batch. `iteration` is what the trainer iterates.
+    """
+
+    epoch: int
+    batches: int
+    loaded: dict[str, Any] | None = None
+    segment: Segment | None = None
+    finished: bool = False
+    parcel: BatchGroup | None = None
+    failure: str = ""
+    iteration: weakref.ref[Any] | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it was left in the midst (by a `break`): nobody can take another batch."""
+        return self.segment is not None and self.iteration is not None and self.iteration() is None
+
+
+_VERSION: Final = 3
+
+
+def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any]:
+    """The state after `batches` delivered batches of `epoch`, the last of them from `segment`."""
+    state: dict[str, Any] = {"version": _VERSION, "epoch": epoch, "batch": batches, "segment": None}
+    if segment is None:
+        return state
+    within = batches - segment.request.done
+    records = segment.records_after(within)
+    values = {
+        "index": segment.request.index,
+        "drawn_by_all": segment.drawn_after(within),
+        "caches": {cache_id: record.to_state() for cache_id, record in records.items()},
+    }
+    state["segment"] = json.dumps(values, separators=(",", ":"))
+    return state
+
+
+def from_state(state: dict[str, Any]) -> Request:
+    """What to prepare to go on from `state`; raises ConfigError for what `to_state` has not made."""
+    try:
+        if state["version"] != _VERSION:
+            raise ConfigError(
+                f"this state has version {state['version']}, and this cachestream reads {_VERSION}"
+            )
+        epoch, batches, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
+        if epoch < 0 or batches < 0:
+            raise ValueError(f"epoch {epoch}, batch {batches}")
+        if segment is None:
+            if batches:
+                raise ConfigError(
+                    f"this state is of batch {batches} of epoch {epoch}, and what the epoch was drawn from is missing; "
+                    "pass all that state_dict() gave"
+                )
+            return Request(0, epoch)
+        segment = json.loads(segment)
+        records = {
+            str(cache_id): SegmentRecord.from_state(record) for cache_id, record in segment["caches"].items()
+        }
+        return Request(0, epoch, int(segment["index"]), batches, int(segment["drawn_by_all"]), None, records)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"this is no state of an EpochLoader ({error!r}); pass what state_dict() gave"
+        ) from error
+
+
+_TELL_S: Final = 0.005
+
+
+class TrainerPosition:
+    """Leads the training thread from batch to batch and from epoch to epoch. Used by that thread alone.
+
+    Invariants: at most one cursor is running, the one that `begin` gave last; `_planned` is what comes after it, and
+    what the schedule was told; an epoch that is wished for becomes the planned one only when somebody goes there.
+    """
+
+    def __init__(self, engine: Pipeline, recorder: Recorder | None, settings: EpochSettings) -> None:
+        self._engine = engine
+        self._schedule = engine.schedule
+        self._transfer = engine.transfer
+        self._recorder = recorder
+        self._timeout_s = settings.timeout_s
+        self._meter = Meter()
+        self._job: ProcessGroup | None = None
+        self._taking = threading.RLock()  # a signal may leave it held: by the thread that goes on
+        self._cursor: Cursor | None = None
+        self._planned = Request(0, 0)
+        self._wanted_epoch: int | None = None
+        self._loaded: dict[str, Any] = {}
+        # The state in which the loader was closed, in the midst of an epoch.
+        self._left: dict[str, Any] | None = None
+        self._untold = 0  # batches taken, of which the schedule has not heard
+        self._told_s = 0.0
+        if settings.replay is not None:
+            self.jump(Request(0, settings.replay.epochs[0]))
+
+    # --- from batch to batch
+
+    def begin(self) -> Cursor:
+        """Go on to the next epoch, or begin the running one once more where no batch was taken of it."""
+        began_s = self._meter.clock()
+        self._look_for_ranks()
+        self._engine.start()
+        self._cursor = cursor = self._once_more() or self._begin_next()
+        self._meter.epoch_begins()
+        self._meter.between(self._meter.clock() - began_s)
+        return cursor
+
+    def next(self, cursor: Cursor) -> Any:
+        """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
+        since, the loader was closed, or another thread is in here, and what the preparation or the gathering failed with.
+        """
+        if not self._taking.acquire(blocking=False):
+            raise EpochError(
+                f"two threads take batches from one iteration of epoch {cursor.epoch} at a time; take them in one thread, "
+                "which hands them on to the others, over a queue.Queue for one"
+            )
+        try:
+            return self._next(cursor)
+        finally:
+            self._taking.release()
+
+    def _next(self, cursor: Cursor) -> Any:
+        if cursor.failure:
+            raise EpochError(
+                f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
+                "to begin it once more"
+            )
+        if cursor is not self._cursor:
+            raise EpochError(
+                f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
+                "set_epoch or load_state_dict"
+            )
+        if cursor.finished:
+            if self._left is not None:
+                raise EpochError(
+                    f"the EpochLoader was closed after {cursor.batches} batches of epoch {cursor.epoch}; to go on there, give "
+                    "its state_dict() to a new one"
+                )
+            raise StopIteration
+        wait_s, parcel = 0.0, cursor.parcel
+        if parcel is None or not (parcel or parcel.is_end):  # there twice, where a signal came at the end
+            wait_s, parcel = self._fetch(cursor)
+        if parcel.is_end:
+            self.leave()
+            self._meter.between(wait_s)
+            raise StopIteration
+        delivery = parcel.take(self._timeout_s)
+        if delivery is None:
+            raise self._schedule.late(cursor.epoch, self._timeout_s)
+        cursor.batches = delivery.number
+        self._meter.delivered(delivery.size, delivery.skipped, wait_s + parcel.waited_s)
+        if parcel.is_flow:
+            self._tell(parcel)
+        return self._transfer.receive(delivery.staged)
+
+    def leave(self) -> None:
+        """The running epoch is over, at its end or before."""
+        cursor = self._cursor
+        if cursor is None or cursor.finished:
+            return
+        self._count_reuse(cursor)
+        cursor.finished = True
+        if cursor.segment is not None:
+            close_all(self._schedule.ended(cursor.segment))
+            cursor.segment = None  # and with it the maps
+        if cursor.parcel is not None:
+            cursor.parcel.discard()
+            cursor.parcel = None
+
+    def close(self) -> None:
+        """Leave the running epoch for good; its state stays what it is now."""
+        cursor = self._running
+        state = self.to_state()
+        if cursor is not None and state["epoch"] == cursor.epoch:
+            self._left = state
+        # Before what waits is thrown away: a thread that takes a batch is to hear of the end, and not that one is late.
+        self._engine.stop(join=False)
+        self.leave()
+
+    def _tell(self, parcel: BatchGroup) -> None:
+        """Tell the schedule now and then how far the trainer is."""
+        self._untold += 1
+        now_s = self._meter.last_s
+        if now_s - self._told_s >= _TELL_S or parcel.turns_low:
+            self._schedule.moved(self._untold)
+            self._check_company(self._cursor)
+            self._untold, self._told_s = 0, now_s
+
+    def _begin_next(self) -> Cursor:
+        self.leave()
+        self._look_for_ranks()
+        self._apply_wanted_epoch()
+        request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
+        close_all(self._schedule.begin(None, request.epoch))
+        return Cursor(request.epoch, request.done, self._loaded if request.records else None)
+
+    def _once_more(self) -> Cursor | None:
+        """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
+        cursor = self._running
+        if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
+            return None
+        self._wanted_epoch = None
+        return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
+
+    def _fetch(self, cursor: Cursor) -> tuple[float, BatchGroup]:
+        """Wait for the next batches; returns how long that took, in seconds, and them."""
+        began_s = self._meter.clock()
+        self._look_for_ranks()
+        self._check_company(cursor)
+        try:
+            parcel = self._schedule.lost(cursor.epoch, cursor.parcel)
+            if parcel is None:
+                parcel = self._schedule.take(cursor.epoch, self._timeout_s)
+        except Exception as error:
+            if self._schedule.has_failed and cursor.segment is None:
+                # Nothing of it was delivered: the next iteration tries again.
+                self._planned, self._cursor = Request(0, cursor.epoch), None
+                cursor.failure = f"{type(error).__name__}: {error}"
+            raise
+        cursor.parcel = parcel  # first: a warning may be made an error
+        if parcel.segment is not cursor.segment:
+            self._enter(cursor, parcel.segment)
+        return self._meter.clock() - began_s, parcel
+
+    def _enter(self, cursor: Cursor, segment: Segment) -> None:
+        """The first batch of `segment` has come."""
+        self._count_reuse(cursor)
+        close_all(self._schedule.passed(segment))
+        cursor.segment = segment
+        self._meter.entered(segment.snapshot)
+        if self._recorder is not None and (ranks := self._engine.preparer.ranks).leads:
+            self._recorder.enter(segment, ranks.rank, ranks.size)
+        if segment.missing:
+            warnings.warn(
+                f"{segment.missing} samples of epoch {cursor.epoch} are not cached any more since its state was "
+                "saved, and are skipped",
+                stacklevel=4,
+            )
+
+    def _count_reuse(self, cursor: Cursor) -> None:
+        segment = cursor.segment
+        if segment is not None:
+            self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
+
+    # --- from epoch to epoch
+
+    @property
+    def epoch(self) -> int:
+        """The running epoch, or else the next one."""
+        if self._wanted_epoch is not None:
+            return self._wanted_epoch
+        return self._planned.epoch if self._running is None else self._running.epoch
+
+    @property
+    def batches_done(self) -> int | None:
+        """Batches of the running epoch that were handed over; None between epochs."""
+        return None if self._running is None else self._running.batches
+
+    def want(self, epoch: int) -> None:
+        """Make `epoch` the next one."""
+        self._wanted_epoch = epoch
+
+    def jump(self, request: Request) -> None:
+        """Make what `request` asks for the next, and have it prepared."""
+        self._planned = request
+        close_all(self._schedule.jump(request))
+
+    def length(self) -> int:
+        """Batches in the epoch that is iterated, or else in the next one, which is then prepared."""
+        return self._schedule.length(self._present(), self._timeout_s)
+
+    def peek(self) -> Any:
+        """A copy of the batch that the next iteration begins with. Raises EpochError while one is under way, or there is no
+        batch.
+        """
+        epoch = self._present()
+        if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
+            raise EpochError(
+                f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins with, and is for "
+                "before it"
+            )
+        parcel = self._schedule.first(epoch, self._timeout_s)
+        if parcel.is_end:
+            raise EpochError(f"epoch {epoch} has no batch; iterate the loader to go on to the next one")
+        delivery = parcel.peek(self._timeout_s)
+        if delivery is None:
+            raise self._schedule.late(epoch, self._timeout_s)
+        # The trainer will get the batch itself, and may change that in place.
+        return copy.deepcopy(self._transfer.receive(delivery.staged))
+
+    def segment(self) -> Segment:
+        """What the epoch that is iterated is drawn from, or else the next one. Raises EpochError when it has been left."""
+        epoch = self._present()
+        self._schedule.length(epoch, self._timeout_s)
+        segment = self._schedule.current(epoch)
+        if segment is None:
+            raise EpochError(f"epoch {epoch} has been left; iterate the loader to begin the next one")
+        return segment
+
+    @property
+    def _running(self) -> Cursor | None:
+        return self._cursor if self._cursor is not None and not self._cursor.finished else None
+
+    def _present(self) -> int:
+        """The epoch that is iterated, or else the next one, which is being prepared from now on, if need be once more."""
+        self._look_for_ranks()
+        if self._running is not None and not self._running.is_abandoned:
+            return self._running.epoch
+        self._engine.start()
+        wanted = self._wanted_epoch
+        self._apply_wanted_epoch()
+        if self._schedule.has_failed:
+            self.jump(self._planned)
+        elif self._running is not None:
+            close_all(self._schedule.begin(None, self._planned.epoch))
+        if self._running is not None:
+            self._wanted_epoch = wanted  # the trainer is where it left the last iteration, until the next one
+        return self._planned.epoch
+
+    def _apply_wanted_epoch(self) -> None:
+        """Go where `want` has pointed, unless that is where the trainer goes anyway."""
+        wanted, self._wanted_epoch = self._wanted_epoch, None
+        if wanted is not None and wanted != self._planned.epoch:
+            self.jump(Request(0, wanted))
+
+    def _look_for_ranks(self) -> None:
+        """Join the job that there is by now, if it is another one: what is prepared is void, and asked for again.
+
+        An epoch that batches were taken of ends first. A job that has ended is not forgotten: it had other ranks, and
+        none of them may go on as if alone.
+        """
+        job, cursor = find_job(), self._running
+        if job is None or job == self._job or (cursor is not None and cursor.segment is not None):
+            return
+        self._engine.join(job)
+        self._job = job
+        if cursor is None:
+            self.jump(self._planned)
+        else:
+            again = Request(0, cursor.epoch) if cursor.loaded is None else from_state(cursor.loaded)
+            close_all(self._schedule.begin(again, cursor.epoch))
+
+    def _check_company(self, cursor: Cursor | None) -> None:
+        """Raise EpochError for an epoch that was begun alone, in a process that has company by now."""
+        segment = None if cursor is None else cursor.segment
+        if self._job is not None or cursor is None or segment is None or cursor.batches >= segment.total:
+            return
+        job = find_job()
+        if job is not None and job.size > 1:
+            raise EpochError(
+                f"epoch {cursor.epoch} was begun before torch.distributed.init_process_group(), by one process alone, and "
+                f"all {job.size} ranks would go on with the same samples; iterate the loader again, to share them"
+            )
+
+    # --- where it is
+
+    def to_state(self) -> dict[str, Any]:
+        """The place after the batches handed over; the state that was gone on from, where none has been since."""
+        if self._left is not None:
+            return self._left
+        cursor = self._running
+        if cursor is not None and cursor.segment is not None:
+            if cursor.batches >= cursor.segment.total:
+                return to_state(cursor.epoch + 1, 0, None)
+            return to_state(cursor.epoch, cursor.batches, cursor.segment)
+        begun_from = self._loaded if self._planned.records else None
+        loaded = begun_from if cursor is None else cursor.loaded
+        if loaded is not None and loaded["epoch"] == self.epoch:
+            return loaded
+        return to_state(self.epoch, 0, None)
+
+    def go_on_from(self, state: dict[str, Any], request: Request) -> None:
+        """Make the place of `state`, which asks for `request`, the next."""
+        self.leave()
+        self._cursor = None
+        self._wanted_epoch = None
+        self._look_for_ranks()
+        self._loaded = state
+        self.jump(request)
+
+    def stats(self) -> LoaderStats:
+        """What was handed over and waited for, up to now."""
+        epoch = self.epoch if self._cursor is None else self._cursor.epoch
+        return self._meter.stats(epoch, self._engine.preparer.last_s)

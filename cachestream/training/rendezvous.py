@@ -1,0 +1,243 @@
+"""The meeting of a job's ranks: a store that all reach, and a connection of our own to it that cannot hang.
+
+Torch's calls wait for an answer for as long as the network says nothing: on a host that is cut off, for a quarter of
+an hour. So the socket under the connection gets a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from cachestream.errors import RankMismatchError
+
+if TYPE_CHECKING or dist.is_available():
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+
+PAUSES_S: Final = (0.002, 0.1)  # between two looks at the store: the first, and the most
+_CONNECT_S: Final = 30.0
+_LEAST_CONNECT_S: Final = 2.0
+_ANSWER_S: Final = 20.0
+_connecting = threading.Lock()
+T = TypeVar("T")
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: nobody waits for the result any more
+    """A preparation was given up because the trainer went elsewhere, or the loader was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """The place of this process in the job that `group`, a weak reference, is the process group of: no other is equal."""
+
+    rank: int
+    size: int
+    group: object
+
+
+class Line:
+    """A connection to a store; `serve` does what rank 0 owes to those that are still on their way.
+
+    Once the store has not answered, all further calls fail at once: what is late may still come, and would be taken
+    for the answer to another call. Used by one thread.
+    """
+
+    def __init__(self, store: Store, serve: Callable[[], None] = lambda: None) -> None:
+        self.serve = serve
+        self._store = store
+        self._failure: str | None = None
+
+    def has_served(self) -> None:
+        """All have come. What `serve` holds would keep the job's store, and its port, from a job made anew."""
+        self.serve = lambda: None
+
+    def call(self, ask: Callable[[Store], T]) -> T:
+        """What `ask` gets from the store. Raises RankMismatchError when the store does not answer."""
+        if self._failure is not None:
+            raise RankMismatchError(self._failure)
+        try:
+            return ask(self._store)
+        except (RuntimeError, OSError) as error:  # torch's DistError among them
+            tcp = _tcp_below(self._store)
+            self._failure = _no_answer("" if tcp is None else f" at {tcp.host}:{tcp.port}", error)
+            raise RankMismatchError(self._failure) from error
+
+
+def _no_answer(at: str, error: Exception) -> str:
+    said = (str(error) or type(error).__name__).splitlines()[0]
+    return (
+        f"the store that the ranks agree through{at} does not answer ({said}): the process that hosts it (torchrun's "
+        "agent, or rank 0) has ended, or the network is cut; see its log, and start the job again"
+    )
+
+
+def meet_at(
+    job: ProcessGroup, prefix: str, where: str, deadline_s: float, answer_s: float, closed: threading.Event
+) -> Line:
+    """The line of this rank of `job`, under a name that no earlier run has used.
+
+    torchrun may keep the job's store, and what is written there, when it starts the ranks again. So nobody believes
+    what is there already: each rank asks under a number of its own, and rank 0 answers with that number. `where`
+    says what the ranks come for. Raises Cancelled, and RankMismatchError when the store does not answer, or rank 0
+    has not come within `deadline_s`.
+    """
+    give_up, rank = time.monotonic() + deadline_s, job.rank
+    # Torch tries for up to twice as long as it is told.
+    limits_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
+    default = _default_store()
+    exchange, tcp = Line(PrefixStore(prefix, default)), _tcp_below(default)
+    # First of all, since calls on the job's own connection wait as long as the host says nothing.
+    store = None if tcp is None else _client(tcp.host, tcp.port, *limits_s)
+    if rank == 0:
+        address: dict[str, Any] = {"token": secrets.token_hex(8)}
+        if store is None:
+            store = _serve()
+            address |= {"host": socket.gethostname(), "port": store.port}
+        return Line(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
+    mine = secrets.token_hex(8)
+    exchange.call(lambda asked: asked.set(f"ask/{rank}", mine))
+    exchange.call(lambda asked: asked.add("asked", 1))
+    alive = None if store is None else Line(store)
+    pause_s, most_s = PAUSES_S
+    while True:
+        if alive is not None:
+            alive.call(lambda store: store.check([mine]))
+        if exchange.call(lambda asked: asked.check([f"answer/{rank}"])):
+            answer = json.loads(exchange.call(lambda asked: asked.get(f"answer/{rank}")))
+            if answer["to"] == mine:
+                return Line(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
+        if time.monotonic() > give_up:
+            raise RankMismatchError(
+                f"rank 0 has not come to {where} within {deadline_s:.3g} s: dead, or stuck? "
+                "Every rank must make and iterate the same loaders"
+            )
+        if closed.wait(pause_s):
+            raise Cancelled
+        pause_s = min(2 * pause_s, most_s)
+
+
+def _default_store() -> Store:
+    """The store of the job. Raises RankMismatchError when the job has ended meanwhile."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except ValueError as error:
+        raise RankMismatchError(
+            "the process group was destroyed while its ranks were looked for; make it again, and iterate the loader once more"
+        ) from error
+
+
+def _answerer(exchange: Line, address: dict[str, Any], size: int) -> Callable[[], None]:
+    """Rank 0's part: tell everyone who has asked since the last call where to meet."""
+    answered: dict[int, str] = {}
+    seen = [-1]
+
+    def answer(store: Store) -> None:
+        asked = store.add("asked", 0)
+        if asked == seen[0]:
+            return
+        seen[0] = asked
+        for rank in range(1, size):
+            if not store.check([f"ask/{rank}"]):
+                continue
+            number = store.get(f"ask/{rank}").decode()
+            if answered.get(rank) != number:
+                store.set(f"answer/{rank}", json.dumps({**address, "to": number}))
+                answered[rank] = number
+
+    return lambda: exchange.call(answer)
+
+
+def _reach(address: dict[str, Any], connect_s: float, answer_s: float) -> TCPStore:
+    """The store that rank 0 serves."""
+    host = str(address["host"])
+    if host == socket.gethostname():
+        host = "127.0.0.1"
+    return _client(host, int(address["port"]), connect_s, answer_s)
+
+
+def _client(host: str, port: int, connect_s: float, answer_s: float) -> TCPStore:
+    """A connection whose calls fail when no answer comes within `answer_s`.
+
+    Raises RankMismatchError when there is none within `connect_s`.
+    """
+    with _connecting:
+        before = set(_sockets_to(port))
+        # Torch's own limit ends once it is connected: the first answer would be waited for without one.
+        watch = threading.Timer(
+            connect_s, _on_new_sockets, (port, before, lambda new: new.shutdown(socket.SHUT_RDWR))
+        )
+        watch.daemon = True
+        watch.start()
+        try:
+            timeout = timedelta(seconds=connect_s)
+            client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (RuntimeError, OSError) as error:
+            raise RankMismatchError(_no_answer(f" at {host}:{port}", error)) from error
+        finally:
+            watch.cancel()
+        _on_new_sockets(port, before, lambda new: _limit(new, answer_s))
+    return client
+
+
+def _limit(connection: socket.socket, answer_s: float) -> None:
+    seconds, fraction = divmod(answer_s, 1.0)
+    limit = struct.pack("ll", int(seconds), int(1e6 * fraction))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _on_new_sockets(port: int, before: set[int], act: Callable[[socket.socket], None]) -> None:
+    for fd in set(_sockets_to(port)) - before:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                act(copy)
+        except OSError:
+            continue  # closed meanwhile, so not that of the client
+
+
+def _sockets_to(port: int) -> list[int]:
+    """The file descriptors of this process's sockets that are connected to `port` somewhere."""
+    if socket.getdefaulttimeout() is not None:
+        return []  # a look would change the sockets: Python makes those that it opens non-blocking then
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                if copy.getpeername()[1] == port:
+                    found.append(fd)
+        except (OSError, IndexError, TypeError):
+            continue  # closed meanwhile, not connected, or of another family
+    return found
+
+
+def _tcp_below(store: Store) -> TCPStore | None:
+    """The connection to a server under the prefixes of `store`, if that is what is there."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def _serve() -> TCPStore:
+    """A store for the ranks, where the job has none with a server."""
+    return TCPStore(
+        "0.0.0.0",  # noqa: S104 - the ranks may be on other hosts
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_S),
+    )

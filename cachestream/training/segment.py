@@ -1,0 +1,130 @@
+"""Segments: the parts of an epoch that are prepared ahead, and what is asked for to get them.
+
+An epoch is a chain of segments, each a pass over one snapshot: one segment, unless `epoch_size` asks for more
+samples than are cached; then further passes follow over snapshots taken anew, until it is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from cachestream.schema import Snapshot
+from cachestream.training.batches.gather import fixed_row_bytes
+from cachestream.training.batches.locations import LocationsAhead
+from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.ragged import Ragged
+from cachestream.training.checkpoint import SegmentRecord
+from cachestream.training.dataset import EpochDataset
+from cachestream.training.plan import Plan, SampleOrder
+
+_TOGETHER: Final = 16
+_TOGETHER_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What is to be prepared: segment `index` of `epoch`, after `done` batches of it, for which all ranks of the job
+    took `drawn` samples.
+
+    `total` is the epoch's number of batches, None until its first segment is agreed. `generation` counts the
+    times that the trainer jumped (set_epoch, load_state_dict): what was prepared before is void.
+    `records` are the segment to take up again, from a checkpoint, for each cache by its id.
+    """
+
+    generation: int
+    epoch: int
+    index: int = 0
+    done: int = 0
+    drawn: int = 0
+    total: int | None = None
+    records: Mapping[str, SegmentRecord] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.generation}.{self.epoch}.{self.index}"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A prepared pass: everything that is needed to gather its batches on this rank.
+
+    `place` is this rank's place among the `plan.ranks` that share the order. `missing` counts the samples that a
+    checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
+    the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
+    `with_keys`: batches hold their samples' keys. `ragged`: how fields come whose shape varies.
+    `places`: where the samples of its batches lie, worked out from now on. `transform_key` seeds what the batches are
+    transformed with.
+    """
+
+    request: Request
+    dataset: EpochDataset
+    maps: EpochMaps
+    order: SampleOrder
+    plan: Plan
+    place: int
+    total: int
+    record: SegmentRecord
+    missing: int = 0
+    others: dict[str, tuple[SegmentRecord, int]] = field(default_factory=dict)
+    opened_ahead: bool = False
+    with_keys: bool = False
+    ragged: Ragged = "list"
+    places: LocationsAhead | None = None
+    transform_key: int = 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the epoch ends with this segment."""
+        return self.request.done + self.plan.num_batches >= self.total
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.dataset.snapshot
+
+    @property
+    def batch_bytes(self) -> int:
+        """What a batch holds in fields of one shape."""
+        return self.plan.batch_size * sum(map(fixed_row_bytes, self.snapshot.schema.fields))
+
+    @property
+    def batches_together(self) -> int:
+        """How many batches are gathered, and handed over, at once: of small ones a few, since threads wake each other
+        up slowly.
+        """
+        return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
+
+    def drawn_after(self, batches: int) -> int:
+        """How many samples of the epoch all ranks of the job have after `batches` batches of this segment."""
+        world = sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
+        return self.request.drawn + self.plan.position(batches) * world // self.plan.ranks
+
+    def next_request(self) -> Request:
+        """What comes after this: the epoch's next segment, or the next epoch."""
+        request = self.request
+        if self.last:
+            return Request(request.generation, request.epoch + 1)
+        return Request(
+            request.generation,
+            request.epoch,
+            request.index + 1,
+            request.done + self.plan.num_batches,
+            self.drawn_after(self.plan.num_batches),
+            self.total,
+        )
+
+    def share_drawn(self, batches: int) -> float:
+        """Which share of the snapshot the first `batches` batches of all ranks are."""
+        return self.plan.position(batches) / max(1, self.snapshot.num_samples)
+
+    def records_after(self, batches: int) -> dict[str, SegmentRecord]:
+        """What is left after `batches` batches of this segment, for each cache of the job by its id."""
+        left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
+        for cache_id, (record, ranks) in self.others.items():
+            left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
+        return left
+
+    def close(self) -> None:
+        """Give the shards free; maps in use by a gather stay until it ends."""
+        self.dataset.close()

@@ -1,0 +1,1 @@
+"""The bytes of one remote object: requests, deadlines, retries, and the account of them."""

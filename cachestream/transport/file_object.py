@@ -1,0 +1,107 @@
+"""A remote file as a file object: for libraries that seek and read a little here and there."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+from cachestream.transport.ranges import RangedFile, merge_spans
+
+BLOCK_BYTES: Final = 64 << 10  # fetched at once, and kept
+MAX_BLOCKS: Final = 256
+
+
+class _SeekableFile(io.RawIOBase):
+    """A place in a remote file, read-only. For one thread at a time.
+
+    `error` is what a read failed with: libraries in C pass on only that one did.
+    """
+
+    def __init__(self, file: RangedFile) -> None:
+        self._file = file
+        self._size_bytes = file.look().size_bytes
+        self._position = 0
+        self.error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = (0, self._position, self._size_bytes)[whence]
+        self._position = base + offset
+        return self._position
+
+
+class BlockFile(_SeekableFile):
+    """The blocks used last are kept, large reads go past them."""
+
+    def __init__(self, file: RangedFile) -> None:
+        super().__init__(file)
+        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        start, stop = self._position, min(self._position + len(out), self._size_bytes)
+        if stop <= start:
+            return 0
+        try:
+            if stop - start > MAX_BLOCKS * BLOCK_BYTES // 4:
+                self._file.read_spans([(start, stop)], [out[: stop - start]])
+            else:
+                self._copy(start, stop, out)
+        except Exception as error:
+            self.error = error
+            raise
+        self._position = stop
+        return stop - start
+
+    def _copy(self, start: int, stop: int, out: memoryview) -> None:
+        numbers = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+        missing = [number for number in numbers if number not in self._blocks]
+        spans = [
+            (number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._size_bytes)) for number in missing
+        ]
+        self._blocks.update(zip(missing, self._file.read_spans(spans), strict=True))
+        for number in numbers:
+            self._blocks.move_to_end(number)
+            first = number * BLOCK_BYTES
+            low, high = max(start, first), min(stop, first + BLOCK_BYTES)
+            out[low - start : high - start] = self._blocks[number][low - first : high - first]
+        while len(self._blocks) > MAX_BLOCKS:
+            self._blocks.popitem(last=False)
+
+
+class SpanFile(_SeekableFile):
+    """What lies in `spans` comes at once, the rest as it is read.
+
+    Reads give memory that is not used again, without a copy where it can be.
+    """
+
+    def __init__(self, file: RangedFile, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__(file)
+        merged = [span for span, _ in merge_spans(spans)]
+        self._held = list(zip(merged, file.read_spans(merged), strict=True))
+
+    def read(self, size: int = -1) -> memoryview:
+        start = self._position
+        stop = self._size_bytes if size < 0 else min(start + size, self._size_bytes)
+        if stop <= start:
+            return memoryview(b"")
+        self._position = stop
+        for (first, last), data in self._held:
+            if first <= start and stop <= last:
+                return data[start - first : stop - first]
+        try:
+            return self._file.read(start, stop)
+        except Exception as error:
+            self.error = error
+            raise

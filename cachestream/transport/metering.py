@@ -1,0 +1,205 @@
+"""The account of remote requests and bytes, and the bandwidth limit that all processes of a node share.
+
+A source calls `asking` and `fetched` and knows nothing of budgets, counters or watchdogs; a sampling
+process installs what is to happen then. Nothing is installed by default.
+
+The file holds a single number, the time at which all bytes spent so far are paid for, so that a
+process that dies leaves nothing behind. The algorithm is the generic cell rate algorithm (GCRA,
+ITU-T I.371, virtual scheduling): a token bucket without a refill task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from cachestream.errors import ConfigError
+from cachestream.linux import open_private
+
+TICK_S: Final = 0.5
+NO_LIMIT_BYTES: Final = 1 << 62
+
+
+def _ignore(nbytes: int) -> None:
+    """What happens in a process that installed nothing."""
+
+
+def _ignore_all() -> None:
+    """What happens in a process that installed nothing."""
+
+
+_on_fetched: Callable[[int], None] = _ignore
+_on_asking: Callable[[int], None] = _ignore
+_on_slow_down: Callable[[], None] = _ignore_all
+_request_bytes = NO_LIMIT_BYTES
+
+
+def install(
+    on_fetched: Callable[[int], None] | None,
+    on_asking: Callable[[int], None] | None = None,
+    on_slow_down: Callable[[], None] | None = None,
+    request_bytes: int = NO_LIMIT_BYTES,
+) -> None:
+    """Call `on_fetched(nbytes)` for all bytes that arrive in this process; None: stop doing so.
+
+    `on_asking(nbytes)` is called before they are asked for, where it is known how many, and
+    `on_slow_down()` when a remote answers that there are too many requests. All are called from any
+    thread, several at once; the first two may block to hold back the reader. No more than
+    `request_bytes` are to be asked for at once.
+    What they raise must be a CacheStreamError or no Exception at all: others count as the remote's.
+    """
+    global _on_fetched, _on_asking, _on_slow_down, _request_bytes
+    _on_fetched = _ignore if on_fetched is None else on_fetched
+    _on_asking = _ignore if on_asking is None else on_asking
+    _on_slow_down = _ignore_all if on_slow_down is None else on_slow_down
+    _request_bytes = request_bytes
+
+
+def asking(nbytes: int) -> None:
+    """Say that `nbytes` are about to be asked for, in the thread that will report them as `fetched`."""
+    _on_asking(nbytes)
+
+
+def at_most(nbytes: int = NO_LIMIT_BYTES) -> int:
+    """How many of `nbytes` to ask for in one request, where more can be asked for later."""
+    return min(nbytes, _request_bytes)
+
+
+def slow_down() -> None:
+    """Report that the remote asked for fewer requests."""
+    _on_slow_down()
+
+
+def fetched(nbytes: int) -> None:
+    """Report that `nbytes` arrived, after each piece of a fetch; 0 is a sign of life without bytes."""
+    _on_fetched(nbytes)
+
+
+def wait(delay_s: float) -> None:
+    """Wait `delay_s` seconds and show life at least once a second meanwhile."""
+    deadline_s = time.monotonic() + delay_s
+    while True:
+        fetched(0)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(left_s, TICK_S))
+
+
+BURST_S: Final = 0.1
+LOCK_TIMEOUT_S: Final = 2.0
+
+_STATE: Final = struct.Struct("=d40s")  # when all is paid for (CLOCK_MONOTONIC, seconds), boot id
+_PAID: Final = struct.Struct("=d")
+
+
+def _boot_id() -> bytes:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:40]
+    except OSError:
+        return b""
+
+
+def next_paid_s(paid_s: float, now_s: float, cost_s: float) -> float:
+    """When all is paid for after spending `cost_s` more at `now_s`: GCRA's arrival rule."""
+    return max(paid_s, now_s) + cost_s
+
+
+class Throttle:
+    """Limits what all Throttles on one file spend together to `bytes_per_s`.
+
+    Safe between threads, processes and forks; picklable. After an idle time the first 0.1 s worth
+    of bytes pass at once. `path` is created (mode 0600) if need be; its folder must exist. Raises
+    OSError where there is no space for it.
+    """
+
+    def __init__(self, path: str, bytes_per_s: float) -> None:
+        if not bytes_per_s > 0:
+            raise ConfigError(f"bandwidth limit {bytes_per_s!r}: must be above 0 bytes a second")
+        self._path = path
+        self._bytes_per_s = float(bytes_per_s)
+        self._open()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT)
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        if os.fstat(self._fd).st_size < _STATE.size:
+            os.posix_fallocate(self._fd, 0, _STATE.size)  # a store into a hole of a full disk is a SIGBUS
+        self._map = mmap.mmap(self._fd, _STATE.size)
+        boot_id = _boot_id()
+        with self._locked():
+            # The monotonic clock starts anew at boot: an older time would block for days.
+            if _STATE.unpack_from(self._map)[1].rstrip(b"\0") != boot_id:
+                _STATE.pack_into(self._map, 0, 0.0, boot_id)
+
+    def __getstate__(self) -> tuple[str, float]:
+        return self._path, self._bytes_per_s
+
+    def __setstate__(self, state: tuple[str, float]) -> None:
+        self._path, self._bytes_per_s = state
+        self._open()
+
+    def __repr__(self) -> str:
+        return f"<Throttle {self._bytes_per_s / 1e6:.3g} MB/s>"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the file's lock; go on without it past a deadline.
+
+        A process that is stopped while it holds the lock must not stop the node: to miss one
+        update only lets a few bytes through.
+        """
+        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+        held, fd = False, self._fd
+        with self._lock:
+            while not held and time.monotonic() < deadline_s:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held = True
+                except BlockingIOError:
+                    time.sleep(0.0002)
+            try:
+                yield
+            finally:
+                if held:
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def reserve(self, nbytes: int) -> float:
+        """Spend `nbytes` now; return the seconds to wait before the next ones may be asked for."""
+        if self._pid != os.getpid():  # a fork shares the parent's lock: it would exclude nobody
+            self._open()
+        with self._locked():
+            now_s = time.monotonic()
+            (paid_s,) = _PAID.unpack_from(self._map)
+            paid_s = next_paid_s(paid_s, now_s, nbytes / self._bytes_per_s)
+            _PAID.pack_into(self._map, 0, paid_s)
+        return max(0.0, paid_s - now_s - BURST_S)
+
+    def spend(self, nbytes: int, on_wait: Callable[[], None] | None = None) -> None:
+        """Spend `nbytes` and block until they are paid for.
+
+        Calls `on_wait` at least once a second while it blocks (for a watchdog).
+        """
+        if nbytes <= 0:
+            return
+        deadline_s = time.monotonic() + self.reserve(nbytes)
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, TICK_S))
+            if on_wait is not None:
+                on_wait()
+
+    def close(self) -> None:
+        """Let go of the file; the Throttle is not used again."""
+        self._map.close()
+        self._closer()

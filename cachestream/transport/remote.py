@@ -1,0 +1,432 @@
+"""One remote filesystem: its credentials, its driver, and the deadlines that every backend keeps.
+
+| | connect | first byte | stalled body | whole object |
+|-|-|-|-|-|
+| S3, HTTP | `CONNECT_S` | `FIRST_BYTE_S` | `STALL_S` | `PIECE_S` for each MiB |
+| other drivers of fsspec, of which only whole calls are seen | `CALL_S` for all of a call, which asks for less after a late one | | | |
+| local files | those of the kernel; the sampling process is replaced after `hang_timeout_s` | | | |
+
+fsspec's filesystems hold event loops, sockets and locks: they are neither pickled nor used across
+a fork. A `DemoData` carries only what it takes to open one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.registry import known_implementations
+from fsspec.utils import get_protocol
+
+from cachestream.config import check_mapping, parse_size
+from cachestream.errors import ConfigError
+from cachestream.transport import bounds, metering
+from cachestream.transport.hedge import Hedge
+from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
+
+T = TypeVar("T")
+
+CONNECT_S: Final = 5.0
+FIRST_BYTE_S: Final = 15.0
+STALL_S: Final = 20.0
+CALL_S: Final = CONNECT_S + FIRST_BYTE_S
+PIECE_S: Final = 60.0  # slower than a MiB in this time, or what is left of the object, counts as broken
+LIFE_S: Final = 0.5
+MOST_LATE: Final = 64  # calls that are waited for by nobody, in a process
+_PIECE_BYTES: Final = 1 << 20
+_QUICK_SHARE: Final = 0.25  # of `CALL_S`: after such a call the next one asks for more
+_LEAST_CALL_BYTES: Final = 64 << 10
+
+_late_lock = threading.Lock()
+_late = 0
+
+
+def for_bytes_s(nbytes: int) -> float:
+    """The deadline for a request of `nbytes` and its answer."""
+    return CALL_S + PIECE_S * -(-nbytes // _PIECE_BYTES)
+
+
+def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    """What `coroutine` returns on `loop`; shows life meanwhile, raises TimeoutError in time."""
+    return result_of(asyncio.run_coroutine_threadsafe(coroutine, loop), timeout_s)
+
+
+async def in_time(answer: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    """The `answer` of a server, of which the first byte comes within `timeout_s` (None: ever); raises TimeoutError."""
+    try:
+        if sys.version_info < (3, 11):
+            return await asyncio.wait_for(answer, timeout_s)
+        # In this task: aiohttp loses what came of a body if the server hangs up before the body is read.
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except asyncio.TimeoutError as error:  # in Python 3.10 another class than the built-in one
+        if timeout_s is None or error.args:  # the driver's own, which says what was late
+            raise
+        raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
+
+
+def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
+    """The result of `future`; shows life meanwhile, cancels it and raises TimeoutError in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not future.done():
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            future.cancel()
+            raise TimeoutError(f"no answer within {timeout_s:.0f} s")
+        try:
+            future.exception(min(left_s, LIFE_S))
+        except concurrent.futures.TimeoutError:
+            metering.fetched(0)
+    return future.result()
+
+
+class CallPieces:
+    """How many bytes to ask for in one call of a driver that shows none before all have come.
+
+    Starts at `most_bytes`; a quarter after each call that was late, twice as many after a quick one. Any thread may use it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = self._nbytes = most_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def took(self, nbytes: int, took_s: float) -> None:
+        """Learn from a call that brought `nbytes`."""
+        if nbytes >= self._nbytes and took_s < _QUICK_SHARE * CALL_S:
+            self._nbytes = min(2 * self._nbytes, self._most_bytes)
+
+    def was_late(self) -> None:
+        """Learn from a call that did not come in time."""
+        self._nbytes = max(self._nbytes // 4, min(_LEAST_CALL_BYTES, self._most_bytes))
+
+
+class Caller:
+    """A thread that makes the blocking calls of another one, which waits for them with a deadline.
+
+    One whose call is late is left behind: it ends when that call does, and keeps no process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]
+        self._todo = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._todo,), name="driver", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._todo.put(None)
+
+    def run(self, call: Callable[[], T], timeout_s: float) -> T:
+        """What `call` returns; shows life meanwhile. Raises TimeoutError in time: this Caller is not used again then."""
+        global _late
+        if _late >= MOST_LATE:
+            return call()  # they never come back: the process hangs, is ended, and begins with none of them
+        future = concurrent.futures.Future[T]()
+        self._todo.put((call, future))
+        try:
+            found: T = result_of(future, timeout_s)
+        except TimeoutError:
+            if future.cancelled():
+                with _late_lock:
+                    _late += 1
+                self._todo.put((_came_back, concurrent.futures.Future()))
+            raise
+        return found
+
+
+def _came_back() -> None:
+    global _late
+    with _late_lock:
+        _late -= 1
+
+
+def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]) -> None:
+    while (wanted := todo.get()) is not None:
+        call, future = wanted
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+                future.set_exception(error)
+        del wanted, call, future
+
+
+CALL_BYTES: Final = 8 << 20  # at most, of a driver that shows no bytes before all have come
+OPEN_TIMEOUT_S: Final = 60.0  # to load a driver, and to connect, where it has no shorter one
+MAX_CONNECTIONS: Final = (
+    256  # as many as there can be requests: to wait for one counts as the server's silence
+)
+LIST_ATTEMPTS: Final = 4
+
+# Values under these names may be shown; all others in storage_options may be secrets.
+_PUBLIC_OPTIONS: Final = frozenset(
+    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
+)
+_USUAL_GAIN: Final = 0.1
+_MIN_SECRET_CHARS: Final = 4  # a shorter one would blot out half of every message
+
+
+def _leaves(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        elif isinstance(value, str | bytes) and name not in _PUBLIC_OPTIONS:
+            yield os.fsdecode(value)
+
+
+def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What must not be shown, the longest first."""
+    found = set(_leaves(options))
+    for part in url.split("::"):
+        found.update(urlsplit(part).netloc.rpartition("@")[0].split(":"))
+    return tuple(sorted((one for one in found if len(one) >= _MIN_SECRET_CHARS), key=len, reverse=True))
+
+
+def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]:
+    """`options` for s3fs with our deadlines, pool and retries where the user gave none.
+
+    botocore's and s3fs's own retries multiply to several minutes without a sign of life; reads
+    are retried by whoever runs the source.
+    """
+    config = {
+        "connect_timeout": CONNECT_S,
+        "read_timeout": STALL_S,
+        "max_pool_connections": MAX_CONNECTIONS,
+        "retries": {"mode": "standard", "total_max_attempts": attempts},
+    }
+    return {
+        "use_listings_cache": False,
+        **options,
+        "config_kwargs": {**config, **options.get("config_kwargs", {})},
+    }
+
+
+def _keep_deadlines(filesystem: Any) -> None:
+    """Have requests of a driver that uses `requests`, which waits for ever unless it is told otherwise, fail in time."""
+    session: Any = getattr(filesystem, "session", None)
+    if type(session).__module__.partition(".")[0] == "requests":
+        session.request = functools.partial(session.request, timeout=(CONNECT_S, FIRST_BYTE_S))
+
+
+class Remote:
+    """Where `url` lies, and the options to open it with.
+
+    The options "hedge" (see `hedge.Hedge.of`) and "max_object_size" (see `bounds`) are ours, all others are the driver's.
+
+    Picklable, thread-safe, fork-safe. The URL and the options may hold secrets: no repr, error or
+    log shows them.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        if url.startswith("pipe:"):
+            raise ConfigError(
+                "'pipe:' URLs name a command, and none is run: give the URL that the command reads, which fsspec opens, such as "
+                "'s3://bucket/train-000000.tar'"
+            )
+        self._url = url
+        check_mapping("storage_options", storage_options, "{'anon': True}")
+        self._options = dict(storage_options or {})
+        self._hedge_option = self._options.pop("hedge", None)
+        most = self._options.pop("max_object_size", None)
+        self.object_bytes = bounds.DEFAULT_BYTES if most is None else parse_size(most, "max_object_size")
+        self.protocol = get_protocol(url)
+        self._check_driver()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.secrets = _secrets(self._url, self._options)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._shared: Any = None
+        self.hedge = Hedge.of(self._hedge_option)
+        self._usual_bytes = 0.0  # of an object that is read whole
+        self.pieces = CallPieces(CALL_BYTES)
+        self._of_thread = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "url": self._url,
+            "options": self._options,
+            "protocol": self.protocol,
+            "hedge": self._hedge_option,
+            "object_bytes": self.object_bytes,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
+        self._hedge_option, self.object_bytes = state["hedge"], state["object_bytes"]
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"<Remote {redact(self._url)}>"
+
+    @property
+    def is_local(self) -> bool:
+        return self.protocol in ("file", "local")
+
+    @property
+    def is_web(self) -> bool:
+        return self.protocol in ("http", "https")
+
+    @property
+    def is_s3(self) -> bool:
+        return self.protocol in ("s3", "s3a") and "::" not in self._url
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether paths name a version of an object."""
+        return bool(self._options.get("version_aware"))
+
+    def _check_driver(self) -> None:
+        """Raise ConfigError for an unknown scheme, or one whose driver is not installed."""
+        where = redact(self._url)
+        try:
+            fsspec.get_filesystem_class(self.protocol)
+        except ValueError:
+            raise ConfigError(
+                f"{where}: unknown scheme '{self.protocol}://'; give a path, or a URL that fsspec knows, "
+                "such as s3://, gs://, az://, https://, hf://"
+            ) from None
+        except ImportError as error:
+            known = known_implementations.get(self.protocol, {})
+            package = str(known.get("class", "")).partition(".")[0]
+            how = f"pip install {package}" if package not in ("", "fsspec") else str(error)
+            raise ConfigError(
+                f"{where}: the driver of '{self.protocol}://' is not installed: {how}"
+            ) from None
+
+    def _open(self, attempts: int) -> tuple[Any, str]:
+        """A new filesystem, and the path of this Remote's URL in it."""
+        options: dict[str, Any] = dict(self._options)
+        if self.is_s3:
+            options = _with_s3_limits(options, attempts)
+        elif "s3" in options:
+            options["s3"] = _with_s3_limits(options["s3"], attempts)
+        if self.protocol == "ftp":
+            options.setdefault("timeout", FIRST_BYTE_S)
+        where = redact(self._url)
+        with map_errors(where, secrets=self.secrets):
+            try:
+                filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
+                _keep_deadlines(filesystem)
+                if self.is_s3:
+                    filesystem.retries = attempts
+                    filesystem.connect()
+            except (TypeError, KeyError) as error:
+                reason = redact_text(str(error), self.secrets)
+                raise ConfigError(
+                    f"{where}: storage_options do not suit '{self.protocol}': {reason}"
+                ) from None
+        return filesystem, str(path)
+
+    def likely_bytes(self) -> int:
+        """How much one request for a whole object is likely to bring."""
+        return metering.at_most(int(self._usual_bytes or metering.NO_LIMIT_BYTES))
+
+    def saw_object(self, nbytes: int) -> None:
+        """Learn how large objects are that are read whole."""
+        usual = self._usual_bytes
+        self._usual_bytes = usual + _USUAL_GAIN * (nbytes - usual) if usual else float(nbytes)
+
+    def open_for_listing(self) -> tuple[Any, str]:
+        """A filesystem of one's own that tries each request several times, and this URL's path in it."""
+        return self._open(LIST_ATTEMPTS)
+
+    @property
+    def most_bytes(self) -> int:
+        """How many bytes one object may have."""
+        return bounds.smaller(self.object_bytes)
+
+    def filesystem(self) -> Any:
+        """The filesystem that this process reads with, opened when first asked for.
+
+        One for all threads if it is asynchronous; one a thread if it is not, as fsspec's
+        synchronous ones are not thread-safe: these are used by `call` alone.
+        """
+        if self._pid != os.getpid():
+            self._reset()
+        known = self._known()
+        if known is None:
+            shared = "::" in self._url or fsspec.get_filesystem_class(self.protocol).async_impl
+            # Where each thread has its own, none waits for another one's server, which may be silent.
+            with self._lock if shared else contextlib.nullcontext():
+                known = self._known()  # another thread was first
+                if known is None:
+                    caller = Caller()
+                    known, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
+                    if known.async_impl:
+                        self._shared = known
+                    else:
+                        self._of_thread.filesystem, self._of_thread.caller = known, caller
+        return known
+
+    def call(self, work: Callable[[Any], T], nbytes: int = 0) -> T:
+        """What `work` makes of this thread's filesystem, which is not asynchronous, within `CALL_S`.
+
+        It asks for `nbytes`. What fails may have spoilt its connection, and some keep one for ever: then another filesystem is
+        opened when there is work again.
+        """
+        filesystem = self.filesystem()
+        begun_s = time.monotonic()
+        metering.asking(max(1, nbytes))
+        try:
+            found: T = self._of_thread.caller.run(lambda: work(filesystem), CALL_S)
+        except EOFError as error:  # so ftplib says that the server hung up
+            self._forget()
+            raise ConnectionError(f"the connection was closed {error}") from error
+        except Exception as error:
+            if classify(error) not in ("missing", "denied"):
+                self._forget()
+            if isinstance(error, TimeoutError):
+                self.pieces.was_late()
+            raise
+        self.pieces.took(nbytes, time.monotonic() - begun_s)
+        return found
+
+    def open(self, path: str) -> Any:
+        """A file of this thread's filesystem, for `read` and `close`. It reads ahead as much as the driver likes, until a call is late."""
+        nbytes = self.pieces.nbytes
+        ahead = nbytes if nbytes < CALL_BYTES else None
+        return self.call(lambda filesystem: filesystem.open(path, "rb", block_size=ahead))
+
+    def read(self, file: Any, most: int = CALL_BYTES) -> bytes:
+        """The next bytes of a `file` that was opened by a `call`, `most` of them at most; none at its end."""
+        nbytes = metering.at_most(min(most, self.pieces.nbytes))
+        data: bytes = self.call(lambda _: file.read(nbytes), nbytes)
+        metering.fetched(len(data))
+        return data
+
+    def close(self, file: Any) -> None:
+        """Let go of a `file` that was opened by a `call`."""
+        if (caller := getattr(self._of_thread, "caller", None)) is not None:
+            caller.run(file.close, CALL_S)
+
+    def run(self, call: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
+        """What a `call` of an asynchronous filesystem, which asks for `nbytes`, gives within `CALL_S`."""
+        begun_s = time.monotonic()
+        try:
+            found: T = run(self.filesystem().loop, call, CALL_S)
+        except TimeoutError:
+            self.pieces.was_late()
+            raise
+        self.pieces.took(nbytes, time.monotonic() - begun_s)
+        return found
+
+    def _forget(self) -> None:
+        self._of_thread.filesystem = self._of_thread.caller = None
+
+    def _known(self) -> Any:
+        return self._shared if self._shared is not None else getattr(self._of_thread, "filesystem", None)

@@ -1,0 +1,357 @@
+"""Errors of every remote, translated once into the three classes that a caller can react to.
+
+Drivers (s3fs, gcsfs, aiohttp, …) are never imported here: their errors are told apart by the
+service's error code, the HTTP status, the errno, or the name of the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal, Protocol
+
+from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
+from cachestream.transport import metering
+from cachestream.transport.bounds import TooLargeError
+
+Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "range", "changed", "other"]
+
+BACKOFF_START_S: Final = 0.5
+BACKOFF_LIMIT_S: Final = 60.0
+
+_CODES: Final[dict[str, Kind]] = {
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "404", "410"), "missing"),
+    **dict.fromkeys(
+        ("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidPayer", "403"), "denied"
+    ),
+    **dict.fromkeys(
+        (
+            "AccountProblem",
+            "AuthorizationHeaderMalformed",
+            "CredentialsNotSupported",
+            "ExpiredToken",
+            "ExpiredTokenException",
+            "InvalidAccessKeyId",
+            "InvalidSecurity",
+            "InvalidToken",
+            "MissingSecurityHeader",
+            "NotSignedUp",
+            "RequestTimeTooSkewed",
+            "SignatureDoesNotMatch",
+            "TokenRefreshRequired",
+            "UnrecognizedClientException",
+            "401",
+        ),
+        "credentials",
+    ),
+    **dict.fromkeys(
+        (
+            "IllegalLocationConstraintException",
+            "InvalidBucketName",
+            "NoSuchBucket",
+            "PermanentRedirect",
+            "301",
+        ),
+        "bucket",
+    ),
+    **dict.fromkeys(
+        (
+            "InternalError",
+            "OperationAborted",
+            "RequestLimitExceeded",
+            "RequestTimeout",
+            "ServiceUnavailable",
+            "SlowDown",
+            "Throttling",
+            "ThrottlingException",
+            "TooManyRequests",
+            "408",
+            "429",
+            "500",
+            "502",
+            "503",
+            "504",
+        ),
+        "unavailable",
+    ),
+    "InvalidRange": "range",
+    "416": "range",
+    "PreconditionFailed": "changed",
+    "412": "changed",
+}
+# A remote that answers so is well, and wants fewer requests.
+_THROTTLED: Final = frozenset(
+    {
+        "RequestLimitExceeded",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "429",
+        "503",
+    }
+)
+_CLASSES: Final[dict[str, Kind]] = {
+    **dict.fromkeys(
+        (
+            "ClientAuthenticationError",
+            "CredentialRetrievalError",
+            "DefaultCredentialsError",
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "ProfileNotFound",
+            "RefreshError",
+            "TokenRetrievalError",
+            "UnauthorizedSSOTokenError",
+        ),
+        "credentials",
+    ),
+    **dict.fromkeys(("InvalidRegionError", "NoRegionError", "ParamValidationError"), "bucket"),
+    **dict.fromkeys(
+        (
+            "CertificateError",
+            "ClientConnectorCertificateError",
+            "LocalProtocolError",
+            "SSLCertVerificationError",
+            "UnsupportedProtocol",
+        ),
+        "other",
+    ),
+    **dict.fromkeys(
+        (
+            "ChunkedEncodingError",
+            "ClientConnectionError",
+            "ClientPayloadError",
+            "EndpointConnectionError",
+            "FSTimeoutError",
+            "HTTPClientError",
+            "IncompleteRead",
+            "IncompleteReadError",
+            "ReadTimeout",
+            "ResponseParserError",
+            "ResponseStreamingError",
+            "ServiceRequestError",
+            "ServiceResponseError",
+            "TimeoutError",
+            "TransportError",
+            "ConnectionError",
+            "gaierror",
+        ),
+        "unavailable",
+    ),
+    **dict.fromkeys(("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"), "missing"),
+    "PermissionError": "denied",
+}
+_UNAVAILABLE_ERRNOS: Final = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EMFILE,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOTCONN,
+        errno.EPIPE,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+_NEXT_STEPS: Final[dict[Kind, str]] = {
+    "missing": "not found; check the path",
+    "denied": "access denied; check the file's permissions, or that these credentials may list and read it",
+    "credentials": (
+        "no valid credentials; give storage_options={'key': …, 'secret': …} ({'anon': True} for public data), "
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or fill ~/.aws/credentials"
+    ),
+    "bucket": "no such bucket here; check its name, and region and endpoint_url in storage_options",
+    "unavailable": "the remote does not answer at present; check the network and the endpoint",
+    "range": "the object is shorter than expected",
+    "changed": "the object was overwritten while it was read",
+    "other": "cannot be read",
+}
+
+
+class ChangedError(OSError):
+    """The object is no longer the one that the first bytes came from."""
+
+    status = 412
+
+
+class _Uniform(Protocol):
+    def uniform(self, low: float, high: float, /) -> float: ...
+
+
+def backoff_delays(rng: _Uniform) -> Iterator[float]:
+    """Seconds to wait before each next try, for ever: full jitter, 0.5 s doubling up to 60 s.
+
+    (Marc Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.)
+    """
+    limit_s = BACKOFF_START_S
+    while True:
+        yield float(rng.uniform(0.0, limit_s))
+        limit_s = min(2 * limit_s, BACKOFF_LIMIT_S)
+
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?#]*)(.*)", re.DOTALL)
+_URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>]+")
+_SECRET_IN_TEXT: Final = re.compile(
+    r"(?i)\b([\w\-]*(?:signature|secret|token|passw(?:or)?d|credential|api[_-]?key|access[_-]?key))\b(\W{0,3}[=:]\s*)"
+    r"['\"]?[^\s'\"&,)}]+"
+)
+# Parts of a query by which S3, Google, Azure, CloudFront and others are told who may read, and until when.
+_SIGNS: Final = re.compile(
+    r"(?i)(x-(amz|goog|oss|cos|ms|obs)-[\w-]*|[\w-]*(signature|token|secret|passw(or)?d|credential|api[_-]?key|accesskeyid|accessid)"
+    r"|s(ig|e|t|p|v|r|pr|ks|kv|ke|kt|koid|ktid)|expires?|policy|key-pair-id|auth(orization)?)="
+)
+
+
+def redact(url: str) -> str:
+    """`url` without user-info and query, each part of a chained URL for itself; a plain path as is."""
+    return "::".join(map(_redact_one, url.split("::")))
+
+
+def _redact_one(url: str) -> str:
+    match = _URL.fullmatch(url)
+    if match is None:
+        return url
+    scheme, authority, rest = match.groups()
+    query = rest.find("?")
+    # Elsewhere than on the web "?" may be a wildcard; then no "=" follows.
+    if query >= 0 and (scheme.lower() in ("http", "https") or "=" in rest[query:]):
+        rest = rest[:query]
+    if scheme.lower() in ("http", "https"):
+        rest = rest.partition("#")[0]
+    return f"{scheme}://{authority.rpartition('@')[2]}{rest}"
+
+
+def public_name(name: str) -> str:
+    """The name of a file on the web, a URL or the end of one, without user-info and query.
+
+    Of a query that tells more than who may read, a digest remains: it may name the object.
+    """
+    path, _, query = name.partition("?")
+    told = "&".join(part for part in query.split("&") if part and not _SIGNS.match(part))
+    digest = f"?{hashlib.blake2b(told.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
+    return redact(path) + (digest if told else "")
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """`text` with its URLs redacted, and what looks like a secret or is in `secrets` blotted out."""
+    text = _URL_IN_TEXT.sub(lambda match: redact(match[0]), text)
+    text = _SECRET_IN_TEXT.sub(r"\1\2***", text)
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+def _code(error: BaseException) -> str | None:
+    """The service's own code of `error`: botocore's response, or an HTTP status."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        code = response.get("Error", {}).get("Code")
+        if code in _CODES:
+            return str(code)
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return str(status) if status is not None else str(code)
+    places = [(error, "status"), (error, "code"), (error, "status_code")]  # aiohttp, gcsfs, azure
+    for place, name in (*places, (response, "status_code")):  # httpx, requests
+        value = getattr(place, name, None)
+        if isinstance(value, int | str) and str(value).isdecimal():
+            return str(value)
+    return None
+
+
+def _classify_one(error: BaseException) -> Kind | None:
+    code = _code(error)
+    if code in _CODES:
+        return _CODES[code]
+    if code is not None and code.isdecimal() and int(code) >= 500:
+        return "unavailable"
+    for base in type(error).__mro__:
+        if base.__name__ in _CLASSES:
+            return _CLASSES[base.__name__]
+    if isinstance(error, OSError) and error.errno in _UNAVAILABLE_ERRNOS:
+        return "unavailable"
+    return None
+
+
+def classify(error: BaseException) -> Kind:
+    """What kind of failure `error` is; the cause that a driver chained to it knows better."""
+    cause, seen = error.__cause__, 0
+    while cause is not None and seen < 8:
+        tells = _code(cause) is not None or _CLASSES.get(type(cause).__name__) == "other"
+        kind = _classify_one(cause) if tells else None
+        if kind is not None:
+            return kind
+        cause, seen = cause.__cause__, seen + 1
+    text = str(error)
+    if "bucket does not exist" in text:  # s3fs drops the code when it looks up a path
+        return "bucket"
+    return _classify_one(error) or "other"
+
+
+def judge(error: BaseException) -> Kind:
+    """What kind of failure `error` is; tells `pulse` where the remote asks for fewer requests."""
+    kind = classify(error)
+    if kind == "unavailable" and _is_throttled(error):
+        metering.slow_down()
+    return kind
+
+
+def _is_throttled(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    for _ in range(8):
+        if cause is None:
+            break
+        if _code(cause) in _THROTTLED:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+@contextlib.contextmanager
+def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] = ()) -> Iterator[None]:
+    """Raise whatever fails inside as one of ours, with `what` (already redacted) in front.
+
+    SourceUnavailableError for what passes by itself (throttling, timeouts, resets, DNS, refused
+    connections, broken bodies); SourceError for the rest. With `one_of_many`, an object that is
+    missing, forbidden or unreadable by itself is a SampleError; bad credentials and a missing
+    bucket remain SourceErrors, since they hold for all objects. The original is nowhere in what is raised, not even as
+    its context: its text may hold a signed URL.
+    """
+    try:
+        yield
+    except CacheStreamError as error:
+        error.__cause__ = error.__context__ = None
+        raise
+    except Exception as error:  # noqa: BLE001  drivers share no base class but this one
+        mapped = _mapped(error, what, one_of_many, secrets)
+        try:
+            raise mapped from None
+        finally:
+            mapped.__context__ = None
+
+
+def _mapped(error: Exception, what: str, one_of_many: bool, secrets: Iterable[str]) -> SourceError:
+    """What `map_errors` raises for `error`."""
+    if isinstance(error, TooLargeError):
+        return SampleError(f"{what}: {error}")
+    kind = judge(error)
+    reason = redact_text(f"{type(error).__name__}: {error}", secrets)[:500]
+    message = f"{what}: {_NEXT_STEPS[kind]} ({reason})"
+    if kind in ("unavailable", "changed"):
+        return SourceUnavailableError(message)
+    if one_of_many and kind not in ("credentials", "bucket"):
+        return SampleError(message)
+    return SourceError(message)

@@ -1,0 +1,1 @@
+"""The background: processes that sample a source into shards of the cache."""

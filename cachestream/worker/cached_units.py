@@ -1,0 +1,240 @@
+"""Samples that are cached from earlier passes and listings, which need not be fetched again."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from cachestream.listing.names import AnyNames, Names, StoredNames
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Span
+from cachestream.sources.base import begins_with
+from cachestream.storage.cache import Cache
+from cachestream.storage.tables import PassRow
+from cachestream.worker.job import Payload
+from cachestream.worker.order import PassPlan, UnitOrder
+from cachestream.worker.passes import order_file
+from cachestream.worker.stored_listings import Listings, is_over
+
+
+class EarlierNames:
+    """Where names stand in an earlier listing: 16 bytes for each of its names."""
+
+    def __init__(self, names: AnyNames) -> None:
+        self._names = names
+        hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
+        self._places = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._places]
+
+    def places(self, names: list[str]) -> IntArray:
+        """The place of each of `names`; -1 for those that are not there, or more than once."""
+        hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
+        first, after = (np.searchsorted(self._hashes, hashes, side) for side in ("left", "right"))
+        found = np.full(len(names), -1, np.int64)
+        for index in np.flatnonzero(after - first == 1).tolist():
+            place = int(self._places[first[index]])
+            if self._names[place] == names[index]:
+                found[index] = place
+        return found
+
+
+class EarlierOrder:
+    """The order of a pass over an earlier listing, asked by the units of the listing `names`."""
+
+    def __init__(self, order: UnitOrder, earlier: EarlierNames, names: AnyNames) -> None:
+        self._order, self._earlier, self._names = order, earlier, names
+
+    def positions(self, units: IntArray) -> IntArray:
+        """Where `units` lay in that pass, -1 where they did not."""
+        return self._order.positions(self._earlier.places([self._names[unit] for unit in units.tolist()]))
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(os.fsencode(name))
+
+
+END: Final = 1 << 62  # an offset past the last sample of any unit
+
+AnyOrder = UnitOrder | EarlierOrder
+Offsets = Sequence[tuple[int, int]]
+
+
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """`spans` in order, those that touch or overlap joined."""
+    merged: list[Span] = []
+    for span in sorted(spans):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return merged
+
+
+class _PassCoverage:
+    """The spans of one pass, asked by position."""
+
+    def __init__(self, order: AnyOrder, spans: list[Span]) -> None:
+        self._order = order
+        merged = merge_spans(spans)
+        # Positions that are covered from their first sample to their last, as ranges.
+        starts = [span.start[0] + (span.start[1] > 0) for span in merged]
+        self._starts = np.array(starts, np.int64)
+        self._stops = np.array([span.stop[0] for span in merged], np.int64)
+        self._partial: dict[int, list[tuple[int, int]]] = {}
+        for span in merged:
+            (first, offset), (last, until) = span.start, span.stop
+            if offset:
+                self._partial.setdefault(first, []).append((offset, until if first == last else END))
+            if until and (first != last or not offset):
+                self._partial.setdefault(last, []).append((0, until))
+
+    def add(self, units: IntArray, found: list[list[tuple[int, int]]]) -> None:
+        positions = self._order.positions(units)
+        index = np.searchsorted(self._starts, positions, side="right") - 1
+        whole = (
+            (index >= 0) & (positions < self._stops[np.maximum(index, 0)])
+            if len(self._starts)
+            else index >= 0
+        )
+        for i, position in enumerate(positions.tolist()):
+            if whole[i]:
+                found[i].append((0, END))
+            found[i].extend(self._partial.get(position, ()))
+
+
+class Coverage:
+    """Which samples of a unit the cache holds, from whichever pass they came."""
+
+    def __init__(self, passes: Mapping[UnitOrder, list[Span]] | Mapping[AnyOrder, list[Span]]) -> None:
+        self._passes = [_PassCoverage(order, spans) for order, spans in passes.items()]
+
+    def of(self, units: IntArray) -> list[Offsets]:
+        """For each unit the ranges [start, stop) of its samples' offsets that are cached."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(len(units))]
+        for covered in self._passes:
+            covered.add(units, found)
+        return [tuple(ranges) for ranges in found]
+
+
+def is_whole(ranges: Offsets) -> bool:
+    """Whether the ranges together are the whole unit."""
+    return not gaps(ranges, 0)
+
+
+def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
+    """What of a unit lies outside the ranges, from the offset `start` on."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if first > start:
+            found.append((start, first))
+        start = max(start, stop)
+    if start < END:
+        found.append((start, END))
+    return found
+
+
+def in_both(one: Offsets, other: Offsets) -> Offsets:
+    """The ranges of what lies in both."""
+    return gaps([*gaps(one, 0), *gaps(other, 0)], 0)
+
+
+def is_covered(ranges: Offsets, offset: int) -> bool:
+    """Whether the sample at `offset` lies in one of the ranges."""
+    return any(start <= offset < stop for start, stop in ranges)
+
+
+_COVERAGE_AGE_S: Final = 10.0
+
+
+class KnownOrders:
+    """The orders of this pass and of those whose shards are still cached."""
+
+    def __init__(self, payload: Payload, cache: Cache) -> None:
+        self._payload = payload
+        self._cache = cache
+        self._orders: dict[PassPlan, UnitOrder] = {}
+        self._earlier_names: dict[str, EarlierNames] = {}
+        self._coverage: list[Coverage] = []
+        self._load_at_s = 0.0
+
+    def of(self, plan: PassPlan) -> UnitOrder:
+        order = self._orders.get(plan)
+        if order is None:
+            drawn = None
+            if plan.is_drawn:
+                drawn = np.load(order_file(self._cache.directory, plan.ordinal), mmap_mode="r")
+            weights = self._payload.weights if plan.kind == "weighted" else None
+            order = self._orders[plan] = UnitOrder(plan, weights, drawn)
+        return order
+
+    def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> list[tuple[Offsets, ...]]:
+        """For each of `units` what is cached of it, from earlier passes or before the catalogue was lost.
+
+        Where samples are held out, then also what is cached of the train split, and of the other one.
+        """
+        now = time.monotonic()
+        if plan.is_permutation and now >= self._load_at_s:
+            self._coverage = self._load(row, plan)
+            self._load_at_s = now + _COVERAGE_AGE_S if self._coverage else math.inf
+        found = [coverage.of(units) for coverage in self._coverage]
+        if len(found) < 2:
+            return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
+        return [(in_both(*parts), *parts) for parts in zip(*found, strict=True)]
+
+    def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
+        with self._cache.catalogue.reading() as tables:
+            plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
+            parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
+            spans_of = [tables.spans(part) for part in parts]
+        if current_row.evicted_before >= 0 and set().union(*spans_of) <= {current_row.id}:
+            return []  # the first pass: nothing of it is cached but what its own progress says
+        return [self._coverage_of(spans, plans, current) for spans in spans_of]
+
+    def _coverage_of(
+        self, spans: dict[int, list[Span]], plans: dict[int, PassPlan], current: PassPlan
+    ) -> Coverage:
+        found: dict[AnyOrder, list[Span]] = {}
+        for pass_id, plan in plans.items():
+            if plan.is_permutation and self._is_known(plan):
+                order = self.of(plan) if self._names_same(plan, current) else self._earlier(plan)
+                if order is not None:
+                    found[order] = spans.get(pass_id, [])
+        return Coverage(found)
+
+    def _names_same(self, plan: PassPlan, current: PassPlan) -> bool:
+        """Whether its units are those of the current pass, or the first of them."""
+        same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
+        return same or begins_with(self._payload.source, plan.num_units, plan.listing)
+
+    def _earlier(self, plan: PassPlan) -> EarlierOrder | None:
+        """The order of a pass over an earlier listing, if its names are kept and those of this one are known."""
+        names = getattr(self._payload.source, "first_names", None)
+        if not isinstance(names, Names | StoredNames):
+            return None
+        for listing in Listings(self._cache.directory).earlier():
+            if is_over(listing, plan):
+                if listing.path not in self._earlier_names:
+                    self._earlier_names[listing.path] = EarlierNames(listing)
+                return EarlierOrder(self.of(plan), self._earlier_names[listing.path], names)
+        return None
+
+    def _is_known(self, plan: PassPlan) -> bool:
+        """Whether its order is there still: files of drawn orders do not outlive the catalogue."""
+        return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
+
+
+def keep_all(_: int) -> bool:
+    """Skip none."""
+    return False
+
+
+def skipper(first: int, ranges: Offsets) -> Callable[[int], bool]:
+    """Which offsets of a unit are not wanted: those before `first`, and those cached."""
+    if not ranges:
+        return (lambda offset: offset < first) if first else keep_all
+    return lambda offset: offset < first or is_covered(ranges, offset)

@@ -1,0 +1,296 @@
+"""Samples of a source or a transform → what a shard stores: fields with a dtype and a shape."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import SampleError
+from cachestream.schema import Container, Field, FieldKind, Schema
+from cachestream.sources.base import Rows
+from cachestream.storage.shard import storage_of
+
+BytesLike = bytes | npt.NDArray[np.uint8]
+
+SMALL_BYTES: Final = 4096  # copied at once: strings of bytes cost less to make and to collect than arrays
+_SCHEMAS: Final = 1024  # kept, of those that vary from sample to sample
+# By the dtype in the byte order of shards.
+_TORCH_NAMES: Final = {
+    np.dtype(name).newbyteorder("<"): name
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "uint16",
+        "float16",
+        "int32",
+        "uint32",
+        "float32",
+        "int64",
+        "uint64",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """One sample, ready to be stored: `values[i]` is the bytes of field i of `schema`, or an array of them
+    (uint8 `[nbytes]`), which may share the sample's memory.
+
+    `shapes[i]` is the shape of a tensor field's value, and () for str and bytes.
+    """
+
+    schema: Schema
+    values: tuple[BytesLike, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.values))
+
+    def widened(self, wanted: Schema) -> EncodedSample:
+        """The sample with floats in place of integers where `wanted` has them."""
+        schema, changed = widened_schema(self.schema, wanted)
+        values = list(self.values)
+        for i, before in changed:
+            values[i] = as_floats(np.frombuffer(values[i], np.uint8), before, schema.fields[i].dtype)
+        return EncodedSample(schema, tuple(values), self.shapes)
+
+
+# A kind, a torch dtype, the shape of a tensor, and the bytes.
+_Value = tuple[FieldKind, str, tuple[int, ...], BytesLike]
+
+
+def to_record(sample: Any) -> EncodedSample:
+    """`sample` as fields: a mapping, a tuple (fields "0", "1", …) or a bare value (field "0").
+
+    Raises SampleError that names the field for a value that is no array, tensor, number, bool, str or
+    bytes.
+    """
+    container, names, items = _items(sample)
+    found = [_value(name, items[name]) for name in names]
+    kinds, dtypes, shapes, values = zip(*found, strict=True)
+    return EncodedSample(_schema(container, names, kinds, dtypes, shapes), values, shapes)
+
+
+@functools.lru_cache(maxsize=_SCHEMAS)
+def _schema(
+    container: Container,
+    names: tuple[str, ...],
+    kinds: tuple[FieldKind, ...],
+    dtypes: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+) -> Schema:
+    """Samples that are alike share one schema: it need not be made, nor compared, for each of them."""
+    fields = [
+        Field(name, kind, dtype, len(shape), shape) if kind == "tensor" else Field(name, kind, dtype, 1, None)
+        for name, kind, dtype, shape in zip(names, kinds, dtypes, shapes, strict=True)
+    ]
+    return Schema(tuple(fields), container)
+
+
+def _items(sample: Any) -> tuple[Container, tuple[str, ...], Mapping[str, Any]]:
+    """What held the fields, their names in the order of a schema, and the fields."""
+    if isinstance(sample, Mapping):
+        return "dict", sorted_names(tuple(sample)), sample
+    if isinstance(sample, tuple | list):
+        if not sample:
+            raise SampleError("the sample is an empty tuple")
+        items = {str(i): value for i, value in enumerate(sample)}
+        return "tuple", tuple(items), items
+    return "bare", ("0",), {"0": sample}
+
+
+@functools.lru_cache(maxsize=_SCHEMAS, typed=True)
+def sorted_names(names: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of a dict's fields, sorted; raises SampleError for what is no name."""
+    if not names:
+        raise SampleError("the sample has no fields")
+    for name in names:
+        if not isinstance(name, str) or not name or "#" in name or name.startswith("__"):
+            raise SampleError(
+                f"field {name!r}: names are non-empty str, without '#' and not beginning with '__'"
+            )
+    return tuple(sorted(names))
+
+
+def _value(name: str, value: Any) -> _Value:
+    if isinstance(value, np.ndarray):
+        return _array(name, value)
+    if isinstance(value, str):
+        return "str", "uint8", (), value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return "bytes", "uint8", (), value
+    if isinstance(value, np.generic):  # but for str_ and bytes_, which are str and bytes
+        return _array(name, value)
+    if isinstance(value, bytearray | memoryview):
+        return "bytes", "uint8", (), bytes(value)
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        return _tensor(name, value)
+    if value is None or isinstance(value, Mapping | set | frozenset) or callable(value):
+        raise SampleError(
+            f"field '{name}' is {_describe(value)}: store arrays, tensors, numbers, bools, str or bytes"
+        )
+    return _array(name, value)
+
+
+def _tensor(name: str, tensor: Any) -> _Value:
+    if str(tensor.layout) != "torch.strided":
+        raise SampleError(f"field '{name}' is a sparse tensor: call .to_dense() on it in the transform")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    try:
+        dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if dtype == "bfloat16":  # numpy has no such type: its bits travel as uint16
+            bits = dense.view(sys.modules["torch"].uint16).numpy()
+            return "tensor", dtype, tuple(dense.shape), _bytes_of(bits)
+        return _array(name, dense.numpy())
+    except (RuntimeError, TypeError) as error:
+        raise SampleError(f"field '{name}' is a tensor that cannot be stored ({error})") from error
+
+
+def _array(name: str, value: Any) -> _Value:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SampleError(f"field '{name}' is {_describe(value)} that makes no array ({error})") from error
+    dtype = _TORCH_NAMES.get(array.dtype)
+    if dtype is None:
+        dtype = torch_name(array.dtype)
+        if dtype is None:
+            raise SampleError(
+                f"field '{name}' is {_describe(value)} of dtype {array.dtype}: store numbers, bools, str or bytes"
+            )
+        array = array.astype(array.dtype.newbyteorder("<"))
+    if array.nbytes <= SMALL_BYTES:
+        return "tensor", dtype, array.shape, array.tobytes()
+    return "tensor", dtype, array.shape, _bytes_of(np.ascontiguousarray(array))
+
+
+def torch_name(dtype: np.dtype[Any]) -> str | None:
+    """The torch dtype that numbers of `dtype`, in any byte order, are stored as; None: there is none."""
+    return _TORCH_NAMES.get(dtype.newbyteorder("<")) if dtype.kind in "biufc" else None
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in a shard of a value of torch dtype `dtype`: complex128 gets a trailing axis of 2."""
+    return (*shape, 2) if dtype == "complex128" else shape
+
+
+def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[int, str]]]:
+    """`schema` with floats in place of integers where `wanted` has them: which fields that are, and of what dtype now."""
+    if schema.names != wanted.names:
+        return schema, []
+    pairs = list(zip(schema.fields, wanted.fields, strict=True))
+    changed = [(i, mine.dtype) for i, (mine, other) in enumerate(pairs) if mine.is_widened_to(other)]
+    fields = [
+        replace(mine, dtype=other.dtype) if mine.is_widened_to(other) else mine for mine, other in pairs
+    ]
+    return Schema(tuple(fields), schema.container), changed
+
+
+def as_floats(data: npt.NDArray[np.uint8], before: str, dtype: str) -> npt.NDArray[np.uint8]:
+    """The stored integers `data` (uint8 `[…, nbytes]`) of torch dtype `before` as those of the float `dtype`."""
+    numbers = np.ascontiguousarray(data).view(np.dtype(before).newbyteorder("<"))
+    return numbers.astype(np.dtype(dtype).newbyteorder("<")).view(np.uint8)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one stored element of torch dtype `dtype`."""
+    return storage_of(dtype)[1].itemsize
+
+
+_Column = npt.NDArray[np.uint8] | list[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Samples of one schema: `columns[i]` has field i of all of them, uint8 `[n, nbytes]`, or the bytes of each
+    for str and bytes.
+    """
+
+    schema: Schema
+    keys: list[bytes]
+    columns: tuple[_Column, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values and keys."""
+        columns = sum(
+            column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
+            for column in self.columns
+        )
+        return columns + sum(map(len, self.keys))
+
+    def cut(self, start: int, stop: int) -> Table:
+        """The samples `start` to `stop`."""
+        return Table(self.schema, self.keys[start:stop], tuple(column[start:stop] for column in self.columns))
+
+    def widened(self, wanted: Schema) -> Table:
+        """The samples with floats in place of integers where `wanted` has them."""
+        schema, changed = widened_schema(self.schema, wanted)
+        columns = list(self.columns)
+        for i, before in changed:
+            columns[i] = as_floats(np.asarray(columns[i], np.uint8), before, schema.fields[i].dtype)
+        return Table(schema, self.keys, tuple(columns))
+
+    def take(self, indices: Sequence[int]) -> Table:
+        """The samples at `indices`."""
+        columns = [
+            column[np.asarray(indices, np.int64)]
+            if isinstance(column, np.ndarray)
+            else [column[i] for i in indices]
+            for column in self.columns
+        ]
+        return Table(self.schema, [self.keys[i] for i in indices], tuple(columns))
+
+
+def to_table(rows: Rows) -> Table:
+    """`rows` as they are stored. Raises SampleError that names the field for what cannot be."""
+    names = sorted_names(tuple(rows.fields))
+    found = [_column(name, rows.fields[name], len(rows.keys)) for name in names]
+    if not all(isinstance(key, str) for key in rows.keys):
+        raise SampleError("a key of its rows is no str")
+    keys = [key.encode("utf-8", "surrogatepass") for key in rows.keys]
+    return Table(Schema(tuple(field for field, _ in found)), keys, tuple(column for _, column in found))
+
+
+def _column(
+    name: str, values: npt.NDArray[Any] | Sequence[str] | Sequence[bytes], count: int
+) -> tuple[Field, _Column]:
+    if len(values) != count:
+        raise SampleError(f"field '{name}' has {len(values)} values for {count} keys")
+    if not isinstance(values, np.ndarray):
+        if all(isinstance(value, str) for value in values):
+            texts = [value.encode("utf-8", "surrogatepass") for value in values]  # type: ignore[union-attr]
+            return Field(name, "str", "uint8", 1, None), texts
+        if all(isinstance(value, bytes) for value in values):
+            return Field(name, "bytes", "uint8", 1, None), list(values)  # type: ignore[arg-type]
+        raise SampleError(f"field '{name}': rows hold arrays, or lists of str alone or bytes alone")
+    dtype = torch_name(values.dtype)
+    if dtype is None:
+        raise SampleError(f"field '{name}' is an array of dtype {values.dtype}: store numbers or bools")
+    shape = values.shape[1:]
+    stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    data = stored.reshape(-1).view(np.uint8)
+    return Field(name, "tensor", dtype, len(shape), shape), data.reshape(count, len(data) // max(1, count))

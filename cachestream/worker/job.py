@@ -1,0 +1,214 @@
+"""The job of a worker, on its way from the caller to the supervisor to the sampling processes.
+
+It travels through pipes only: the source may hold credentials, which never touch the disk.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, Final
+
+from cachestream.errors import ConfigError, WorkerError
+from cachestream.sources.user_code import by_value
+from cachestream.worker.partition import Partition
+
+_LENGTH: Final = struct.Struct("<Q")
+_ASIDE_BYTES: Final = 64 * 1024  # buffers from this size on lie beside their pickle
+_ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickle, and large buffers that lie beside it: what cannot be written to, such as a listing's names.
+
+    So all processes have one copy of these in memory, that of `share`.
+    """
+
+    data: bytes
+    buffers: tuple[bytes | memoryview, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The worker's orders, without the user's objects: these are in `payload`, pickled.
+
+    What only the supervisor needs, the `sampler` or the curriculum, is pickled by itself: it may bring torch.
+
+    `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
+    `rounds`: of a source whose units are parts of larger ones: each round has one part of every one, see DivisibleSource.
+    `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`.
+    `label_names`: what the labels of the source are the places in, if it says so.
+    `protocols`: of the fsspec drivers that it is read with. Sizes in bytes, times in seconds.
+    """
+
+    root: str
+    sys_path: tuple[str, ...]
+    fingerprint: str
+    kind: str
+    seed: int
+    num_units: int | None
+    listing: str
+    num_workers: int
+    concurrency: int
+    shard_bytes: int
+    bandwidth_bytes_per_s: float | None
+    when_full: str
+    hang_timeout_s: float
+    custom_eviction: bool
+    payload: Packed
+    sampler: bytes
+    partition: Partition | None = None
+    rule: str = ""
+    growing: bool = False
+    label_names: tuple[str, ...] = ()
+    protocols: tuple[str, ...] = ()
+    rounds: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The user's objects: what is read, what is done to each sample, and what evicts."""
+
+    source: Any
+    transform: Any
+    eviction: Any
+    weights: Any
+
+
+def pack(payload: Payload, see: Callable[[Any], None] = lambda _: None) -> Packed:
+    """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle.
+
+    `see` is called with the objects in it.
+    """
+    buffers: list[bytes] = []
+
+    def goes_along(buffer: pickle.PickleBuffer) -> bool:
+        with memoryview(buffer) as view:
+            if not view.readonly or view.nbytes < _ASIDE_BYTES or not view.contiguous:
+                return True  # what the user may write to is each process's own
+            buffers.append(view.tobytes())
+            return False
+
+    return Packed(_pickled(payload, _culprit, goes_along, see), tuple(buffers))
+
+
+def pack_sampler(sampler: Any) -> bytes:
+    """The user's sampler pickled, nothing for None; raises ConfigError if it does not pickle."""
+    return b"" if sampler is None else _pickled(sampler, lambda _: None)
+
+
+def _pickled(
+    value: Any,
+    culprit: Callable[[Any], tuple[str, Exception] | None],
+    buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+    see: Callable[[Any], None] = lambda _: None,
+) -> bytes:
+    try:
+        return by_value(value, buffer_callback, see)
+    except Exception as error:  # noqa: BLE001  pickling runs the user's code
+        name, cause = culprit(value) or ("order", error)
+        raise ConfigError(
+            f"the {name} cannot be sent to the background processes ({type(cause).__name__}: {cause}); "
+            "open files, connections, locks and generators inside it, at its first use there"
+        ) from cause
+
+
+def _culprit(payload: Payload) -> tuple[str, Exception] | None:
+    """What of `payload` does not pickle, by the name its user knows, and why."""
+    names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
+    for name in ("source", "transform", "eviction", "weights"):
+        try:
+            by_value(getattr(payload, name))
+        except Exception as error:  # noqa: BLE001  pickling runs the user's code
+            return names.get(name, "order"), error
+    return None
+
+
+def unpack(packed: Packed) -> Payload:
+    """The user's objects again; raises WorkerError when something they need cannot be imported here."""
+    payload = _loaded(packed.data, "source or transform", packed.buffers)
+    assert isinstance(payload, Payload)
+    return payload
+
+
+def unpack_sampler(data: bytes) -> Any:
+    """The user's sampler again; raises WorkerError when something it needs cannot be imported here."""
+    return _loaded(data, "order")
+
+
+def _loaded(data: bytes, what: str, buffers: Sequence[bytes | memoryview] = ()) -> Any:
+    try:
+        return pickle.loads(data, buffers=buffers)  # noqa: S301  sent by our own parent through a pipe
+    except Exception as error:
+        raise WorkerError(
+            f"the {what} cannot be loaded in the background process ({type(error).__name__}: "
+            f"{error}); is the module it comes from importable there?"
+        ) from error
+
+
+def share(job: Job) -> int:
+    """The job in memory that children inherit: a descriptor for `load_shared`.
+
+    Pickled once, whatever the number of processes and restarts, and nobody waits for a reader: through a
+    pipe a large listing would block the supervisor until each child has started.
+    """
+    fd = os.memfd_create("cachestream-job", os.MFD_CLOEXEC)
+    sizes = [len(buffer) for buffer in job.payload.buffers]
+    head = pickle.dumps((replace(job, payload=Packed(job.payload.data)), sizes))
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(_LENGTH.pack(len(head)) + head)
+        for buffer in job.payload.buffers:
+            file.seek(_aligned(file.tell()))
+            file.write(buffer)
+    return fd
+
+
+def load_shared(fd: int) -> Job:
+    """The job behind a descriptor of `share`; closes it. Buffers stay where they are, mapped."""
+    try:
+        memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+    (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+    end = _LENGTH.size + length
+    job, sizes = pickle.loads(memory[_LENGTH.size : end])  # noqa: S301  shared by our own parent
+    buffers = []
+    for size in sizes:
+        start = _aligned(end)
+        end = start + size
+        buffers.append(memory[start:end])
+    shared: Job = replace(job, payload=Packed(job.payload.data, tuple(buffers)))
+    return shared
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    """Send one value through a pipe."""
+    stream.write(frame(value))
+    stream.flush()
+
+
+def frame(value: Any) -> bytes:
+    """What `read_frame` reads."""
+    data = pickle.dumps(value)
+    return _LENGTH.pack(len(data)) + data
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """Receive one value; raises EOFError when the other side is gone."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError("the pipe was closed")
+    (length,) = _LENGTH.unpack(head)
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError("the pipe was closed")
+    return pickle.loads(data)  # noqa: S301  sent by our own parent or child through a pipe

@@ -1,0 +1,155 @@
+"""Seeing to it that a cache is filled for as long as this process needs that: a worker that was killed is replaced.
+
+An operating system kills for want of memory, a container ends with all that runs in it: the supervisor says nothing then,
+and training would go on for ever over what was cached by that moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from cachestream.config import NO_THREADS
+from cachestream.errors import CacheFullError, CacheLockedError, CacheStreamError, WorkerError
+from cachestream.storage.cache import Cache
+from cachestream.storage.status import forget_lost_worker, has_worker, lost_worker, warn_of_loss
+from cachestream.worker.attachments import Attachments
+from cachestream.worker.health import BREAKER_WINDOW_S, Death, is_crash_loop, longest_pause_s
+from cachestream.worker.job import Job
+from cachestream.worker.launch import Launch
+
+_LOOK_S: Final = 1.0
+_SETTLED_S: Final = 60.0  # a worker that has lived so long did not die of what the one before died of
+
+logger = logging.getLogger("cachestream")
+
+
+class WorkerMonitor:
+    """Looks every second after the worker of `cache`, in a thread, until `close`, or while `is_needed()`.
+
+        runs ─ killed ─▶ lost ─ pause ─▶ replaced with `job`, by the first to have the attach lock ─▶ runs
+        runs ─ stopped, done or failed ─▶ over: nobody replaces it
+        lost ─ the fifth time in ten minutes, soon after the start ─▶ failed, for all who watch
+
+    The pause is random, and at most 0.5 s, doubled with each death that came soon. `process` is the worker that this process has
+    started, if it has: it is reaped here.
+    """
+
+    def __init__(
+        self, cache: Cache, job: Job, process: subprocess.Popen[bytes] | None, is_needed: Callable[[], bool]
+    ) -> None:
+        self.process = process
+        self._cache = cache
+        self._job = job
+        self._is_needed = is_needed
+        self._deaths: list[Death] = []
+        self._since_s = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cachestream-worker", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            if process is not None:
+                process.kill()
+                process.wait(timeout=5.0)
+            raise WorkerError(f"{error}: {NO_THREADS}") from error
+
+    def will_replace(self) -> bool:
+        """Whether the worker is lost, and another one is about to take its place."""
+        return self._thread.is_alive() and lost_worker(self._cache.directory) is not None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def end(self, timeout_s: float) -> None:
+        """Look no more, and wait until the process that is gone is reaped, and the thread has ended."""
+        self.close()
+        if self.process is not None:
+            self.process.wait(timeout=timeout_s)
+        self._thread.join(timeout_s)
+
+    def _watch(self) -> None:
+        try:
+            while not self._over.wait(_LOOK_S) and self._is_needed():
+                try:
+                    if not self._look():
+                        break
+                except (CacheStreamError, OSError) as error:
+                    logger.warning("%s: looking after its worker: %s", self._cache.path, error)
+        finally:
+            if self.process is not None:
+                self.process.wait()  # else nobody would
+
+    def _look(self) -> bool:
+        """Whether there is anything to look after any more."""
+        directory = self._cache.directory
+        if lost_worker(directory) is not None:
+            self._replace()
+            return True
+        # Asked in this order: one that is killed in between is lost at the second look.
+        if has_worker(directory) or lost_worker(directory) is not None:
+            return True
+        self._tell_of_failure()
+        return False
+
+    def _replace(self) -> None:
+        now_s = time.monotonic()
+        self._deaths = [*self._deaths[-9:], Death(now_s, 1, progressed=now_s - self._since_s > _SETTLED_S)]
+        if is_crash_loop(self._deaths, now_s, 1):
+            self._give_up()
+            return
+        warn_of_loss(self._cache, "another is started, which goes on where it stopped")
+        if self._over.wait(random.uniform(0.0, longest_pause_s(self._deaths))):
+            return
+        try:
+            self._start_another()
+        except (CacheFullError, CacheLockedError) as error:
+            self._deaths.pop()  # by others: it may be over soon, and is no fault of the worker's
+            logger.warning("%s: no worker can be started for now: %s", self._cache.path, error)
+        except CacheStreamError as error:
+            logger.warning("%s: another worker could not be started: %s", self._cache.path, error)
+        self._since_s = time.monotonic()
+
+    def _start_another(self) -> None:
+        wardens = Attachments(self._cache.directory)
+        lock = wardens.attach_lock()
+        try:
+            is_lost = lost_worker(self._cache.directory) is not None
+            if is_lost and self._is_needed() and not wardens.stop_requested():
+                if self.process is not None:
+                    self.process.wait(timeout=5.0)
+                self.process = Launch(self._job.protocols).give(self._job)
+                logger.warning("%s: another worker fills it now", self._cache.path)
+        finally:
+            lock.release()
+
+    def _give_up(self) -> None:
+        message = (
+            f"its workers were killed {len(self._deaths)} times within {BREAKER_WINDOW_S / 60:.0f} minutes, soon after they had "
+            "started: the system's log says by what (a lack of memory?); mend that, and start another"
+        )
+        lock = Attachments(self._cache.directory).attach_lock()
+        try:
+            if lost_worker(self._cache.directory) is not None:
+                with self._cache.catalogue.transaction() as tables:
+                    tables.set_meta("fill_state", "failed")
+                    tables.set_meta("fill_message", message)
+                    tables.set_meta("fill_traceback", "")
+                forget_lost_worker(self._cache.directory)
+        finally:
+            lock.release()
+
+    def _tell_of_failure(self) -> None:
+        """Training goes on without: it is told, once."""
+        if os.path.exists(self._cache.catalogue.path):  # who has removed the cache wants no new one there
+            with self._cache.catalogue.reading() as tables:
+                state, message = tables.meta("fill_state"), tables.meta("fill_message", "")
+            if state == "failed":
+                logger.error("%s is not filled any more: %s", self._cache.path, message)

@@ -1,0 +1,331 @@
+"""The order of units in a pass: pure functions from a plan and positions to units.
+
+Drawing one after the other without replacement, with probabilities in proportion to weights, is
+taking the smallest of exponential variables divided by the weights: Efraimidis and Spirakis,
+"Weighted random sampling with a reservoir" (Information Processing Letters 97, 2006).
+
+A pass goes over the positions 0, 1, …; the plan says which unit lies at each. Where each unit comes once
+the inverse is known too, so that what is still cached from an earlier pass is not fetched again.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import ConfigError
+from cachestream.permutation import Permutation, mix_key
+from cachestream.schema import IntArray
+from cachestream.storage.os_errors import CatalogueDamagedError
+from cachestream.worker.partition import Partition
+
+PASS_KEY: Final = 1
+
+
+class Segments:
+    """A permutation of `ends[-1]` numbers that keeps every number within its segment, `ends[i - 1]` to `ends[i]`.
+
+    Another end at the end changes nothing of what lies before it: so a pass can grow.
+    """
+
+    def __init__(self, ends: Sequence[int], seed: int, ordinal: int) -> None:
+        self._bounds = np.array([0, *ends], np.int64)
+        self._parts = [
+            Permutation(stop - start, mix_key(PASS_KEY, seed, ordinal, number)) if stop > start else None
+            for number, (start, stop) in enumerate(pairwise(self._bounds.tolist()))
+        ]
+
+    def at(self, indices: IntArray) -> IntArray:
+        """The numbers at `indices`."""
+        return self._by_segment(indices, inverse=False)
+
+    def inverse(self, numbers: IntArray) -> IntArray:
+        """Where `numbers` lie; -1 for those past the last segment."""
+        return self._by_segment(numbers, inverse=True)
+
+    def _by_segment(self, values: IntArray, *, inverse: bool) -> IntArray:
+        found = np.full(len(values), -1, np.int64)
+        segments = np.searchsorted(self._bounds, values, side="right") - 1
+        for number in np.unique(segments).tolist():
+            part = self._parts[number] if number < len(self._parts) else None
+            if part is not None:
+                chosen, start = segments == number, int(self._bounds[number])
+                inside = values[chosen] - start
+                found[chosen] = start + (part.inverse(inside) if inverse else part.at(inside))
+        return found
+
+
+Curriculum = Callable[[float], Any]
+
+STEPS: Final = 100
+_CURRICULUM_KEY: Final = 4
+_LAST: Final = 1e6  # above the logarithm of any number: what has no weight comes after all that has
+
+
+def check_curriculum(
+    curriculum: Curriculum, progress: float, num_units: int | None
+) -> npt.NDArray[np.float64]:
+    """The weights at `progress`, float64 `[num_units]`; raises ConfigError unless they can be drawn by."""
+    if num_units is None:
+        raise ConfigError("order: an endless source has no passes for a curriculum to order")
+    try:
+        weights = np.asarray(curriculum(progress), np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"order({progress:g}) gives no weights: {type(error).__name__}: {error}") from error
+    if weights.shape != (num_units,):
+        raise ConfigError(
+            f"order({progress:g}) gives an array of shape {weights.shape}; give one weight for each of "
+            f"the {num_units} units"
+        )
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise ConfigError(f"order({progress:g}): weights must be finite and 0 or more")
+    return weights
+
+
+def draw_curriculum(
+    curriculum: Curriculum, units: IntArray, num_units: int, *, seed: int, ordinal: int
+) -> IntArray:
+    """All of `units` in the order of pass `ordinal`; the curriculum is asked up to 100 times.
+
+    At each point the next unit is drawn among those left with probabilities in proportion to their
+    weights; those of weight 0 wait until no others are left, and then all are alike.
+    """
+    rng = np.random.Generator(np.random.Philox(key=mix_key(_CURRICULUM_KEY, seed, ordinal)))
+    bounds = np.linspace(0, len(units), min(STEPS, len(units)) + 1).astype(np.int64).tolist()
+    left = units.copy()
+    drawn = np.empty_like(units)
+    for start, stop in pairwise(bounds):
+        weights = check_curriculum(curriculum, ordinal + start / len(units), num_units)[left]
+        with np.errstate(divide="ignore"):
+            keys = np.log(rng.standard_exponential(len(left)))
+            keys -= np.where(weights > 0, np.log(weights), -_LAST)
+        first = np.argpartition(keys, stop - start - 1)
+        taken, rest = first[: stop - start], first[stop - start :]
+        drawn[start:stop] = left[taken[np.argsort(keys[taken])]]
+        left = left[np.sort(rest)]
+    return drawn
+
+
+_WEIGHT_KEY: Final = 2
+_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """One pass over a remote of `num_units` units (None: endless), as the catalogue and the shards record it.
+
+    `kind`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
+    `listing` is the digest of the units' names: positions of another listing mean other units.
+    `length` is the number of positions (as many as the node's share has units, or as a sampler draws).
+    `rule` names the function of a curriculum.
+
+    `segments`: of a pass that began before all units were listed, how many were each time that it took up
+    what had been listed since; the last is `num_units`. Units of one segment come before those of the next.
+    `growing` while the listing may bring more.
+    """
+
+    kind: str
+    seed: int
+    ordinal: int
+    num_units: int | None
+    listing: str
+    length: int | None
+    partition: Partition | None = None
+    rule: str = ""
+    segments: tuple[int, ...] = ()
+    growing: bool = False
+
+    def to_json(self) -> str:
+        values: list[Any] = [self.kind, self.seed, self.ordinal, self.num_units, self.listing, self.length]
+        in_segments = bool(self.segments) or self.growing
+        if self.partition is not None or self.rule or in_segments:
+            share = self.partition
+            values += [None if share is None else [share.index, share.count], self.rule]
+        if in_segments:
+            values += [self.segments, self.growing]
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PassPlan:
+        try:
+            values: list[Any] = json.loads(text)
+            # Passes of the whole source, by one node alone, have none of the last ones.
+            values += [None, "", [], False][len(values) - 6 :]
+            kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
+            partition = None if share is None else Partition(*share)
+            counts = (seed, ordinal, num_units or 0, length or 0, *segments, *(share or ()))
+            if kind not in _KINDS or not all(type(count) is int for count in counts):
+                raise ValueError(f"the order is {kind!r} of {counts}")
+        except (ValueError, TypeError) as error:
+            raise CatalogueDamagedError(
+                f"the pass {text[:100]!r} makes no sense ({error}); run 'cachestream verify CACHE --repair'"
+            ) from error
+        return cls(kind, seed, ordinal, num_units, listing, length, partition, rule, tuple(segments), growing)
+
+    @property
+    def share(self) -> int | None:
+        """How many units this node reads; None for an endless source."""
+        if self.num_units is None or self.partition is None:
+            return self.num_units
+        return self.partition.length(self.num_units)
+
+    def grown(self, num_units: int, listing: str, *, is_complete: bool) -> PassPlan:
+        """The same pass with all that is listed by now: positions that there were keep their units."""
+        segments = self.segments if num_units == self.num_units else (*self.segments, num_units)
+        plan = replace(self, num_units=num_units, listing=listing, segments=segments, growing=not is_complete)
+        return replace(plan, length=plan.share)
+
+    def takes_up(self, num_units: int, *, is_complete: bool) -> bool:
+        """Whether enough is listed by now to go on with: by segments of an eighth there are few, whatever comes."""
+        known = self.num_units or 0
+        return self.growing and (is_complete or num_units - known > known // 8)
+
+    @property
+    def shares(self) -> list[int]:
+        """The positions at which the segments end."""
+        partition = self.partition
+        return [end if partition is None else partition.length(end) for end in self.segments]
+
+    @property
+    def is_permutation(self) -> bool:
+        """Whether each unit of the share comes exactly once."""
+        return self.kind in ("shuffle", "sequential", "curriculum")
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the units of a pass are drawn when it begins, and kept in a file."""
+        return self.kind in ("sampler", "curriculum")
+
+
+class UnitOrder:
+    """The units of one pass, by position; O(1) memory for the named orders.
+
+    `weights` (float `[num_units]`, any scale) belong to the kind "weighted": units are drawn with
+    replacement. `drawn` (int `[length]`) belongs to "sampler" and "curriculum": the units in their order.
+    """
+
+    def __init__(
+        self, plan: PassPlan, weights: Sequence[float] | None = None, drawn: npt.ArrayLike | None = None
+    ) -> None:
+        self.plan = plan
+        self._permutation: Permutation | Segments | None = None
+        if plan.kind == "shuffle" and plan.segments:
+            self._permutation = Segments(plan.shares, plan.seed, plan.ordinal)
+        elif plan.kind == "shuffle" and plan.share:
+            self._permutation = Permutation(plan.share, mix_key(PASS_KEY, plan.seed, plan.ordinal))
+        self._cumulative = None if weights is None else _cumulative(share_of(weights, plan.partition))
+        self._drawn = None if drawn is None else np.asarray(drawn, np.int64)
+        self._sorted: tuple[IntArray, IntArray] | None = None
+
+    def units(self, positions: IntArray) -> IntArray:
+        """The units at `positions`."""
+        if self._drawn is not None:
+            drawn: IntArray = self._drawn[positions].astype(np.int64)
+            return drawn
+        if self._cumulative is not None:
+            places = self._weighted(positions)
+        else:
+            places = positions if self._permutation is None else self._permutation.at(positions)
+        return places if self.plan.partition is None else self.plan.partition.units(places)
+
+    def positions(self, units: IntArray) -> IntArray:
+        """Where `units` lie in the pass, -1 where they do not, nor may be of it; only for permutations."""
+        if self._drawn is not None:
+            return self._find(self._drawn, units)
+        if self.plan.partition is not None:
+            units = self.plan.partition.places(units)
+        length = self.plan.share or 0
+        inside = (units >= 0) & (units < length)
+        if self._permutation is None or not length:
+            return np.where(inside, units, -1)
+        found = self._permutation.inverse(np.where(inside, units, 0))
+        return np.where(inside, found, -1)
+
+    def _find(self, drawn: IntArray, units: IntArray) -> IntArray:
+        if self._sorted is None:
+            places = np.argsort(drawn, kind="stable")
+            self._sorted = drawn[places], places
+        ordered, places = self._sorted
+        index = np.minimum(np.searchsorted(ordered, units), len(ordered) - 1)
+        return np.where(ordered[index] == units, places[index], -1)
+
+    def _weighted(self, positions: IntArray) -> IntArray:
+        assert self._cumulative is not None
+        # A position's number in [0, 1) comes from a permutation of 2⁵³: no generator state to resume.
+        key = mix_key(_WEIGHT_KEY, self.plan.seed, self.plan.ordinal)
+        uniform = Permutation(1 << 53, key).at(positions) / float(1 << 53)
+        found = np.searchsorted(self._cumulative, uniform * self._cumulative[-1], side="right")
+        units: IntArray = np.minimum(found, len(self._cumulative) - 1).astype(np.int64)
+        return units
+
+
+def _cumulative(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The sums of `weights` from the first on; in another scale where there are no numbers for them."""
+    with np.errstate(over="ignore"):
+        sums = np.cumsum(weights)
+    return sums if np.isfinite(sums[-1]) else np.cumsum(weights / weights.max())
+
+
+def share_of(values: npt.ArrayLike, partition: Partition | None) -> npt.NDArray[np.float64]:
+    """Those of `values` (float `[num_units]`) that belong to the units of a share."""
+    array = np.asarray(values, np.float64)
+    return array if partition is None else array[all_units(len(array), partition)]
+
+
+def all_units(num_units: int, partition: Partition | None) -> IntArray:
+    """All units of a share, in order."""
+    if partition is None:
+        return np.arange(num_units)
+    return partition.units(np.arange(partition.length(num_units)))
+
+
+def check_weights(
+    weights: Sequence[float], num_units: int | None, partition: Partition | None = None
+) -> list[float]:
+    """`weights` as floats; raises ConfigError unless there is one a unit, none negative, not all 0."""
+    try:
+        values = [float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"order: weights must be numbers, one for each of the {num_units} units ({error})"
+        ) from None
+    if num_units is None or len(values) != num_units:
+        raise ConfigError(f"order has {len(values)} weights for {num_units} units; give one for each unit")
+    if not all(0 <= value < float("inf") for value in values) or not any(values):
+        raise ConfigError("order: weights must be finite and 0 or more, and not all 0")
+    if not share_of(values, partition).any():
+        raise ConfigError(f"order: all weights of the share {partition} are 0")
+    return values
+
+
+def _numbers(drawn: Iterable[Any]) -> Iterator[int]:
+    for unit in drawn:
+        try:
+            number = operator.index(unit)
+        except TypeError:
+            raise ConfigError(
+                f"order: the sampler gave {reprlib.repr(unit)}; it must give unit numbers, one by one and not in batches"
+            ) from None
+        yield number
+
+
+def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
+    """What a sampler gives, but for other nodes' units; raises ConfigError for none, or units not there."""
+    units: IntArray = np.fromiter(_numbers(drawn), np.int64)
+    if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
+        raise ConfigError(
+            f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"
+        )
+    if partition is not None:
+        units = units[partition.places(units) >= 0]
+        if not len(units):
+            raise ConfigError(f"order: the sampler gave no unit of the share {partition}")
+    return units

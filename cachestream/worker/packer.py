@@ -1,0 +1,278 @@
+"""Samples into columns: an open shard in memory, with buffers that are reused from shard to shard."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import SchemaMismatchError
+from cachestream.schema import KEY_FIELD, Field, Schema
+from cachestream.storage.shard import ColumnData, ShardContent, storage_of
+from cachestream.worker.encode import SMALL_BYTES, BytesLike, EncodedSample, Table, item_bytes, stored_shape
+
+Part = tuple[str, EncodedSample] | Table  # a sample with its key, or samples in columns
+
+_FIRST_BYTES: Final = 64 * 1024
+_PENDING_BYTES: Final = 128 * 1024
+_OFFSET_BYTES: Final = 8
+_AT_ONCE_BYTES: Final = 256 * 1024  # without giving up the interpreter, which may take longer to get back
+
+
+class _GrowingBytes:
+    """Bytes that grow at the end; `clear` keeps the memory, so no shard but the first pays page faults."""
+
+    def __init__(self) -> None:
+        self._data = np.empty(_FIRST_BYTES, np.uint8)
+        self._stop = 0
+        self._pending: list[
+            bytes
+        ] = []  # small values are joined first: copying each costs more than its bytes
+        self._pending_bytes = 0
+
+    @property
+    def size(self) -> int:
+        return self._stop + self._pending_bytes
+
+    def append(self, data: BytesLike) -> None:
+        if not isinstance(data, bytes) or len(data) > SMALL_BYTES:
+            self._settle()
+            self._copy(data)
+        else:
+            self._pending.append(data)
+            self._pending_bytes += len(data)
+            if self._pending_bytes > _PENDING_BYTES:
+                self._settle()
+
+    def _settle(self) -> None:
+        if self._pending:
+            self._copy(b"".join(self._pending))  # for which there may be no memory
+            self._pending.clear()
+            self._pending_bytes = 0
+
+    def _copy(self, data: BytesLike) -> None:
+        stop = self._stop + len(data)
+        if stop > len(self._data):
+            grown = np.empty(max(stop, 2 * len(self._data)), np.uint8)
+            grown[: self._stop] = self._data[: self._stop]
+            self._data = grown
+        if len(data) <= _AT_ONCE_BYTES:
+            self._data.data[self._stop : stop] = data if isinstance(data, bytes) else data.data
+        else:
+            self._data[self._stop : stop] = np.frombuffer(data, np.uint8)
+        self._stop = stop
+
+    def cut(self, size: int) -> None:
+        """Keep the first `size` bytes, which are whole values."""
+        while self._pending and self.size > size:
+            self._pending_bytes -= len(self._pending.pop())
+        self._stop = min(self._stop, size)
+
+    def clear(self) -> None:
+        self._stop = self._pending_bytes = 0
+        self._pending.clear()
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        self._settle()
+        return self._data[: self._stop]
+
+
+class _ColumnBuilder:
+    """One field of the open shard: all values in a row, and how many there are of which size and shape."""
+
+    def __init__(self) -> None:
+        self._data = _GrowingBytes()
+        self._runs: list[
+            tuple[int, tuple[int, ...]]
+        ] = []  # bytes and shape of values that follow one another
+        self._counts: list[int] = []
+
+    def append(self, value: BytesLike, shape: tuple[int, ...]) -> None:
+        self._data.append(value)
+        self._count((len(value), shape), 1)
+
+    def extend(self, values: npt.NDArray[np.uint8] | Sequence[bytes], shape: tuple[int, ...]) -> None:
+        """Append many: values of one shape, contiguous uint8 `[count, nbytes]`, or strings of bytes."""
+        if isinstance(values, np.ndarray):
+            self._data.append(values.reshape(-1))
+            self._count((values.shape[1], shape), len(values))
+            return
+        for value in values:
+            self._data.append(value)
+        for nbytes, alike in itertools.groupby(map(len, values)):
+            self._count((nbytes, shape), sum(1 for _ in alike))
+
+    def _count(self, run: tuple[int, tuple[int, ...]], count: int) -> None:
+        if self._runs and self._runs[-1] == run:
+            self._counts[-1] += count
+        else:
+            self._runs.append(run)
+            self._counts.append(count)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` values."""
+        sizes, left = 0, count
+        for i, ((nbytes, _), alike) in enumerate(zip(self._runs, self._counts, strict=False)):
+            self._counts[i] = min(alike, left)
+            sizes += nbytes * self._counts[i]
+            left -= self._counts[i]
+        while self._counts and not self._counts[-1]:
+            self._counts.pop()
+        del self._runs[len(self._counts) :]
+        self._data.cut(sizes)
+
+    def clear(self) -> None:
+        self._data.clear()
+        self._runs.clear()
+        self._counts.clear()
+
+    def columns(self, field: Field) -> list[ColumnData]:
+        """The field's columns; one `[N, ...]` where all its values have one shape."""
+        dtype, _ = storage_of(field.dtype)
+        data = self._data.view
+        if field.shape is not None:
+            shape = stored_shape(field.dtype, field.shape)
+            return [ColumnData(field.name, dtype, (sum(self._counts), *shape), data)]
+        width = item_bytes(field.dtype)
+        sizes = np.repeat(np.array([nbytes for nbytes, _ in self._runs], np.int64), self._counts)
+        offsets = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes // width, out=offsets[1:])
+        columns = [
+            ColumnData(field.name, dtype, (len(data) // width,), data),
+            _integers(f"{field.name}#offsets", offsets),
+        ]
+        if field.kind == "tensor":
+            shapes = np.array([shape for _, shape in self._runs], np.int64).reshape(-1, field.ndim)
+            columns.append(_integers(f"{field.name}#shapes", np.repeat(shapes, self._counts, axis=0)))
+        return columns
+
+
+class Packer:
+    """Collects the samples of one shard. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._builders: dict[str, _ColumnBuilder] = {}
+        self._keys = _ColumnBuilder()
+        self._schema: Schema | None = None
+        self._fitting: tuple[Schema, Schema | None] | None = (
+            None  # the last sample's and the cache's: they fit
+        )
+        self._in_order: list[_ColumnBuilder] = []
+        self.num_samples = 0
+        self.size_bytes = 0
+
+    def take(self, part: Part, known: Schema | None) -> None:
+        """Add `part`, with integers as floats where `known`, the cache's schema, has these; raises as `add`."""
+        try:
+            self._add_part(part, known)
+        except SchemaMismatchError:
+            if known is None:
+                raise
+            wider = part.widened(known) if isinstance(part, Table) else (part[0], part[1].widened(known))
+            self._add_part(wider, known)
+
+    def _add_part(self, part: Part, known: Schema | None) -> None:
+        if isinstance(part, Table):
+            self.add_table(part, known)
+        else:
+            self.add(*part, known)
+
+    def add(self, key: str, record: EncodedSample, known: Schema | None) -> None:
+        """Add a sample; raises SchemaMismatchError if it fits neither the shard nor `known`, the cache's.
+
+        Whatever is raised, for want of memory too, the shard stays as it was.
+        """
+        name, before = key.encode("utf-8", "surrogatepass"), self._schema
+        self._fit(record.schema, known)
+        try:
+            for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
+                builder.append(value, shape)
+            self._keys.append(name, ())
+        except BaseException:
+            self._take_back(before)
+            raise
+        self.num_samples += 1
+        self.size_bytes += record.nbytes + len(name) + _OFFSET_BYTES
+
+    def add_table(self, table: Table, known: Schema | None) -> None:
+        """Add samples that lie in columns; raises as `add`."""
+        before = self._schema
+        self._fit(table.schema, known)
+        try:
+            for builder, column, field in zip(
+                self._in_order, table.columns, table.schema.fields, strict=True
+            ):
+                builder.extend(column, field.shape or ())
+            self._keys.extend(table.keys, ())
+        except BaseException:
+            self._take_back(before)
+            raise
+        self.num_samples += len(table)
+        self.size_bytes += table.nbytes + len(table) * _OFFSET_BYTES
+
+    def _take_back(self, before: Schema | None) -> None:
+        """Remove what was added half; `before` is the schema of the samples that stay."""
+        for builder in (*self._builders.values(), self._keys):
+            builder.cut(self.num_samples)
+        self._schema, self._fitting = before, None
+
+    def _fit(self, schema: Schema, known: Schema | None) -> None:
+        """Make the shard one of samples like this, or raise SchemaMismatchError."""
+        if self._fitting is not None and self._fitting[0] is schema and self._fitting[1] is known:
+            return
+        if known is not None:
+            known.merge(schema)
+        # Within a shard the schema is that of its own samples, so that a shard stays fixed-shape
+        # where its samples allow, whatever others in the cache look like.
+        merged = schema if self._schema is None else self._schema.merge(schema)
+        for name in schema.names:
+            if name not in self._builders:
+                self._builders[name] = _ColumnBuilder()
+        self._in_order = [self._builders[name] for name in schema.names]
+        self._schema, self._fitting = merged, (schema, known)
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the samples so far."""
+        if self._schema is None:
+            raise SchemaMismatchError("an empty shard has no schema; add a sample first")
+        return self._schema
+
+    def content(self, fill: Mapping[str, Any]) -> ShardContent:
+        """The shard so far: views of the packer's buffers, valid until `clear` or the next `add`."""
+        columns: list[ColumnData] = []
+        for field in self.schema.fields:
+            columns.extend(self._builders[field.name].columns(field))
+        columns.extend(self._keys.columns(Field(KEY_FIELD, "str", "uint8", 1, None)))
+        # Wide elements first: every column then starts at a multiple of its own width.
+        columns.sort(key=lambda column: -_width(column.dtype))
+        return ShardContent(self.schema, self.num_samples, tuple(columns), fill)
+
+    def clear(self) -> None:
+        """Start the next shard."""
+        for builder in (*self._builders.values(), self._keys):
+            builder.clear()
+        self._schema = self._fitting = None
+        self.num_samples = 0
+        self.size_bytes = 0
+
+
+def _integers(name: str, values: npt.NDArray[np.int64]) -> ColumnData:
+    data = np.ascontiguousarray(values, "<i8")
+    return ColumnData(name, "I64", data.shape, data.reshape(-1).view(np.uint8))
+
+
+def _width(dtype: str) -> int:
+    digits = "".join(ch for ch in dtype if ch.isdigit())
+    return int(digits) // 8 if digits else 1
+
+
+def keys_of(part: Part) -> list[str]:
+    """The keys of the samples in `part`."""
+    if isinstance(part, Table):
+        return [key.decode("utf-8", "surrogatepass") for key in part.keys]
+    return [part[0]]

@@ -1,0 +1,306 @@
+"""The work of a sampling process: from claimed positions to published shards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from cachestream.errors import CacheFullError, SampleError, SourceError, SourceUnavailableError, WorkerError
+from cachestream.sources.base import stored_names
+from cachestream.storage.cache import Cache
+from cachestream.storage.os_errors import DiskFailedError
+from cachestream.storage.reservations import Owner
+from cachestream.storage.tables import Suspect
+from cachestream.storage.telemetry import FETCHING, NO_REMOTE, Slot, board_text
+from cachestream.worker.cached_units import KnownOrders, is_whole, skipper
+from cachestream.worker.claims import Assignment, NotYetError, next_claim
+from cachestream.worker.fetcher import TURN_S, Concurrency, Delivery, Fetcher
+from cachestream.worker.job import Job, Payload
+from cachestream.worker.order import PassPlan
+from cachestream.worker.shard_writer import Packing, QuarantinedError
+from cachestream.worker.unit_reader import UnitRead, UnitReader
+
+BUFFER_BYTES: Final = 64 * 2**20
+QUARANTINE_AT: Final = 12  # weights of deaths, see health.suspicions
+_WINDOW: Final = 4  # units submitted ahead, in multiples of the concurrency
+_TICK_S: Final = 0.25
+_FATAL_REFUSALS: Final = 20
+_QUIET_S: Final = 5.0  # without a byte of what is read: that is told
+
+
+class Sampler:
+    """Fills the cache from one process. `slot` is its place on the board, `owner` its name in the catalogue."""
+
+    def __init__(
+        self, job: Job, payload: Payload, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event
+    ) -> None:
+        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
+        self._orders = KnownOrders(payload, cache)
+        self._owner = Owner(cache.directory, owner)
+        self._packing = Packing(job, cache, slot, payload.transform, owner=owner, stop=stop)
+        self._reader = UnitReader(
+            job, payload.source, cache.directory, slot, stop, in_rows=payload.transform is None
+        )
+        self._fetcher = Fetcher(self._reader.read, job.concurrency, BUFFER_BYTES, self._reader.beat)
+        self._concurrency = Concurrency(1, 1)
+        self._fetcher.use(1)
+        self._begin_turn()
+        self._assignment: Assignment | None = None
+        self._todo: deque[UnitRead] = deque()
+        self._exhausted = False
+        self._listing = stored_names(payload.source)
+        self._claim_at_s = 0.0
+        self._alone: UnitRead | None = None
+        self._suspects: dict[int, Suspect] = {}
+        self._refused: list[UnitRead] = []
+        self._heard_s, self._heard_bytes = time.monotonic(), 0
+
+    def run(self) -> None:
+        """Work until everything is claimed and done, or until told to stop.
+
+        After an error a shard may still be being published: what is reserved for it stays ours until the process ends.
+        """
+        try:
+            while not self._stop.is_set():
+                self._beat(self._fetching())
+                self._refill()
+                if not len(self._fetcher) and not self._todo and self._exhausted:
+                    self._settle_last_refused()
+                    break
+                self._step()
+            self._packing.settle()
+        finally:
+            self._fetcher.stop()
+        self._owner.release()
+
+    def _step(self) -> None:
+        begun_s = time.monotonic()
+        delivery = self._fetcher.next(min(_TICK_S, self._packing.due_in_s()))
+        self._slot["fetch_wait_s"] += time.monotonic() - begun_s
+        if delivery is not None:
+            self._deliver(delivery)
+            self._heard_s = time.monotonic()
+        self._adapt()
+        self._pass_by()
+        self._packing.flush_if_due()
+
+    def _adapt(self) -> None:
+        """Decide every turn how many units to read at once."""
+        if self._concurrency.active < min(self._concurrency.settled, self._fetcher.reading):
+            self._begin_turn()  # what fewer reads bring is to be seen once the others have come to their ends
+            return
+        elapsed_s = time.monotonic() - self._turn_since_s
+        if elapsed_s >= TURN_S:
+            waited_s = float(self._slot["fetch_wait_s"]) - self._turn_waited_s
+            worked_s = time.process_time() - self._turn_worked_s
+            throttled, self._reader.throttled = self._reader.throttled, False
+            self._concurrency = self._concurrency.next(
+                (int(self._slot["fetched_bytes"]) - self._turn_bytes) / elapsed_s,
+                waited_s / elapsed_s,
+                self._job.concurrency,
+                busy=worked_s / elapsed_s,
+                throttled=throttled,
+            )
+            self._fetcher.use(self._concurrency.active)
+            self._begin_turn()
+
+    def _came(self) -> None:
+        """A unit came whole. Under a limit, how much more reads bring is seen turn by turn."""
+        concurrency = self._concurrency.came(self._job.concurrency)
+        if concurrency is not self._concurrency and self._job.bandwidth_bytes_per_s is None:
+            self._concurrency = concurrency
+            self._fetcher.use(concurrency.active)
+            self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._turn_bytes, self._turn_since_s = int(self._slot["fetched_bytes"]), time.monotonic()
+        self._turn_waited_s, self._turn_worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
+
+    def _fetching(self) -> int:
+        """The state of waiting for the next unit. What does not answer is named, also where others pass it by."""
+        silences, all_wait = self._fetcher.silences()
+        quiet = "" if silences else self._quiet()
+        self._slot["silence"] = board_text(silences[0].reason if silences else quiet)
+        return NO_REMOTE if all_wait or quiet else FETCHING
+
+    def _quiet(self) -> str:
+        """Words on the next unit, if nothing has come for long though no attempt has failed yet; else ""."""
+        now_s, fetched, flight = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
+        if flight is None or fetched != self._heard_bytes:
+            self._heard_s, self._heard_bytes = now_s, fetched
+        silent_s = now_s - self._heard_s
+        if flight is None or silent_s < _QUIET_S:
+            return ""
+        return f"nothing has come for {silent_s:.0f} s, next is unit {flight.unit}"
+
+    def _pass_by(self) -> None:
+        """Put the next unit aside if it has not answered for long, and have those read again that are. Only a few: of more,
+        it is the remote that does not answer.
+        """
+        now_s, flight = time.monotonic(), self._fetcher.awaited
+        if self._alone is None and not (self._todo and self._is_suspect(self._todo[0])):
+            self._fetcher.wake(lambda flight: self._reader.may_try_again(flight, now_s))
+        if flight is None or not flight.silent(now_s, self._job.hang_timeout_s):
+            return
+        if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(flight):
+            self._fetcher.put_aside(flight)
+            if flight.aside and flight is self._alone:
+                self._alone = None
+
+    def _give_own_claim(self, flight: UnitRead) -> bool:
+        """Give the next unit a claim of its own, so that the work on those behind it is known; False where that has to wait."""
+        if not flight.has_own_claim and not self._refused:
+            self._packing.settle()
+            if not self._stop.is_set():  # or something may have been given up that comes before it
+                flight.claim_id = self._packing.split_claim(flight)
+                flight.has_own_claim = True
+        return flight.has_own_claim
+
+    def _beat(self, state: int) -> None:
+        self._slot["state"] = state
+        self._slot["beat_s"] = time.monotonic()
+
+    # --- claims to flights
+
+    def _refill(self) -> None:
+        while self._alone is None and len(self._fetcher) < _WINDOW * self._job.concurrency:
+            if not self._todo and (self._exhausted or not self._claim()):
+                return
+            if not self._submit():
+                return
+
+    def _claim(self) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._claim_at_s:
+            return False
+        try:
+            assignment = next_claim(
+                self._cache.catalogue,
+                self._cache.directory,
+                self._owner.name,
+                self._job.num_workers,
+                self._listing,
+            )
+        except (NotYetError, CacheFullError, DiskFailedError):  # or the disk is at fault, for now
+            self._claim_at_s = now_s + _TICK_S
+            return False
+        other_pass = (
+            self._assignment is not None
+            and assignment is not None
+            and (assignment.row.id != self._assignment.row.id)
+        )
+        # Another supervisor has begun another pass while we outlived ours: what we hold is of the old one.
+        if assignment is None or other_pass:
+            self._exhausted = True
+            return False
+        if self._assignment is not None and assignment.row.plan != self._assignment.row.plan:
+            self._packing.settle()  # the pass has grown: a shard tells the order that all of its positions have
+        self._assignment = assignment
+        self._packing.row = assignment.row
+        self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
+        plan = PassPlan.from_json(assignment.row.plan)
+        if self._listing is not None:
+            self._reach(plan)
+        self._reader.plan = self._packing.plan = plan
+        self._slot["pass_id"] = assignment.row.id
+        claim = assignment.claim
+        positions = np.arange(claim.position, claim.stop, dtype=np.int64)
+        units = self._orders.of(plan).units(positions)
+        cached = self._orders.cached(assignment.row, plan, units)
+        for position, unit, (ranges, *parts) in zip(positions.tolist(), units.tolist(), cached, strict=True):
+            first = claim.offset if position == claim.position else 0
+            flight = UnitRead(position, unit, claim.id, skipper(first, ranges), ranges, parts, first)
+            flight.finished = flight.covered = is_whole(ranges)
+            self._todo.append(flight)
+        return True
+
+    def _reach(self, plan: PassPlan) -> None:
+        """Have the names of all units of the pass."""
+        assert self._listing is not None
+        try:
+            self._listing.reach(plan.num_units or 0)
+        except SourceError as error:
+            raise WorkerError(str(error)) from error
+
+    def _submit(self) -> bool:
+        """Hand the next flights to the threads; False when they have to wait for those in flight."""
+        group: list[UnitRead] = []
+        while self._todo and len(group) < self._job.concurrency:
+            flight = self._todo[0]
+            suspect = self._suspects.get(flight.position)
+            if suspect is not None and suspect.deaths >= QUARANTINE_AT:
+                flight.error = QuarantinedError(f"reading it {suspect.reason}, again and again")
+                flight.finished = True
+            elif self._is_suspect(flight):
+                if group or not self._fetcher.is_idle:
+                    break
+                self._packing.settle()  # what is known of others must not be lost with this one
+                self._alone = flight  # a suspect flies alone, so that the next death tells who it was
+            group.append(self._todo.popleft())
+            if self._alone is not None:
+                break
+        self._fetcher.submit(group)
+        return bool(group) and self._alone is None
+
+    def _is_suspect(self, flight: UnitRead) -> bool:
+        return flight.position in self._suspects and not flight.finished
+
+    # --- what came of them
+
+    def _deliver(self, delivery: Delivery) -> None:
+        flight = delivery.flight
+        for lot in delivery.lots:
+            self._settle_refused()
+            self._beat(FETCHING)
+            if not self._packing.add(flight, lot):
+                return  # told to stop: the rest is read again by whoever goes on
+        if delivery.finished and not self._gave_up(flight):
+            self._finish(flight)
+
+    def _finish(self, flight: UnitRead) -> None:
+        if flight is self._alone:
+            self._alone = None
+        if _is_refusal(flight.error) or (flight.covered and self._refused):
+            self._refuse(flight)
+            return
+        if not flight.covered:
+            self._came()
+            self._settle_refused()
+        self._packing.finish(flight, was_suspect=flight.position in self._suspects)
+
+    def _refuse(self, flight: UnitRead) -> None:
+        """Put a unit aside that the remote refused: if it refuses the next ones too, none of them is done."""
+        self._refused.append(flight)
+        errors = [flight.error for flight in self._refused if flight.error is not None]
+        if len(errors) >= _FATAL_REFUSALS:
+            raise WorkerError(f"{len(errors)} units in a row cannot be read, the last one: {errors[-1]}")
+
+    def _settle_refused(self) -> None:
+        """The remote does answer: the units it refused are skipped, each for its own reason."""
+        for flight in self._refused:
+            self._packing.finish(flight, was_suspect=flight.position in self._suspects)
+        self._refused.clear()
+
+    def _settle_last_refused(self) -> None:
+        if not self._refused:
+            return
+        self._packing.settle()
+        if not self._cache.num_samples:
+            error = self._refused[-1].error or self._refused[0].error
+            raise WorkerError(
+                f"nothing could be read, {len(self._refused)} units refused, the last one: {error}"
+            )
+        self._settle_refused()
+
+    def _gave_up(self, flight: UnitRead) -> bool:
+        """Whether the unit was only given up because we stop: it is not done, others will read it."""
+        return self._stop.is_set() and isinstance(flight.error, SourceUnavailableError)
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the error may hold for the whole source: bad credentials, no such bucket."""
+    return isinstance(error, SourceError) and not isinstance(error, SampleError)

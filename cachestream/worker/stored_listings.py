@@ -1,0 +1,285 @@
+"""Stored listings of a cache: the one in use, its successor, earlier ones, and the writing of names into them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cachestream.errors import CacheError, CacheFullError
+from cachestream.linux import move
+from cachestream.listing.names import AnyNames, Mark, Names, NamesWriter, StoredNames, file_names, read_mark
+from cachestream.sources.base import GrowingSource, Source
+from cachestream.storage.cache import Cache
+from cachestream.storage.layout import Directory, remove_if_there
+from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.reservations import Owner
+from cachestream.transport import metering
+from cachestream.worker.job import Job
+from cachestream.worker.order import PassPlan
+
+_PREFIX: Final = "listing"
+_EARLIER: Final = re.compile(r"listing-[0-9a-f]{12}\.json")
+_MOST_EARLIER: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Listings:
+    """The listings in the cache's folder of the worker. Only the supervisor changes them, and the processes that it runs."""
+
+    directory: Directory
+
+    @property
+    def current(self) -> str:
+        """Where the mark of the listing lies that samples are read by."""
+        return self.directory.worker_file(f"{_PREFIX}.json")
+
+    @property
+    def next(self) -> str:
+        """Where the mark of one lies that is made to see whether the remote has changed."""
+        return self.directory.worker_file(f"{_PREFIX}-next.json")
+
+    def load(self) -> StoredNames:
+        """The current listing, as far as it goes."""
+        names = StoredNames(self.current)
+        names.look()
+        return names
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the current listing is there, to its end."""
+        mark = read_mark(self.current)
+        return mark is not None and mark.is_complete
+
+    def is_of(self, job: Job) -> bool:
+        """Whether the current listing is of the job's source, and begins as that does now."""
+        return self.begins(job.fingerprint, job.num_units or 0, job.listing)
+
+    def begins(self, fingerprint: str, count: int, digest: str) -> bool:
+        """Whether the current listing is of this source, and its first `count` names have this digest."""
+        mark = read_mark(self.current)
+        return mark is not None and mark.fingerprint == fingerprint and self.load().digest_of(count) == digest
+
+    def new_mark(self, fingerprint: str) -> Mark:
+        """The mark of a listing that is to be made."""
+        return Mark(f"{_PREFIX}-{secrets.token_hex(6)}", fingerprint)
+
+    def differs(self) -> bool:
+        """Whether the next listing holds other names than the current one."""
+        current, following = self.load(), StoredNames(self.next)
+        following.look()
+        return (len(current), current.digest) != (len(following), following.digest)
+
+    def promote(self) -> None:
+        """Read by the next listing from now on. No sampling process may run."""
+        self.retire()
+        move(self.next, self.current)
+        self.clean()
+
+    def retire(self) -> None:
+        """Keep the current listing as an earlier one: what is cached of it is found by its names."""
+        mark = read_mark(self.current)
+        if mark is not None:
+            move(self.current, self.directory.worker_file(f"{mark.stem}.json"))
+
+    def earlier(self) -> list[StoredNames]:
+        """Earlier listings, the last one first."""
+        paths = {path: os.stat(path).st_mtime_ns for path in self._earlier_marks()}
+        found = [StoredNames(path) for path in sorted(paths, key=paths.__getitem__, reverse=True)]
+        return [names for names in found if names.look() is not None]
+
+    def keep_earlier(self, plans: Iterable[PassPlan]) -> None:
+        """Forget earlier listings but those of the passes `plans`, and these too beyond the last few."""
+        wanted = list(plans)
+        kept = [names for names in self.earlier() if any(is_over(names, plan) for plan in wanted)]
+        paths = {names.path for names in kept[:_MOST_EARLIER]}
+        for path in self._earlier_marks():
+            if path not in paths:
+                remove_if_there(path)
+        self.clean()
+
+    def forget_secrets(self) -> None:
+        """Forget listings in which an earlier release left the queries of URLs, which may be signed."""
+        for path in (self.current, *self._earlier_marks()):
+            mark, names = read_mark(path), StoredNames(path)
+            if mark is None or "http" not in mark.fingerprint or names.look() is None:
+                continue
+            if any("=" in name.partition("?")[2] for name in names):
+                remove_if_there(path)
+        self.clean()
+
+    def drop_next(self) -> None:
+        remove_if_there(self.next)
+        self.clean()
+
+    def drop(self) -> None:
+        """Forget all listings."""
+        for path in (self.current, *self._earlier_marks()):
+            remove_if_there(path)
+        self.drop_next()
+
+    def _earlier_marks(self) -> list[str]:
+        names = [name for name in os.listdir(self.directory.worker) if _EARLIER.fullmatch(name)]
+        return [self.directory.worker_file(name) for name in names]
+
+    def clean(self) -> None:
+        """Remove what no mark knows: a writer that died has left it. None may be at work."""
+        paths = [self.current, self.next, *self._earlier_marks()]
+        marks = [read_mark(path) for path in paths]
+        kept = {name for mark in marks if mark is not None for name in file_names(mark.stem)}
+        kept |= set(map(os.path.basename, paths))
+        for name in os.listdir(self.directory.worker):
+            if name.startswith(_PREFIX) and name not in kept:
+                remove_if_there(self.directory.worker_file(name))
+
+
+def is_over(names: AnyNames, plan: PassPlan) -> bool:
+    """Whether the units of a pass are those of `names`, or the first of them."""
+    count = plan.num_units
+    return (
+        bool(count) and count is not None and count <= len(names) and names.digest_of(count) == plan.listing
+    )
+
+
+_COMMIT_S: Final = 0.5
+_SPACE_TICK_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class Store:
+    """Adds names to a stored listing, within the limit like all else; `last` is the last of them.
+
+    `wait` waits for space, so many seconds, and says whether to give up.
+    """
+
+    cache: Cache
+    owner: str
+    writer: NamesWriter
+    wait: Callable[[float], bool]
+    may_evict: bool
+    last: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.writer.mark.is_complete
+
+    def add(self, names: Sequence[str], *, is_complete: bool) -> None:
+        admission = self.cache.admission
+        name_bytes = sum(map(len, map(os.fsencode, names)))
+        need_bytes = sum(map(admission.footprint, (name_bytes, 8 * (len(names) + 1), 4096)))
+        while (
+            reserved := admission.reserve(
+                need_bytes, self.owner, may_evict=self.may_evict, spare_unused=False
+            )
+        ) is None:
+            if self.wait(_SPACE_TICK_S):
+                return
+        try:
+            with translated_disk_errors(self.cache.directory.worker, "storing the names that are listed"):
+                self.writer.add(names, is_complete=is_complete)
+            self.last = names[-1] if names else self.last
+        finally:
+            admission.cancel(reserved, self.owner)
+
+
+def list_all(source: GrowingSource, cache: Cache) -> Source:
+    """`source` over a listing of all in `cache`: what of it is stored there, and the rest, which is listed here.
+
+    For one who fills the cache without a worker. Raises CacheFullError where there is no space for the names, and
+    what `more_names` does.
+    """
+    listings, first = Listings(cache.directory), source.first_names
+    if not listings.begins(source.fingerprint, len(first), first.digest):
+        listings.drop()
+
+    def give_up(_delay_s: float) -> bool:
+        raise CacheFullError(f"no space in {cache.path} for the names that its source lists")
+
+    with open_store(source, cache, give_up, is_next=False, may_evict=True) as store:
+        store_rest(source, store, threading.Event())
+    return source.over(listings.load())
+
+
+def keep_names(source: Any, cache: Cache) -> None:
+    """Store the names of a source that was listed at once, so that they are known when it is listed otherwise.
+
+    Nothing for one without names, or where there is no space: then what is cached is fetched again.
+    """
+    names, listings = getattr(source, "first_names", None), Listings(cache.directory)
+    if not isinstance(names, Names) or getattr(source, "listing_digest", "") != names.digest:
+        return  # those of a manifest with labels are not all that there is to a unit
+    if listings.is_complete and listings.begins(source.fingerprint, len(names), names.digest):
+        return
+
+    def give_up(_delay_s: float) -> bool:
+        return True
+
+    def clean() -> None:  # what one that was killed has left, or refused by the disk, must not take the space
+        with suppress(OSError):
+            listings.clean()
+
+    clean()
+    with (
+        suppress(CacheError),  # filling goes on without
+        open_store(source, cache, give_up, is_next=False, may_evict=False, is_complete=True),
+    ):
+        pass
+    clean()
+
+
+@contextmanager
+def open_store(
+    source: GrowingSource,
+    cache: Cache,
+    wait: Callable[[float], bool],
+    *,
+    is_next: bool,
+    may_evict: bool,
+    is_complete: bool = False,
+) -> Iterator[Store]:
+    """The stored listing, to be added to: what there is of it, or the first names."""
+    listings = Listings(cache.directory)
+    path = listings.next if is_next else listings.current
+    mark = read_mark(path) or listings.new_mark(source.fingerprint)
+    owner = Owner(cache.directory, f"listing-{secrets.token_hex(6)}")
+    try:
+        with translated_disk_errors(cache.directory.worker, "storing the names that are listed"):
+            writer = NamesWriter(path, mark)
+    except BaseException:
+        owner.release()
+        raise
+    try:
+        store = Store(cache, owner.name, writer, wait, may_evict)
+        if mark.count:
+            known = StoredNames(path)
+            known.look()
+            store.last = known[len(known) - 1]
+        elif not is_next:  # to see whether there are others by now, they are asked for again
+            store.add(source.first_names, is_complete=is_complete)
+        yield store
+    finally:
+        writer.close()
+        owner.release()
+
+
+def store_rest(source: GrowingSource, store: Store, stop: threading.Event) -> None:
+    """Store what comes after the last name, until the end or until told to stop: the first page at once, others as they
+    come, every half a second at most. Raises what `more_names` does.
+    """
+    waiting: list[str] = []
+    stored_s = -math.inf
+    for page in () if store.is_complete else source.more_names(store.last):
+        metering.fetched(0)
+        waiting += page.names
+        if page.is_last or time.monotonic() - stored_s >= _COMMIT_S:
+            store.add(waiting, is_complete=page.is_last)
+            waiting, stored_s = [], time.monotonic()
+        if stop.is_set():
+            return

@@ -1,0 +1,409 @@
+"""The supervisor: one a cache, it starts, watches, restarts and stops the sampling processes.
+
+It does no work of its own, holds nothing that must survive, and loads neither torch nor fsspec.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from cachestream.config import NO_THREADS
+from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
+from cachestream.schema import IntArray
+from cachestream.storage.cache import Cache
+from cachestream.storage.locks import HeldFile
+from cachestream.storage.os_errors import DiskFailedError
+from cachestream.storage.status import RESTS, WAITS, describe_skipped, shortage_of_disk
+from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
+from cachestream.worker.attachments import Attachments
+from cachestream.worker.child import Child
+from cachestream.worker.fork_server import ForkServer
+from cachestream.worker.health import (
+    START_DEADLINE_S,
+    Death,
+    Suspicion,
+    Trouble,
+    is_crash_loop,
+    longest_pause_s,
+    was_away,
+)
+from cachestream.worker.job import Job, share, unpack_sampler
+from cachestream.worker.lister import Lister, ListingError
+from cachestream.worker.order import all_units, check_drawn, draw_curriculum
+from cachestream.worker.passes import go_on
+from cachestream.worker.processes import end_orphans, look_after_orphans
+from cachestream.worker.sampling_process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
+from cachestream.worker.stored_listings import Listings
+
+_TICK_S: Final = 0.1
+_HOUSEKEEPING_S: Final = 1.0
+_BOOKS_S: Final = 60.0
+_STOP_S: Final = 4.0
+_LEAVE_S: Final = 1.0
+_LATER_PAUSE_S: Final = 2.0
+_SAY_AGAIN_S: Final = 60.0
+_TRIED_AGAIN_S: Final = 3.0  # by then all who wait for space have seen whether there is some
+
+logger = logging.getLogger("cachestream.worker")
+
+
+class _GiveUpError(Exception):
+    """The filling cannot go on; the message and the child's traceback are for the user."""
+
+    def __init__(self, message: str, words: str) -> None:
+        super().__init__(message)
+        self.words = words
+
+
+class Supervisor:
+    """Runs the processes of one job until it is stopped; `run` returns the process's exit code."""
+
+    def __init__(self, job: Job, cache: Cache, lock: HeldFile, server: ForkServer) -> None:
+        self._job = job
+        self._cache = cache
+        self._lock = lock
+        self._server = server
+        self._board = Board(cache.directory.worker_file("board"))
+        server.load(job.protocols)
+        job_fd = share(job)
+        self._children = [
+            Child(server, job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)
+        ]
+        self._lister = Lister(job, server, job_fd, Listings(cache.directory))
+        self._look_for_changes = False
+        self._is_looking: bool | None = None  # what one that was killed has left is not known
+        self._wardens = Attachments(cache.directory)
+        self._history = History(cache.directory.worker_file("history"))
+        self._deaths: list[Death] = []
+        self._trouble = Trouble()
+        self._unrecorded: list[tuple[int, Suspicion, str]] = []
+        self._full_said_s = self._short_s = -math.inf
+        self._has_promoted = False
+        self._sampler: Any = None
+        self._leaving: HeldFile | None = None
+        self._resting = False
+        self._state = self._message = ""
+        self._catalogue_id: str | None = None
+        self._stop = threading.Event()
+        self._housekeeping_at_s = self._books_at_s = 0.0
+        self._ticked_s, self._resumed_s = math.inf, -math.inf
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._stop.is_set():
+            self._board.end()
+            os._exit(128 + number)  # asked twice: at once; the children die with us
+        self._stop.set()
+
+    def run(self) -> int:
+        """Watch until asked to stop, until nobody needs the worker any more, or until it fails."""
+        try:
+            while not (self._try(self._should_end) and self._leave()):
+                self._try(self._tick_now)
+                self._stop.wait(_TICK_S)
+            self._end()
+        except Exception as error:  # the supervisor's main: what ends it is told to all who wait
+            words = error.words if isinstance(error, _GiveUpError) else traceback.format_exc()
+            logger.exception("giving up")
+            self._give_up(str(error) or type(error).__name__, words)
+            return 1
+        try:
+            if self._state == "filling" or self._message == RESTS:
+                self._say("stopped")
+        except CacheFullError:
+            logger.exception("the end could not be recorded")
+        self._board.end()
+        return 0
+
+    def _give_up(self, message: str, words: str) -> None:
+        try:
+            if self._lock.is_ours:
+                self._leave()  # nobody shall attach to a worker that has failed
+                try:
+                    self._end()
+                finally:  # it may fail for the same reason
+                    self._say("failed", message, words)
+                    self._board.end()
+        except (CacheStreamError, OSError):
+            logger.exception("the end could not be recorded")  # the children die with us
+
+    def start(self, *, is_complete: bool) -> None:
+        """Start the sampling processes. Of a pass that `is_complete`, see whether the remote has more by now."""
+        self._look_for_changes = is_complete and self._job.growing
+        self._set_looking(self._look_for_changes)
+        self._say("filling")
+        self._board.reset(os.getpid(), self._job.num_workers, time.monotonic())
+        if self._job.growing:
+            self._lister.begin()
+        for child in self._children:
+            child.start(time.monotonic())
+
+    def _leave(self) -> bool:
+        """Take the attach lock, until we are gone; False when somebody attached at the last moment."""
+        try:
+            self._leaving = self._wardens.attach_lock(_LEAVE_S)
+        except CacheLockedError:
+            return (
+                self._stop.is_set()
+            )  # a process was stopped while it attached: a signal does not wait for it
+        if self._should_end():
+            return True
+        self._leaving.release()
+        return False
+
+    def _should_end(self) -> bool:
+        if self._stop.is_set() or self._wardens.stop_requested():
+            return True
+        if self._state == "full" and self._job.when_full == "stop":
+            return True
+        return not self._wardens.is_needed()
+
+    def _try(self, step: Callable[[], bool]) -> bool:
+        """What `step` says; False where it fails of what may be over soon."""
+        now_s = time.monotonic()
+        try:
+            return step()
+        except CacheLockedError:
+            logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
+        except (CacheFullError, DiskFailedError) as error:  # what was left undone is done once that is over
+            if now_s - self._full_said_s > _SAY_AGAIN_S:
+                self._full_said_s = now_s
+                logger.warning("%s; waiting for that", error)
+        except (
+            CacheError,
+            OSError,
+        ):  # no descriptors or processes left, a read that failed: once, or for good
+            before, self._trouble = self._trouble, self._trouble.again(now_s)
+            if self._trouble.is_lasting or self._stop.is_set():
+                raise
+            if self._trouble.since_s != before.since_s:
+                logger.exception("going on, unless it lasts")
+        return False
+
+    def _tick_now(self) -> bool:
+        if not self._lock.is_ours:
+            raise _GiveUpError(f"{self._lock.path} is gone: the cache was removed", "")
+        self._tick(time.monotonic())
+        return True
+
+    def _tick(self, now_s: float) -> None:
+        if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
+            self._resumed_s = now_s  # a suspended job: nobody could show life
+        self._ticked_s = now_s
+        for child in self._children:
+            child.kill_if_hanging(now_s, self._resumed_s, self._job.hang_timeout_s, START_DEADLINE_S)
+            self._reap(child, now_s)
+        if now_s >= self._housekeeping_at_s:
+            self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
+            self._look_after_orphans()
+            self._keep_house()
+        self._record_suspects()
+        self._watch_lister(now_s)
+        if not any(child.running or child.start_at_s is not None for child in self._children):
+            self._next_pass(now_s)
+        for child in self._children:
+            if child.start_at_s is not None and now_s >= child.start_at_s:
+                child.start(now_s)
+        if not self._resting:
+            self._say(*self._how_full(now_s))
+
+    def _reap(self, child: Child, now_s: float) -> None:
+        ended = child.reap(now_s)
+        if ended is None:
+            return
+        death, suspects, pass_id = ended
+        if death.orderly and death.returncode == 0:
+            return
+        if death.orderly and death.returncode == EXIT_RESTART:
+            child.start_at_s = now_s
+            return
+        if death.orderly and death.returncode == EXIT_LATER:
+            child.start_at_s = now_s + _LATER_PAUSE_S
+            return
+        logger.warning("sampling process %d %s", child.index, death)
+        if death.orderly and death.returncode == EXIT_FATAL:
+            raise _GiveUpError(_last_error(child.last_words), child.last_words)
+        self._deaths.append(death)
+        if is_crash_loop(self._deaths, now_s, self._job.num_workers):
+            how = _last_error(child.last_words) if death.orderly else f"what they read {death}"
+            raise _GiveUpError(
+                f"the sampling processes died {len(self._deaths)} times: {how}", child.last_words
+            )
+        self._board.count_restart()
+        child.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
+        self._unrecorded += [(pass_id, suspicion, str(death)) for suspicion in suspects]
+
+    def _record_suspects(self) -> None:
+        """Before another process reads them."""
+        if not self._unrecorded:
+            return
+        with self._cache.catalogue.transaction() as tables:
+            for pass_id, suspicion, how in self._unrecorded:
+                tables.add_suspect(pass_id, suspicion.position, suspicion.weight, how)
+        self._unrecorded.clear()
+
+    def _look_after_orphans(self) -> None:
+        """Nobody waits for what transforms leave behind, but us."""
+        self._server.listen()
+        if self._server.give_up_if_stopped(time.monotonic()):
+            logger.warning("the fork server was stopped; processes are started without it")
+        waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
+        known = [pid for pid in waited_for if pid is not None]
+        if len(known) == len(waited_for):  # else one might be of a process that we do not know yet
+            look_after_orphans(known)
+
+    def _watch_lister(self, now_s: float) -> None:
+        try:
+            self._lister.tick(now_s, self._resumed_s)
+        except ListingError as error:
+            raise _GiveUpError(_last_error(error.words), error.words) from error
+
+    def _next_pass(self, now_s: float) -> None:
+        """All processes have ended for want of claims: begin another pass, or rest."""
+        if self._look_for_changes:
+            self._look_for_changes = False
+            self._lister.look_for_changes()
+        if self._lister.running and not self._resting:
+            return  # whether this was all will be known at its end
+        self._has_promoted |= self._lister.promote()  # until a pass over it has begun
+        has_more = go_on(self._cache, self._job, self.draw, has_changed=self._has_promoted)
+        has_changed, self._has_promoted = self._has_promoted, False
+        self._set_looking(False)
+        if not has_more:
+            if not self._resting:
+                self._say("complete", self._left_out())
+                self._resting = True
+            return
+        self._resting = False
+        if self._job.growing and not has_changed:
+            self._lister.look_for_changes()
+        for child in self._children:
+            child.start_at_s = now_s
+
+    def _set_looking(self, looking: bool) -> None:
+        """Tell those who wait for the end of the pass that it is not known yet which pass that is."""
+        if looking != self._is_looking:
+            with self._cache.catalogue.transaction() as tables:
+                tables.set_meta("is_looking", int(looking))
+            self._is_looking = looking
+
+    def _left_out(self) -> str:
+        """Why there is less in the cache than in the remote; transforms leave samples out on purpose, but not all."""
+        with self._cache.catalogue.reading() as tables:
+            skipped, have = describe_skipped(tables.failures()), tables.totals()[1]
+        dropped = self._board.totals().dropped
+        all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
+        return "; ".join(filter(None, (skipped, all_dropped if dropped and not have else "")))
+
+    def draw(self, ordinal: int) -> IntArray:
+        """What the user's sampler or curriculum gives for pass `ordinal`."""
+        if self._sampler is None:
+            self._sampler = unpack_sampler(self._job.sampler)  # kept: it goes on where its generator is
+        job, sampler = self._job, self._sampler
+        if job.kind == "curriculum" and job.num_units is not None:
+            share = all_units(job.num_units, job.partition)
+            return draw_curriculum(sampler, share, job.num_units, seed=job.seed, ordinal=ordinal)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(ordinal)
+        return check_drawn(sampler, job.num_units, job.partition)
+
+    def _how_full(self, now_s: float) -> tuple[str, str]:
+        """The state of the filling while it is not over, and what it waits for when all processes wait for space."""
+        states = self._board.states()
+        running = {states[child.index] for child in self._children if child.running}
+        if not running or running - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
+            return "filling", ""
+        if STATE_NAMES[WRITING] in running:  # it may be about to find that there is none
+            return self._state, self._message
+        evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
+        with self._cache.catalogue.reading() as tables:
+            is_short = bool(
+                shortage_of_disk(self._cache.directory, tables)
+            )  # by others: it may be over at any time
+            has_room = tables.meta("fill_state") != self._state  # whoever made some has said so
+            is_used = evicts and self._cache.admission.leases.count() > 0
+        if is_short or has_room or is_used:
+            self._short_s = now_s
+        if now_s - self._short_s > _TRIED_AGAIN_S:
+            return "full", RESTS if evicts else ""
+        return "filling", WAITS if is_used and not is_short else ""
+
+    def _keep_house(self) -> None:
+        if (now_s := time.monotonic()) >= self._books_at_s:
+            self._books_at_s = now_s + _BOOKS_S
+            if (problem := self._cache.check_books()) is not None:
+                logger.warning("%s: corrected", problem)
+        self._cache.enforce_limit()
+        with self._cache.catalogue.reading() as tables:
+            meta = tables.all_meta()
+            _, samples, _ = tables.totals()
+        if meta.get("catalogue_id") != self._catalogue_id:
+            logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+            self._catalogue_id = meta.get("catalogue_id")
+            self._say_again()
+        self._history.append(
+            samples,
+            self._cache.size_bytes,
+            meta["size_limit"],
+            meta.get("written_samples", 0),
+            meta.get("evicted_samples", 0),
+            self._board.totals().fetched_bytes,
+            meta.get("clock", 0),
+        )
+
+    def _say(self, state: str, message: str = "", words: str = "") -> None:
+        if (state, message) == (self._state, self._message):
+            return
+        with self._cache.catalogue.transaction() as tables:
+            tables.set_meta("fill_state", state)
+            tables.set_meta("fill_message", message)
+            tables.set_meta("fill_traceback", words)
+            tables.add("epoch_waits", int(message == WAITS))
+            self._catalogue_id = self._catalogue_id or tables.meta("catalogue_id")
+        self._state, self._message = state, message
+
+    def _say_again(self) -> None:
+        """Tell a new catalogue what the one before knew, and no shard tells."""
+        looking, self._is_looking = bool(self._is_looking), None
+        self._set_looking(looking)
+        self._state, self._resting = "", False  # there is a pass again that is open, or the next tick tells
+        self._say("filling")
+
+    def _end(self) -> None:
+        self._lister.stop()
+        for child in self._children:
+            child.ask_to_stop()
+        deadline = time.monotonic() + _STOP_S
+        while any(child.running for child in self._children) and time.monotonic() < deadline:
+            for child in self._children:
+                child.reap(time.monotonic())
+            time.sleep(0.01)
+        for child in self._children:
+            child.kill()
+        end_orphans()
+        self._wardens.clear_requests()
+        try:
+            self._cache.recover()  # what was killed in the middle of a shard leaves nothing
+            self._keep_house()
+        except CacheFullError:
+            logger.exception("left to the next who opens the cache")
+
+
+def _last_error(words: str) -> str:
+    """The message of the error whose traceback ends `words`."""
+    lines = words.strip().splitlines()
+    if not lines:
+        return "the worker cannot go on"
+    message = lines[-1].partition(": ")[2] or lines[-1]
+    return f"{message}: {NO_THREADS}" if "can't start new thread" in message else message

@@ -1,0 +1,450 @@
+"""One unit, read from the remote: seeded, counted, held to the bandwidth, tried again, and given up when it stalls.
+
+Threads wake each other up, and count, more slowly than small samples come.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.errors import SampleError, SourceUnavailableError
+from cachestream.permutation import mix_key
+from cachestream.sources.base import Rows, RowsSource, Source
+from cachestream.storage.layout import Directory
+from cachestream.storage.os_errors import translated_disk_errors
+from cachestream.storage.telemetry import Slot
+from cachestream.transport import metering
+from cachestream.transport.metering import Throttle
+from cachestream.transport.remote_errors import backoff_delays
+from cachestream.worker.cached_units import keep_all
+from cachestream.worker.encode import Table, to_table
+from cachestream.worker.job import Job
+from cachestream.worker.order import PassPlan
+from cachestream.worker.processes import end_if_forked
+
+_AWAY_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A unit has brought nothing since `since_s`, for the `reason` that it gave last."""
+
+    since_s: float
+    reason: str
+
+    def is_long(self, now_s: float, hang_timeout_s: float) -> bool:
+        """Whether those behind it are not to wait any longer: they come, if it is not the remote as a whole."""
+        return now_s - self.since_s >= hang_timeout_s / 3
+
+    def is_too_long(self, now_s: float, hang_timeout_s: float) -> bool:
+        """Whether it is to be left out, if its remote does answer."""
+        return now_s - self.since_s >= 4 * hang_timeout_s
+
+
+@dataclass(slots=True)
+class Answers:
+    """When the remotes of a source answered last, and when one did again after an outage: nobody waits longer then."""
+
+    _last_s: dict[Hashable, float] = field(default_factory=dict)
+    _back_s: dict[Hashable, float] = field(default_factory=dict)
+
+    def heard(self, remote: Hashable, now_s: float) -> None:
+        """Something came from `remote`."""
+        if self.is_away(remote, now_s):
+            self._back_s[remote] = now_s
+        self._last_s[remote] = now_s
+
+    def is_away(self, remote: Hashable, now_s: float) -> bool:
+        """Whether nothing has come from `remote` lately, whatever was asked of it."""
+        return now_s - self._last_s.get(remote, -math.inf) > _AWAY_S
+
+    def is_back(self, remote: Hashable, since_s: float) -> bool:
+        """Whether an outage of `remote` has ended after `since_s`."""
+        return self._back_s.get(remote, -math.inf) > since_s
+
+
+MOST_SAMPLES: Final = 64
+MOST_BYTES: Final = 256 * 1024
+LONGEST_S: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleChunk:
+    """Samples of one unit, in its order: `samples[i]` is at `offsets[i]` in it, with the key `keys[i]`.
+
+    Or those of a table, which has keys of its own. They take about `nbytes` of memory.
+    """
+
+    offsets: Sequence[int]
+    keys: Sequence[str]
+    samples: Sequence[Any] | Table
+    nbytes: int
+
+
+Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
+
+
+def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
+    """`items` in lots, as soon as they come where they are large or slow; those before an error come too."""
+    waiting: list[Item] = []
+    waiting_bytes, since_s = 0, time.monotonic()
+    try:
+        for item in items:
+            if isinstance(item, SampleChunk):
+                if waiting:
+                    yield _lot(waiting, waiting_bytes)
+                    waiting, waiting_bytes = [], 0
+                yield item
+                continue
+            waiting.append(item)
+            waiting_bytes += item[3]
+            now_s = time.monotonic()
+            if waiting_bytes >= MOST_BYTES or now_s - since_s >= LONGEST_S or len(waiting) >= MOST_SAMPLES:
+                yield _lot(waiting, waiting_bytes)
+                waiting, waiting_bytes, since_s = [], 0, now_s
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if waiting:
+            yield _lot(waiting, waiting_bytes)
+        raise
+    if waiting:
+        yield _lot(waiting, waiting_bytes)
+
+
+def _lot(items: list[Item], nbytes: int) -> SampleChunk:
+    offsets, keys, samples, _ = zip(*items, strict=True)
+    return SampleChunk(offsets, keys, samples, nbytes)
+
+
+def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending `offsets` as ranges [start, stop)."""
+    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
+        return [(offsets[0], offsets[-1] + 1)]
+    found: list[tuple[int, int]] = []
+    for offset in offsets:
+        if found and found[-1][1] == offset:
+            found[-1] = found[-1][0], offset + 1
+        else:
+            found.append((offset, offset + 1))
+    return found
+
+
+def approximate_bytes(value: Any) -> int:
+    """About how much memory a sample takes."""
+    try:
+        nbytes = getattr(value, "nbytes", None)
+    except RuntimeError:  # a sparse tensor has none
+        nbytes = None
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(value, Mapping):
+        return sum(map(approximate_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(approximate_bytes, value))
+    return len(value) if isinstance(value, bytes | str) else sys.getsizeof(value)
+
+
+class LaterError(Exception):
+    """The unit was put aside: it is to be read again later, by whichever thread is free then."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitRead:
+    """One unit to be read: `skip` says which of its samples are not wanted.
+
+    One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
+    has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
+    in other shards, and `parts`, where samples are held out, those of the train split and of the held-out one. All before
+    the offset `done` has been dealt with.
+
+    All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent
+    nothing; 0 where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that
+    is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`. Its last try failed at `paused_at_s`.
+    """
+
+    position: int
+    unit: int
+    claim_id: int
+    skip: Callable[[int], bool]
+    cached: Sequence[tuple[int, int]] = ()
+    parts: Sequence[Sequence[tuple[int, int]]] = ()
+    done: int = 0
+    covered: bool = False
+    lots: deque[SampleChunk] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    finished: bool = False
+    error: BaseException | None = None
+    came: int = 0
+    reading: bool = False
+    asked_s: float = 0.0
+    silence: Stall | None = None
+    delays: Iterator[float] | None = None
+    aside: bool = False
+    has_own_claim: bool = False
+    paused_at_s: float = 0.0
+    again_at_s: float = 0.0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether nothing of it has come that was not delivered."""
+        return not self.lots and not self.finished
+
+    def silent(self, now_s: float, hang_timeout_s: float) -> bool:
+        """Whether it has not answered for long: in its attempts so far, or in the one that goes on."""
+        if self.silence is None and self.asked_s:
+            since = Stall(self.asked_s, f"unit {self.unit}: no answer yet")
+            self.silence = since if since.is_long(now_s, hang_timeout_s) else None
+        return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
+
+    def heard(self, lot: SampleChunk) -> None:
+        """The remote answers."""
+        self.came = lot.offsets[-1] + 1
+        self.silence = self.delays = None
+
+
+_UNIT_KEY = 3
+_SAMPLE_KEY = 5
+BEAT_S: Final = 0.001
+_PROBE_S: Final = 5.0  # of a remote that is away: within that, one of its units is tried again
+REQUEST_S: Final = 0.05  # of the bandwidth, in one request
+LEAST_REQUEST_BYTES: Final = 256 << 10
+
+
+class UnitReader:
+    """Reads units in any thread; keeps the process's slot on the board alive while it does.
+
+    `in_rows`: samples may come in columns, because nobody looks at each of them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        source: Source,
+        directory: Directory,
+        slot: Slot,
+        stop: threading.Event,
+        *,
+        in_rows: bool = False,
+    ) -> None:
+        self.plan: PassPlan | None = None
+        self._pid = os.getpid()
+        self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
+            source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
+        )
+        # Of several remotes in a mix, one may be away while the others answer.
+        self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
+        self._witnesses: dict[Hashable, int] = {}  # of each remote the first unit that came whole
+        self._answers = Answers()
+        self._probe: UnitRead | None = None  # the unit that finds out whether a remote is back
+        self._is_reported = False  # whether the source says what it fetches
+        self._hang_timeout_s = job.hang_timeout_s
+        self._slot = slot
+        self._stop = stop
+        self._local = threading.local()
+        self._counting = threading.Lock()
+        limit = job.bandwidth_bytes_per_s
+        budget = directory.worker_file("budget")
+        with translated_disk_errors(budget):
+            self._throttle = None if limit is None else Throttle(budget, limit)
+        self.throttled = False  # since whoever asks has set it to False
+        # What one request asks for is on its way at once, whether it is read or not: sockets have buffers.
+        most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
+        metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
+
+    def read(self, flight: UnitRead, number: int) -> Iterator[SampleChunk]:
+        """Yield the unit's samples that are wanted.
+
+        A remote that does not answer is tried again for ever, with full-jitter back-off, and goes on
+        after the samples that came through: a unit gives the same samples again. One that was put aside ends by
+        LaterError then; one that does not answer while its remote gives others, by SampleError in the end.
+        """
+        self._local.number, self._local.flight = number, flight
+        slot = self._slot
+        self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
+        slot["flights"][number] = flight.position + 1
+        try:
+            while True:
+                self.beat(number)
+                began_s = time.monotonic()
+                try:
+                    with closing(self._wanted(flight, number, flight.came)) as items:
+                        for lot in gather(items):
+                            flight.heard(lot)
+                            self._answers.heard(self._remote_of(flight.unit), time.monotonic())
+                            yield lot
+                    self._witnesses.setdefault(self._remote_of(flight.unit), flight.unit)
+                    self._answers.heard(self._remote_of(flight.unit), time.monotonic())
+                    return
+                except SourceUnavailableError as error:
+                    if self._stop.is_set():
+                        raise
+                    slot["retries"] += 1
+                    self._pause(flight, self._fell_silent(flight, str(error), began_s))
+        finally:
+            end_if_forked(self._pid)
+            self._refund()
+            flight.asked_s = 0.0
+            slot["flights"][number] = 0
+
+    def _fell_silent(self, flight: UnitRead, reason: str, began_s: float) -> float:
+        """An attempt that began at `began_s` has failed: for how long to wait before the next one.
+
+        Raises SampleError where there had better be none.
+        """
+        before, now_s = flight.silence, time.monotonic()
+        flight.silence = silence = Stall(began_s if before is None else before.since_s, reason)
+        if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
+            self._remote_of(flight.unit)
+        ):
+            raise SampleError(f"{reason}; left out after a while, as others do come from there")
+        was_back = self._answers.is_back(self._remote_of(flight.unit), flight.paused_at_s)
+        if flight.delays is None or was_back:  # made when needed: seeding costs more than many a read
+            flight.delays = backoff_delays(random.Random())
+        return next(flight.delays)
+
+    def _does_answer(self, remote: Hashable) -> bool:
+        """Whether a unit that came from `remote` before comes again, from there and not from the source's memory."""
+        unit, self._local.fetched = self._witnesses.get(remote), 0
+        if unit is None or self.plan is None:
+            return False
+        try:
+            next(iter(self._read(unit, unit_generator(self.plan, unit))), None)
+        except SampleError:
+            return True  # that it is gone, say
+        except Exception:  # noqa: BLE001  whatever a source raises: it did not answer
+            return False
+        return bool(self._local.fetched) or not self._is_reported
+
+    def _wanted(self, flight: UnitRead, number: int, first: int) -> Generator[Item | SampleChunk, None, None]:
+        """The samples that are wanted, from the offset `first` on."""
+        assert self.plan is not None
+        rng = unit_generator(self.plan, flight.unit)
+        self._local.fetched = 0
+        self._refund()
+        offset, beat_s = 0, 0.0
+        for item in self._read(flight.unit, rng):
+            end_if_forked(self._pid)
+            if (now_s := time.monotonic()) - beat_s >= BEAT_S:
+                self.beat(number)
+                beat_s = now_s
+            if isinstance(item, Rows):
+                if (lot := self._table(item, offset, first, flight)) is not None:
+                    yield lot
+                offset += len(item.keys)
+                continue
+            key, sample = item
+            nbytes = approximate_bytes(sample)
+            self._count(nbytes)
+            if offset >= first and not flight.skip(offset):
+                yield offset, key, sample, nbytes
+            offset += 1
+
+    def _table(self, rows: Rows, offset: int, first: int, flight: UnitRead) -> SampleChunk | None:
+        """The wanted ones of `rows`, the first of which is at `offset` in its unit."""
+        table = to_table(rows)
+        self._count(table.nbytes)
+        offsets: Sequence[int] = range(offset, offset + len(table))
+        if first > offset or flight.skip is not keep_all:
+            wanted = [i for i, at in enumerate(offsets) if at >= first and not flight.skip(at)]
+            if len(wanted) < len(table):
+                table, offsets = table.take(wanted), [offset + i for i in wanted]
+        return SampleChunk(offsets, (), table, table.nbytes) if offsets else None
+
+    def _count(self, nbytes: int) -> None:
+        """A sample of `nbytes` came: what a source gives that reports no bytes itself is what it fetched."""
+        if not self._local.fetched:
+            self._on_fetched(nbytes)
+            self._local.fetched = 0
+
+    def beat(self, number: int) -> None:
+        """Show that thread `number` is alive."""
+        self._slot["flight_beats_s"][number] = time.monotonic()
+
+    def _on_reported(self, nbytes: int) -> None:
+        self._is_reported |= nbytes > 0
+        self._on_fetched(nbytes)
+
+    def _on_fetched(self, nbytes: int) -> None:
+        number = getattr(self._local, "number", None)
+        if number is None:
+            return  # a thread of the user's own, or of the transform
+        self.beat(number)
+        if not nbytes:
+            return
+        self._local.flight.asked_s = 0.0
+        self._local.fetched += nbytes
+        with self._counting:
+            self._slot["fetched_bytes"] += nbytes
+        if self._throttle is not None:
+            paid = getattr(self._local, "paid", 0)
+            self._local.paid = max(0, paid - nbytes)
+            self._throttle.spend(nbytes - paid, lambda: self.beat(number))
+
+    def _on_asking(self, nbytes: int) -> None:
+        """Pay before the bytes are on the wire: what many readers have in flight would else be over the limit."""
+        number = getattr(self._local, "number", None)
+        if self._throttle is not None and number is not None:
+            self._local.paid = getattr(self._local, "paid", 0) + nbytes
+            self._throttle.spend(nbytes, lambda: self.beat(number))
+        if number is not None and nbytes:
+            self._local.flight.asked_s = self._local.flight.asked_s or time.monotonic()
+
+    def _refund(self) -> None:
+        """Give back what was paid for bytes that never came."""
+        paid = getattr(self._local, "paid", 0)
+        if self._throttle is not None and paid:
+            self._local.paid = 0
+            self._throttle.reserve(-paid)
+
+    def _on_slow_down(self) -> None:
+        self.throttled = True
+
+    def _pause(self, flight: UnitRead, delay_s: float) -> None:
+        """Wait, not longer than an outage; raises LaterError where others are to be read meanwhile."""
+        flight.paused_at_s = time.monotonic()
+        flight.again_at_s = flight.paused_at_s + delay_s
+        while not self.may_try_again(flight, time.monotonic()):
+            if flight.aside:
+                raise LaterError
+            if self._stop.wait(min(max(0.0, flight.again_at_s - time.monotonic()), metering.TICK_S)):
+                return
+            self.beat(self._local.number)
+
+    def may_try_again(self, flight: UnitRead, now_s: float) -> bool:
+        """Whether the pause of a unit is over: its time has come, or its remote is back, which one of them finds out sooner."""
+        remote = self._remote_of(flight.unit)
+        if self._answers.is_back(remote, flight.paused_at_s):
+            return True
+        with self._counting:
+            if self._probe is None and self._answers.is_away(remote, now_s):
+                self._probe = flight
+                flight.again_at_s = min(flight.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
+            is_due = now_s >= flight.again_at_s
+            if is_due and self._probe is flight:
+                self._probe = None
+        return is_due
+
+
+def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
+    """What `unit` is read with in a pass: always the same, so that it gives the same samples again."""
+    key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def sample_generator(plan: PassPlan, unit: int, offset: int) -> np.random.Generator:
+    """What the sample at `offset` of `unit` is transformed with in a pass, whichever process does it, on a retry too."""
+    key = mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset)
+    return np.random.Generator(np.random.Philox(key=key))

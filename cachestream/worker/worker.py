@@ -1,0 +1,437 @@
+"""`start_worker`: fill a cache in the background, from scripts, notebooks, and every rank of a job.
+
+A guess by the code of the function itself: what it calls, closes over or reads from files may have changed unseen.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+
+from cachestream.config import check_seconds, keywords_of, reject_unknown
+from cachestream.errors import ConfigError, WorkerError, WorkerTimeoutError
+from cachestream.sources.open import SOURCE_OPTIONS, open_source, protocols_of
+from cachestream.storage.cache import Cache
+from cachestream.storage.holdout import choose_split
+from cachestream.storage.locks import HeldFile
+from cachestream.storage.status import CacheStatus, forget_lost_worker, lost_worker, warn_of_skipped
+from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments
+from cachestream.worker.job import Job
+from cachestream.worker.launch import START_TIMEOUT_S, Launch, head_start
+from cachestream.worker.monitor import WorkerMonitor
+from cachestream.worker.options import CONCURRENCY, HANG_TIMEOUT_S, WorkerOptions
+from cachestream.worker.order import PassPlan
+from cachestream.worker.partition import Partition
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_KEY: Final = "transform"
+
+
+def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
+    """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is seen."""
+    mark = likeness(transform)
+    with cache.catalogue.reading() as tables:
+        known, samples = tables.meta(_KEY), tables.totals()[1]
+    if known != mark:
+        with cache.catalogue.transaction() as tables:
+            tables.set_meta(_KEY, mark)
+    # Other versions of Python compile the same function to something else.
+    comparable = known is not None and mark and str(known).partition(":")[0] == mark.partition(":")[0]
+    return bool(comparable and known != mark and samples)
+
+
+def likeness(transform: Callable[..., Any] | None) -> str:
+    """What is the same for transforms of the same code, also in another process; "" where there is none to see."""
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    version = "{}.{}".format(*sys.version_info)
+    if transform is None:
+        return f"{version}:"
+    function = getattr(transform, "__func__", transform)
+    code = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f"{version}:{xxhash.xxh3_64_hexdigest(repr(_parts(code)).encode())}"
+
+
+def _parts(code: CodeType) -> tuple[Any, ...]:
+    return code.co_name, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _parts(value)
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))  # its own order depends on the process
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    return value
+
+
+_TICK_S: Final = 0.05
+_OPENING_S: Final = 8.0  # of a source: after that the caller is told what it waits for
+logger = logging.getLogger("cachestream")
+
+
+class Worker:
+    """The background worker of a cache, as seen from one of the processes that use it.
+
+    As a context manager it lets the worker go at the end: the worker stops when nobody needs it. One that is killed meanwhile is
+    replaced within seconds, by a process that has such a Worker.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        warden: HeldFile | None,
+        process: subprocess.Popen[bytes] | None,
+        linger_s: float = 0.0,
+        job: Job | None = None,
+    ) -> None:
+        self.cache = cache
+        self.linger_s = linger_s
+        self._warden = warden
+        self._wardens = Attachments(cache.directory)
+        self.attached = process is None  # whether the worker was running already when this was made
+        self._watch = None if job is None else WorkerMonitor(cache, job, process, self._need())
+
+    def _need(self) -> Callable[[], bool]:
+        """Tell whether this process needs the worker still; does not keep this alive."""
+        if self._warden is not None:
+            warden = self._warden
+            return lambda: warden.held
+        this = weakref.ref(self)
+        return lambda: this() is not None
+
+    def status(self) -> CacheStatus:
+        """What the cache holds and what the worker does."""
+        return self.cache.status()
+
+    def is_alive(self) -> bool:
+        """Whether the worker runs (resting after a complete pass counts)."""
+        return self.cache.has_worker()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is nothing to do: the pass over the remote is complete, or the cache is full and rests (see
+        `status`: the rest comes as epochs use what there is, or the limit is raised). False if the worker ended before that.
+
+        The next pass, over what was evicted, may be under way then. Logs a warning if more than 1 % of the samples were
+        skipped. Raises WorkerTimeoutError at the deadline, and WorkerError, with the traceback from the background, if the
+        worker crashed.
+        """
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        first = 0
+        while True:
+            alive = self.is_alive()
+            state, last = self._progress()
+            first = min(first, last) or max(first, last)  # a catalogue made anew counts from 1 again
+            if state == "failed":
+                self._raise_failure()
+            if state in ("complete", "full") or last not in (0, first):
+                warn_of_skipped(self.cache)
+                return True
+            if not (alive or self.is_alive() or (self._watch is not None and self._watch.will_replace())):
+                break
+            if time.monotonic() >= deadline:
+                raise WorkerTimeoutError(
+                    f"{self.status()}: not complete within {timeout_s:g} s; wait longer, or train on what there is"
+                )
+            time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
+        if state == "filling" or lost_worker(self.cache.directory) is not None:
+            raise WorkerError(
+                f"the worker of {self.cache.path} ended without a word: it was killed, or could not write (what it still "
+                f"could say is in {self.cache.directory.worker_file('log.txt')}); start it again: it goes on where it "
+                "stopped"
+            )
+        return False
+
+    def _progress(self) -> tuple[str, int]:
+        """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be seen."""
+        with self.cache.catalogue.reading() as tables:
+            passes = tables.passes()
+            is_known = passes and not tables.meta("is_looking", 0)
+            return str(tables.meta("fill_state", "none")), passes[-1].id if is_known else 0
+
+    def _raise_failure(self) -> None:
+        with self.cache.catalogue.reading() as tables:
+            message, words = tables.meta("fill_message", ""), tables.meta("fill_traceback", "")
+        raise WorkerError(f"the worker of {self.cache.path} failed: {message}", str(words))
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop the worker, for everybody, and wait until it is gone: what it has sampled stays.
+
+        Raises WorkerError if it is still there at the deadline.
+        """
+        check_seconds("timeout_s", timeout_s)
+        directory = self.cache.directory
+        if self.cache.has_worker() or lost_worker(directory) is not None:
+            self._wardens.request_stop()  # which keeps others from starting another in the place of one that was killed
+            self._wait_until_gone(timeout_s)
+            if lost_worker(directory) is not None:
+                with _released(self._wardens.attach_lock()):
+                    forget_lost_worker(directory)
+            if not self.cache.has_worker():
+                self._wardens.clear_requests()  # it may have been ending by itself, and not have seen this one
+        for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
+            _release(held)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Let the worker go: it stops unless another process needs it, or it is detached.
+
+        That takes up to 5 s, and longer on a machine that is busy; raises WorkerError if it is still there at the
+        deadline.
+        """
+        if self._watch is not None:
+            self._watch.close()
+        if self._warden is None:
+            return
+        _release(self._warden)
+        self._warden = None
+        self._wait_until_gone(timeout_s, unless_needed=True)
+
+    def _wait_until_gone(self, timeout_s: float, *, unless_needed: bool = False) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive():
+            if unless_needed and self._wardens.is_needed():
+                return
+            if time.monotonic() >= deadline:
+                pid = self.cache.status().worker
+                raise WorkerError(
+                    f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
+                    f"{timeout_s:.0f} s; kill that process: the cache stays sound"
+                )
+            time.sleep(_TICK_S)
+        if self._watch is not None:
+            self._watch.end(timeout_s)  # the worker has let go of its lock, and is about to be gone
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        how = "attached" if self.attached else "owner"
+        return f"<Worker of {self.cache.path}: {self.cache.fill_state()}, {how}>"
+
+
+# A worker lives as long as the process that started it, also when the caller dropped the Worker.
+_held: set[HeldFile] = set()
+
+
+def _let_go_at_exit() -> None:
+    """A process that ends in order needs no worker any more; one that ends by an error may come again."""
+    if not hasattr(sys, "last_value"):
+        for warden in list(_held):
+            _release(warden)
+
+
+atexit.register(_let_go_at_exit)
+
+
+def _release(warden: HeldFile) -> None:
+    warden.release(unlink=True)
+    _held.discard(warden)
+
+
+def start_worker(
+    cache: Cache | str | os.PathLike[str],
+    source: Any,
+    *,
+    num_workers: int | None = None,
+    transform: Callable[..., Any] | None = None,
+    shard_size: int | str | None = None,
+    order: Any = "shuffle",
+    seed: int = 0,
+    bandwidth_limit: int | str | None = None,
+    when_full: str = "evict",
+    detach: bool = False,
+    concurrency: int = CONCURRENCY,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
+    partition: tuple[int, int] | str | None = None,
+    linger_s: float = 0.0,
+    holdout: float | None = None,
+    **unknown: object,
+) -> Worker:
+    """Fill `cache` from `source` in background processes; returns at once.
+
+    One supervisor a cache: when one runs already, started by any process, this attaches to it.
+
+    Args:
+        cache: a Cache, or the path of one.
+        source: a Source, or anything that `open_source` takes.
+        num_workers: sampling processes (default: the number of cores, at most 4).
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or `fn(sample, rng)`,
+            with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same draws on every attempt.
+        shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
+        order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler over
+            units, or a curriculum: weights as a function of the progress in passes, by which units come once a pass.
+        seed: of the order, and of the generators that sources get.
+        bandwidth_limit: bytes a second for all processes together, such as "40MB/s".
+        when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
+        detach: let the worker outlive this process (stop it with `cachestream stop`).
+        concurrency: units in flight in each process, 1 to 64.
+        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not answer for a
+            third of that lets others go first; after four times that it is left out, if its remote does answer.
+        partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
+        linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
+            end in order): a job that is started again finds it at work.
+        holdout: the share of the samples that is held out of training, by their keys (`EpochLoader(split=, holdout=)`).
+            These are kept, up to half of the limit, while others are replaced.
+        unknown: refused, with the name that is meant.
+
+    Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
+    """
+    _leave_to_source(unknown)
+    reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))
+    check_seconds("linger_s", linger_s, 0.0, LINGER_AT_MOST_S)
+    options = WorkerOptions(
+        *(num_workers, shard_size, order, bandwidth_limit, when_full, concurrency, hang_timeout_s, partition),
+        *(transform, seed),
+    )
+    options.check()
+    cache = cache if isinstance(cache, Cache) else Cache(cache)
+    if holdout is not None:
+        choose_split(cache, "train", holdout)
+    with head_start(cache, protocols_of(source)) as launch:
+        with _told_if_slow(cache):
+            opened = open_source(source)
+        job = options.job(cache, opened)
+        worker = _start_or_attach(cache, job, launch, detach, linger_s)
+    _warn_of_mixture(worker, transform)
+    return worker
+
+
+@contextmanager
+def _told_if_slow(cache: Cache) -> Iterator[None]:
+    """Warn, while the source is still being opened after a while."""
+    told = (
+        f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
+        "or it lists slowly"
+    )
+    timer = threading.Timer(_OPENING_S, logger.warning, ("%s", told))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _leave_to_source(options: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option of the source, which is open, or is opened as it is."""
+    for name in options:
+        if name in SOURCE_OPTIONS:
+            raise ConfigError(
+                f"{name}= belongs to the source: start_worker(cache, cs.open_source(…, {name}=…)); cs.stream takes it itself"
+            )
+
+
+def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> None:
+    if has_changed(worker.cache, transform):
+        logger.warning(
+            "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "
+            "'cachestream clear' the cache (cache.clear()), or use another directory",
+            worker.cache.path,
+            ", which the running worker goes on with" if worker.attached else "",
+        )
+
+
+def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
+    wardens = Attachments(cache.directory)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with _released(wardens.attach_lock()):
+            running = cache.has_worker()
+            if not running:
+                return _start(cache, job, wardens, launch or Launch(), detach, linger_s)
+            # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
+            if not wardens.stop_requested():
+                if _fills_as_asked(cache, job) or wardens.is_used():
+                    return _attach(cache, job, wardens, detach, linger_s)
+                wardens.request_stop()  # it lingers after a job that has ended, with the share that this one had
+        if time.monotonic() >= deadline:
+            raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
+        time.sleep(_TICK_S)
+
+
+def _attach(cache: Cache, job: Job, wardens: Attachments, detach: bool, linger_s: float) -> Worker:
+    _check_same_source(cache, job)
+    logger.info("attached to the worker that already fills %s", cache.path)
+    return Worker(cache, _need(wardens, detach, linger_s), None, linger_s, job)
+
+
+def _start(
+    cache: Cache, job: Job, wardens: Attachments, launch: Launch, detach: bool, linger_s: float
+) -> Worker:
+    wardens.clear_requests()
+    warden = _need(wardens, detach, linger_s)
+    try:
+        return Worker(cache, warden, launch.give(job), linger_s, job)
+    except BaseException:
+        if warden is not None:
+            _release(warden)
+        raise
+
+
+def _need(wardens: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
+    """Keep the worker running: for as long as this process lives, or until somebody stops it."""
+    if detach:
+        wardens.detach()
+        return None
+    warden = wardens.attach(linger_s)
+    _held.add(warden)
+    return warden
+
+
+def _what_is_filled(cache: Cache) -> tuple[str | None, Partition | None]:
+    """The source and the share that the running worker fills the cache with."""
+    with cache.catalogue.reading() as tables:
+        known, passes = tables.meta("source"), tables.passes()
+    return known, None if not passes else PassPlan.from_json(passes[-1].plan).partition
+
+
+def _fills_as_asked(cache: Cache, job: Job) -> bool:
+    return _what_is_filled(cache) in ((job.fingerprint, job.partition), (None, job.partition))
+
+
+def _check_same_source(cache: Cache, job: Job) -> None:
+    known, share = _what_is_filled(cache)
+    if known is not None and known != job.fingerprint:
+        raise ConfigError(
+            f"a worker is filling {cache.path} from another source ({known}, not {job.fingerprint}); "
+            "use another cache directory, or stop it and clear the cache"
+        )
+    if share != job.partition:
+        raise ConfigError(
+            f"a worker is filling {cache.path} with the share {share or 'of one node alone'}, not "
+            f"{job.partition or 'all units'}; give all processes that use one cache the same partition (cs.stream "
+            "finds one by itself under torch.distributed, unless it is given partition=)"
+        )
+
+
+@contextmanager
+def _released(lock: HeldFile) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,214 @@
+"""What URLs, folders, wildcards and ranges stand for, and how lists are kept."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cachestream as cs
+from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.names import Names
+from cachestream.listing.patterns import expand_braces
+from cachestream.sources.files import FileSource
+from tests.sources.reading import keys
+from tests.support.caches import add_shard, numbered
+from tests.support.s3 import S3Server
+
+
+def make(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("a{0..2}", ["a0", "a1", "a2"]),
+        ("a{08..11}.tar", ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]),
+        ("{3..1}", ["3", "2", "1"]),
+        ("{0..6..3}", ["0", "3", "6"]),
+        ("{train,val}/{0..1}", ["train/0", "train/1", "val/0", "val/1"]),
+        ("a{b}c", ["a{b}c"]),
+        ("a{}c", ["a{}c"]),
+        ("plain", ["plain"]),
+    ],
+)
+def test_braces_expand_as_in_a_shell(pattern: str, expected: Any) -> None:
+    assert expand_braces(pattern) == expected
+
+
+@pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}", "{1..5..0}"])
+def test_a_range_that_would_fill_the_memory_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError):
+        expand_braces(pattern)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=30))
+def test_names_are_kept_exactly_also_over_pickle(texts: list[str]) -> None:
+    names = pickle.loads(pickle.dumps(Names(texts)))
+    assert list(names) == texts
+    assert len(names) == len(texts)
+    assert names.digest == Names(texts).digest
+
+
+def test_two_lists_with_the_same_letters_have_different_digests() -> None:
+    assert Names(["ab", "c"]).digest != Names(["a", "bc"]).digest
+    assert Names([]).digest != Names([""]).digest
+
+
+def test_200_000_names_take_little_more_than_their_letters(s3_server: S3Server, s3_bucket: Path) -> None:
+    make(s3_bucket, "train/sample-000000.npy")
+    url = f"s3://{s3_bucket.name}/train/sample-{{000000..199999}}.npy"
+    source = FileSource(url, storage_options=s3_server.storage_options)
+    assert source.num_units == 200_000
+    assert source.key(123_456) == "sample-123456.npy"
+    assert len(pickle.dumps(source)) < 200_000 * (len("sample-000000.npy") + 8) + 10_000
+    assert not source.label_names
+
+
+def test_a_folder_is_listed_below_it_in_order_without_hidden_files(tmp_path: Path) -> None:
+    make(tmp_path, "b/2.bin", "b/1.bin", "a.bin", "c/d/e.bin", ".hidden.bin", ".git/x.bin", "b/.cache/y.bin")
+    assert keys(FileSource(tmp_path)) == ["a.bin", "b/1.bin", "b/2.bin", "c/d/e.bin"]
+    assert keys(FileSource(tmp_path, recursive=False)) == ["a.bin"]
+
+
+def test_a_cache_among_the_files_is_none_of_them(tmp_path: Path) -> None:
+    make(tmp_path, "a.txt", "b/c.txt")
+    add_shard(cs.Cache(tmp_path / "b" / "cache", size_limit="10MB"), numbered(0, 3))
+    assert keys(FileSource(tmp_path)) == ["a.txt", "b/c.txt"]
+    assert keys(FileSource(tmp_path, first_names=1)) == ["a.txt", "b/c.txt"]
+
+
+def test_extensions_keep_only_such_files(tmp_path: Path) -> None:
+    make(tmp_path, "a.JPG", "b.png", "c.txt")
+    assert keys(FileSource(tmp_path, extensions=["jpg", ".png"])) == ["a.JPG", "b.png"]
+    with pytest.raises(SourceError, match=r"none of 3 files ends in \.gif"):
+        FileSource(tmp_path, extensions=".gif")
+
+
+def test_wildcards_ranges_and_lists_name_files_below_their_common_root(tmp_path: Path) -> None:
+    make(tmp_path, *(f"{part}/{number:03d}.bin" for part in ("train", "val") for number in range(5)))
+    assert keys(FileSource(tmp_path / "train" / "00[12].bin")) == ["001.bin", "002.bin"]
+    assert keys(FileSource(f"{tmp_path}/*/000.bin")) == ["train/000.bin", "val/000.bin"]
+    assert keys(FileSource(f"{tmp_path}/train/{{003..004}}.bin")) == ["003.bin", "004.bin"]
+    assert len(keys(FileSource(f"{tmp_path}/**/*.bin"))) == 10
+    listed: list[str | Path] = [f"{tmp_path}/val", tmp_path / "train" / "001.bin", f"{tmp_path}/val/000.bin"]
+    assert keys(FileSource(listed)) == ["train/001.bin", *(f"val/{number:03d}.bin" for number in range(5))]
+
+
+def test_a_relative_path_and_a_file_url_name_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "data/a.bin")
+    monkeypatch.chdir(tmp_path)
+    assert keys(FileSource("data")) == keys(FileSource(f"file://{tmp_path}/data")) == ["a.bin"]
+    assert FileSource("data").fingerprint == FileSource(tmp_path / "data").fingerprint
+
+
+def test_a_name_with_wildcard_signs_is_taken_literally_if_it_exists(tmp_path: Path) -> None:
+    make(tmp_path, "a[1]/x.bin", "b{1,2}.bin")
+    assert keys(FileSource(tmp_path / "a[1]")) == ["x.bin"]
+    assert keys(FileSource(tmp_path / "b{1,2}.bin")) == ["b{1,2}.bin"]
+
+
+def test_links_that_form_a_circle_are_followed_once(tmp_path: Path) -> None:
+    make(tmp_path, "a/x.bin")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    assert keys(FileSource(tmp_path)) == ["a/x.bin"]
+
+
+def test_a_name_that_is_not_utf8_is_read_and_has_a_printable_key(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.bin"
+    try:
+        with open(path, "wb") as file:
+            file.write(b"1")
+    except OSError:
+        pytest.skip("this filesystem takes UTF-8 names only")
+    source = FileSource(tmp_path)
+    ((key, sample),) = source.read(0, None)  # type: ignore[arg-type]
+    assert key == "caf\ufffd.bin"
+    assert sample == {"data": b"1"}
+
+
+def test_nothing_found_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for url in ("empty", "*.jpg"):
+        with pytest.raises(SourceError, match=r"no files found; check"):
+            FileSource(tmp_path / url)
+    for url in ("missing", "missing.jpg", "x{0..1}.bin"):
+        with pytest.raises(SourceError, match="no such file or folder"):
+            FileSource(tmp_path / url)
+
+
+def test_every_pattern_of_a_list_must_find_files_and_not_every_one_that_its_braces_stand_for(
+    tmp_path: Path,
+) -> None:
+    make(tmp_path, "train/a.bin")
+    with pytest.raises(SourceError, match=r"typo/\*\.bin: no files found"):
+        FileSource([f"{tmp_path}/train/*.bin", f"{tmp_path}/typo/*.bin"])
+    assert keys(FileSource(f"{tmp_path}/{{train,val}}/*.bin")) == ["train/a.bin"]
+
+
+@pytest.mark.parametrize("first_names", ["auto", None])
+def test_on_any_remote_a_name_with_wildcard_signs_is_taken_literally_if_it_exists(first_names: Any) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("[x].txt", "x.txt", "a[1]/b.txt", "a1/b.txt"):
+        memory.pipe(f"/signs/{name}", name.encode())
+    listed = ["memory://signs/[x].txt", "memory://signs/x.txt"]
+    assert keys(FileSource(listed, first_names=first_names)) == ["[x].txt", "x.txt"]
+    assert keys(FileSource(listed[0], first_names=first_names)) == ["[x].txt"]
+    inner = FileSource("memory://signs/a[1]/b.txt", first_names=first_names)
+    assert next(inner.read(0, np.random.default_rng(0)))[1] == {"text": "a[1]/b.txt"}
+
+
+def test_an_unreadable_folder_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "open/a.bin", "closed/b.bin")
+    scandir = os.scandir
+
+    def guarded(path: str) -> Any:  # as root, permissions hold nobody back
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    with pytest.raises(SourceError, match=r"access denied.*closed"):
+        FileSource(tmp_path)
+
+
+def test_urls_of_different_schemes_do_not_go_together(tmp_path: Path) -> None:
+    make(tmp_path, "a.bin")
+    with pytest.raises(ConfigError, match="same scheme"):
+        FileSource([str(tmp_path / "a.bin"), "s3://bucket/b.bin"])
+
+
+def test_an_unknown_scheme_and_a_missing_driver_say_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"unknown scheme 'foo://'.*s3://"):
+        FileSource("foo://bucket/x")
+    with pytest.raises(ConfigError, match="pip install gcsfs"):
+        FileSource("gs://bucket/x")
+
+
+@pytest.mark.parametrize("urls", [[], "", [""], [1]])
+def test_what_is_no_url_is_refused(urls: Any) -> None:
+    with pytest.raises(ConfigError, match="path or URL"):
+        FileSource(urls)
+
+
+def test_the_digest_changes_with_the_listing_and_the_fingerprint_does_not(tmp_path: Path) -> None:
+    make(tmp_path, "a.bin", "b.bin")
+    before = FileSource(tmp_path)
+    make(tmp_path, "c.bin")
+    after = FileSource(tmp_path)
+    assert before.fingerprint == after.fingerprint
+    assert before.listing_digest != after.listing_digest

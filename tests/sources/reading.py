@@ -1,0 +1,39 @@
+"""What sources give: their samples in order, and why others are missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cachestream.errors import SampleError
+from cachestream.sources.base import Source
+from cachestream.sources.files import FileSource
+
+__all__ = ["keys", "read", "read_all", "read_unit"]
+
+
+def read(source: Source, unit: int) -> list[tuple[str, Any]]:
+    """The samples of a unit of which none is missing."""
+    return list(source.read(unit, np.random.default_rng(0)))
+
+
+def read_all(source: Source) -> list[tuple[str, Any]]:
+    """The samples of all units, none of which is missing."""
+    assert source.num_units is not None
+    return [item for unit in range(source.num_units) for item in read(source, unit)]
+
+
+def read_unit(source: Source, unit: int = 0) -> tuple[list[tuple[str, Any]], str]:
+    """The samples of a unit, and the reason why others are missing."""
+    found: list[tuple[str, Any]] = []
+    try:
+        found.extend(source.read(unit, np.random.default_rng(0)))  # keeps what came before an error
+    except SampleError as error:
+        return found, str(error)
+    return found, ""
+
+
+def keys(source: FileSource) -> list[str]:
+    """The keys of all units, without reading them."""
+    return [source.key(unit) for unit in range(source.num_units)]

@@ -1,0 +1,339 @@
+"""ArraySource over a real S3 server, a network that fails on command, and web servers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
+from cachestream.sources.arrays import ArraySource
+from cachestream.testing.checks import check_source
+from cachestream.transport import metering, range_requests
+from cachestream.transport.ranges import merge_spans
+from tests.support.proxy import FaultyProxy
+from tests.support.s3 import S3Server
+
+h5py: Any = pytest.importorskip("h5py")
+zarr: Any = pytest.importorskip("zarr")
+web: Any = pytest.importorskip("aiohttp.web")
+
+VALUES: Final = np.random.default_rng(0).normal(size=(600, 500)).astype(np.float32)
+CHUNK: Final = (60, 50)
+
+
+def write_all(folder: Path) -> None:
+    np.save(folder / "a.npy", VALUES)
+    zarr.create_array(str(folder / "a.zarr"), shape=VALUES.shape, chunks=CHUNK, dtype="f4")[...] = VALUES
+    sharded = zarr.create_array(
+        str(folder / "s.zarr"), shape=VALUES.shape, chunks=CHUNK, shards=(300, 250), dtype="f4"
+    )
+    sharded[...] = VALUES
+    with h5py.File(folder / "a.h5", "w") as file:
+        file["plain"] = VALUES
+        file.create_dataset("gzip", data=VALUES, chunks=CHUNK, compression="gzip", shuffle=True)
+        file.create_dataset("lzf", data=VALUES, chunks=CHUNK, compression="lzf")
+
+
+ARRAYS: Final = ("a.npy", "a.zarr", "s.zarr", "a.h5::/plain", "a.h5::/gzip", "a.h5::/lzf")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def zarr_has_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The threads that zarr starts when it first writes, and keeps, are not a test's."""
+    write_all(tmp_path_factory.mktemp("arrays"))
+
+
+@pytest.fixture
+def bucket(s3_bucket: Path) -> Path:
+    write_all(s3_bucket)
+    return s3_bucket
+
+
+def open_through(
+    proxy: FaultyProxy, server: S3Server, bucket: Path, name: str, window: Any = (40, 30)
+) -> ArraySource:
+    source = ArraySource(
+        f"s3://{bucket.name}/{name}", window=window, storage_options=server.options_through(proxy.port)
+    )
+    read(source)  # HDF5 looks for chunks when it first needs them
+    proxy.requests = 0
+    return source
+
+
+def read(source: ArraySource, unit: int = 0) -> dict[str, Any]:
+    ((_, sample),) = source.read(unit, np.random.default_rng(unit))
+    return sample
+
+
+def check(sample: dict[str, Any], values: Any = VALUES) -> None:
+    area = tuple(
+        slice(int(start), int(start) + length)
+        for start, length in zip(sample["start"], sample["array"].shape, strict=False)
+    )
+    np.testing.assert_array_equal(sample["array"], values[area])
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_windows_of_objects_are_read_from_sixteen_threads(
+    s3_server: S3Server, bucket: Path, name: str
+) -> None:
+    source = ArraySource(
+        f"s3://{bucket.name}/{name}", window=(40, 30), storage_options=s3_server.storage_options
+    )
+    with ThreadPoolExecutor(16) as pool:
+        for sample in pool.map(functools.partial(read, source), range(32)):
+            check(sample)
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "nbytes"),
+    [("a.npy", 1, 0), ("a.zarr", 4, 0), ("s.zarr", 12, 5000), ("a.h5::/gzip", 8, 140_000)],
+)
+def test_a_window_costs_few_requests_and_little_beside_its_chunks(
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    bucket: Path,
+    fetched: list[int],
+    name: str,
+    requests: int,
+    nbytes: int,
+) -> None:
+    source = open_through(s3_proxy, s3_server, bucket, name)
+    fetched.clear()
+    read(source, 1)
+    band_bytes = 40 * 500 * 4 if name == "a.npy" else 0  # rows closer than a request is worth come as one
+    assert s3_proxy.requests <= requests
+    assert sum(fetched) <= max(band_bytes, 4 * 60 * 50 * 4) + nbytes
+
+
+def test_wildcards_find_arrays_that_are_folders(s3_server: S3Server, bucket: Path) -> None:
+    source = ArraySource(
+        f"s3://{bucket.name}/*.zarr", window=10, storage_options=s3_server.storage_options, windows="grid"
+    )
+    assert repr(source) == "<ArraySource a.zarr and 1 more, 120 windows>"
+    check(read(source, 119))
+
+
+def test_latency_overlaps_within_a_window_of_many_chunks(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
+) -> None:
+    source = open_through(s3_proxy, s3_server, bucket, "a.zarr", window=(240, 250))
+    s3_proxy.in_flight_peak, s3_proxy.together = 0, 4
+    check(read(source, 2))
+    assert s3_proxy.requests >= 20
+    assert s3_proxy.in_flight_peak >= 4
+
+
+def test_large_windows_come_in_parts_at_once(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_requests, "PART_BYTES", 100_000)
+    source = open_through(s3_proxy, s3_server, bucket, "a.npy", window=400)
+    s3_proxy.in_flight_peak = 0
+    s3_proxy.latency_s = 0.05
+    check(read(source, 3))
+    assert s3_proxy.requests == 8
+    assert s3_proxy.in_flight_peak == range_requests.PARALLEL
+
+
+def test_near_spans_become_one_request() -> None:
+    assert merge_spans([(50, 60), (0, 10), (15, 20), (200, 210)], 40) == [
+        ((0, 60), [1, 2, 0]),
+        ((200, 210), [3]),
+    ]
+    assert merge_spans([(0, 100), (10, 20), (30, 40)], 0) == [((0, 100), [0, 1, 2])]
+    assert merge_spans([]) == []
+
+
+@pytest.mark.parametrize("name", ["a.zarr"])
+def test_remote_array_sources_keep_the_protocol(s3_server: S3Server, bucket: Path, name: str) -> None:
+    check_source(
+        lambda: ArraySource(
+            f"s3://{bucket.name}/{name}", window=(40, 30), storage_options=s3_server.storage_options
+        ),
+        secrets=[s3_server.key, s3_server.secret],
+        max_units=2,
+    )
+
+
+# --- a network that fails ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.zarr", "a.h5::/gzip"])
+def test_a_remote_that_does_not_answer_is_unavailable_and_well_again_once_it_does(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, name: str
+) -> None:
+    source = open_through(s3_proxy, s3_server, bucket, name)
+    faults: list[Callable[[], None]] = [
+        lambda: s3_proxy.answer_busy(50),
+        s3_proxy.refuse,
+        lambda: s3_proxy.truncate(50, 100),
+    ]
+    for fault in faults:
+        fault()
+        with pytest.raises(SourceUnavailableError, match="does not answer at present"):
+            list(map(functools.partial(read, source), range(1, 40)))
+        s3_proxy.heal()
+        check(read(source, 5))
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_part_that_breaks_is_asked_for_again_by_itself(
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    bucket: Path,
+    fetched: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(range_requests, "PART_BYTES", 100_000)
+    monkeypatch.setattr(range_requests, "PARALLEL", 1)
+    source = open_through(s3_proxy, s3_server, bucket, "a.npy", window=400)
+    fetched.clear()
+    broken: list[int] = []
+
+    def break_next(nbytes: int) -> None:
+        if nbytes and len(broken) < 3:
+            broken.append(nbytes)
+            s3_proxy.reset(1, after_bytes=1000)
+
+    metering.install(break_next)
+    check(read(source, 3))
+    assert len(broken) == 3
+    assert s3_proxy.requests == 8 + 3
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_503_while_looking_is_tried_again(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
+    for name in ("a.npy", "a.zarr"):
+        s3_proxy.answer_busy(2)
+        check(read(open_through(s3_proxy, s3_server, bucket, name)))
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.h5::/plain", "a.h5::/gzip"])
+def test_an_object_that_is_replaced_is_noticed(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, name: str
+) -> None:
+    source = open_through(s3_proxy, s3_server, bucket, name)
+    np.save(bucket / "a.npy", VALUES + 1)
+    with h5py.File(bucket / "a.h5", "w") as file:
+        file["first"] = np.arange(1000)
+        file["plain"] = VALUES + 1
+        file.create_dataset("gzip", data=VALUES + 1, chunks=CHUNK, compression="gzip", shuffle=True)
+    check(read(source, 7), VALUES + 1)
+    np.save(bucket / "a.npy", VALUES[:10])
+    with h5py.File(bucket / "a.h5", "w") as file:
+        file["plain"] = file["gzip"] = VALUES[:10]
+    with pytest.raises(SampleError, match="replaced by another array"):
+        read(source, 7)
+
+
+def test_what_is_missing_or_forbidden_is_an_error_that_names_it(
+    s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path
+) -> None:
+    for name in ("none.npy", "none.zarr", "none.h5", "none*.npy"):
+        with pytest.raises(SourceError, match=rf"s3://{bucket.name}/none.*(not found|no Zarr|nothing found)"):
+            ArraySource(f"s3://{bucket.name}/{name}", window=1, storage_options=s3_server.storage_options)
+    wrong = s3_server.storage_options | {"secret": "CANARYWRONG"}
+    for name in ("a.npy", "a.zarr", "a.h5::/plain"):
+        with pytest.raises(SourceError, match="no valid credentials") as caught:
+            ArraySource(f"s3://{bucket.name}/{name}", window=1, storage_options=wrong)
+        assert not isinstance(caught.value, SourceUnavailableError)
+
+
+def test_secrets_show_in_no_text(s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path) -> None:
+    shown: list[str] = []
+    for name in ("a.npy", "a.zarr", "a.h5::/lzf"):
+        source = open_through(s3_proxy, s3_server, bucket, name)
+        shown += [repr(source), source.fingerprint, source.listing_digest]
+        faults: list[Callable[[], None]] = [lambda: s3_proxy.answer_busy(9), s3_proxy.refuse]
+        for fault in faults:
+            fault()
+            try:
+                for unit in range(9):
+                    shown.append(next(source.read(unit, np.random.default_rng(unit)))[0])
+            except CacheStreamError as error:
+                shown += [str(error), repr(error), repr(error.__cause__)]
+            s3_proxy.heal()
+    assert len(shown) > 15
+    assert not [text for text in shown if "CANARY" in text]
+
+
+# --- the web -----------------------------------------------------------------------------------
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    """A server that knows no ranges and always sends all."""
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def plain_server(tmp_path: Path) -> Iterator[str]:
+    write_all(tmp_path)
+    handler = functools.partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def ranging_server(tmp_path: Path) -> Iterator[str]:
+    """The file server of aiohttp: ranges, ETags."""
+    write_all(tmp_path)
+    loop = asyncio.new_event_loop()
+    application = web.Application()
+    application.router.add_static("/", tmp_path)
+    runner = web.AppRunner(application)
+    loop.run_until_complete(runner.setup())
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    loop.run_until_complete(site.start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_web_server_with_ranges_sends_only_them(ranging_server: str, fetched: list[int], name: str) -> None:
+    url = f"{ranging_server}/{name}"
+    source = ArraySource(url, window=(10, 500), windows="grid")
+    check(read(source))
+    fetched.clear()
+    check(read(source, 30))
+    assert sum(fetched) < VALUES.nbytes // 2
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.zarr", "s.zarr", "a.h5::/gzip"])
+def test_a_web_server_without_ranges_serves_too(plain_server: str, name: str) -> None:
+    source = ArraySource(f"{plain_server}/{name}", window=(10, 500), windows="grid")
+    for unit in (0, 30):
+        check(read(source, unit))
+
+
+def test_a_signed_url_shows_nowhere(ranging_server: str) -> None:
+    url = f"{ranging_server}/a.npy?signature=CANARY"
+    source = ArraySource(url, window=(10, 10))
+    ((key, sample),) = source.read(0, np.random.default_rng(0))
+    check(sample)
+    with pytest.raises(SourceError) as caught:
+        ArraySource(f"{ranging_server}/b.npy?signature=CANARY", window=1)
+    assert "CANARY" not in f"{key} {source!r} {source.fingerprint} {source.listing_digest} {caught.value}"

@@ -1,0 +1,157 @@
+"""JSON Lines and CSV: every line once, whatever ranges it lies in, typed as documented."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachestream.sources.lines as module
+from cachestream import Cache, ConfigError, FileSource, LinesSource, SampleError, start_worker
+from cachestream.sources.open import open_source
+from cachestream.testing.checks import check_source
+from tests.support.s3 import S3Server
+
+RNG = np.random.default_rng(0)
+
+
+def all_of(source: Any) -> list[tuple[str, Any]]:
+    return [item for unit in range(source.num_units) for item in source.read(unit, RNG)]
+
+
+def samples_of(source: Any) -> list[Any]:
+    return [sample for _, sample in all_of(source)]
+
+
+def write_lines(path: Path, values: list[Any]) -> str:
+    path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values), "utf-8")
+    return str(path)
+
+
+def test_an_object_in_a_line_is_a_sample_as_a_row_of_parquet_is(tmp_path: Path) -> None:
+    value = {
+        "i": 1,
+        "f": 0.5,
+        "s": "ü",
+        "b": True,
+        "l": [[1, 2], [3, 4]],
+        "t": ["a"],
+        "o": {"x": 1, "y": {"z": "q"}},
+    }
+    source = open_source(write_lines(tmp_path / "a.jsonl", [value, 7]))
+    assert type(source) is LinesSource
+    (key, sample), (other_key, other) = all_of(source)
+    assert (key, other_key) == (
+        "a.jsonl#0",
+        f"a.jsonl#{len(json.dumps(value, ensure_ascii=False).encode()) + 1}",
+    )
+    assert sample.pop("l").tolist() == [[1, 2], [3, 4]]
+    assert sample == {"i": 1, "f": 0.5, "s": "ü", "b": True, "t": '["a"]', "o.x": 1, "o.y.z": "q"}
+    assert other == {"json": 7}
+
+
+@pytest.mark.parametrize("range_bytes", [1, 7, 50, 1000])
+@pytest.mark.parametrize("ending", ["\n", "", "\r\n"])
+def test_lines_come_once_however_a_file_is_cut_into_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int, ending: str
+) -> None:
+    monkeypatch.setattr(module, "RANGE_BYTES", range_bytes)
+    lines = [json.dumps({"i": i, "pad": "x" * (i * 7 % 13)}) for i in range(20)]
+    (tmp_path / "a.jsonl").write_bytes(
+        ("\r\n" if "\r" in ending else "\n").join(lines).encode() + ending.encode()
+    )
+    source = open_source(str(tmp_path / "a.jsonl"))
+    assert source.num_units == -(-(tmp_path / "a.jsonl").stat().st_size // range_bytes)
+    assert [sample["i"] for sample in samples_of(source)] == list(range(20))
+
+
+def test_ranges_of_a_file_on_s3_are_units(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RANGE_BYTES", 1000)
+    body = "".join(json.dumps({"i": i}) + "\n" for i in range(500)).encode()
+    folder = s3_server.bucket("lines") / "a"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.jsonl").write_bytes(body)
+    source = open_source("s3://lines/a/", storage_options=s3_server.storage_options)
+    assert type(source) is LinesSource
+    assert source.num_units == 2 * -(-len(body) // 1000)
+    assert [sample["i"] for sample in samples_of(source)] == [*range(500), *range(500)]
+
+
+def test_packed_files_are_one_unit_each(tmp_path: Path) -> None:
+    for name, pack in (("a.jsonl.gz", gzip.compress), ("b.jsonl.bz2", bz2.compress)):
+        (tmp_path / name).write_bytes(pack(b'{"i": 1}\n\n{"i": 2}\n'))
+    (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"i\ttext\n3\tx\n"))
+    assert samples_of(LinesSource(str(tmp_path / "*.jsonl.*"))) == [{"i": 1}, {"i": 2}] * 2
+    assert samples_of(LinesSource(tmp_path / "c.tsv.gz")) == [{"i": 3, "text": "x"}]
+
+
+def test_columns_of_csv_are_whole_numbers_numbers_or_texts_as_all_of_the_first_rows_are(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.csv").write_text('i,f,zip,text,none\n1,1,007,"a, ""b""\nc",\n-2,.5e1,123,,\n')
+    source = open_source(str(tmp_path / "a.csv"))
+    assert type(source) is LinesSource
+    assert all_of(source) == [
+        ("a.csv#0", {"i": 1, "f": 1.0, "zip": "007", "text": 'a, "b"\nc', "none": ""}),
+        ("a.csv#1", {"i": -2, "f": 5.0, "zip": "123", "text": "", "none": ""}),
+    ]
+    kept = open_source(str(tmp_path / "a.csv"), columns=["i"], fields={"i": ""})
+    assert samples_of(kept) == [{"i": "1"}, {"i": "-2"}]
+
+
+def test_what_cannot_be_used_costs_its_line_and_a_default_saves_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("i,f\n1,1.5\n2\n3,x\n,2.5\n4,4.5\n")
+    source = LinesSource(tmp_path / "a.csv", fields={"i": -1, "f": 0.0})
+    items = source.read(0, RNG)
+    assert [next(items)[1] for _ in range(3)] == [{"i": 1, "f": 1.5}, {"i": -1, "f": 2.5}, {"i": 4, "f": 4.5}]
+    with pytest.raises(SampleError, match=r"row 1: 1 values for 2 columns") as caught:
+        next(items)
+    assert caught.value.lost == 2
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"a": null}\n{"a": 1,\n{}\n')
+    lines = LinesSource(path, fields={"a": 0.0}).read(0, RNG)
+    assert [next(lines)[1], next(lines)[1]] == [{"a": 0.0}, {"a": 0.0}]
+    with pytest.raises(SampleError, match="line at byte 12: not a usable line of JSON"):
+        next(lines)
+
+
+def test_encodings_and_what_has_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_bytes("t\nä\n".encode("latin-1"))
+    assert samples_of(LinesSource(tmp_path / "a.csv", encoding="latin-1")) == [{"t": "ä"}]
+    (tmp_path / "b.csv").write_bytes("\ufefft\nä\n".encode())
+    assert samples_of(LinesSource(tmp_path / "b.csv")) == [{"t": "ä"}]
+    for name in ("utf-16", "klingon"):
+        with pytest.raises(ConfigError, match="encoding="):
+            LinesSource(tmp_path / "b.csv", encoding=name)
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
+    (tmp_path / "c.jsonl").write_bytes(b"x" * 1000)
+    with pytest.raises(SampleError, match="a line of more than 100"):
+        all_of(LinesSource(tmp_path / "c.jsonl"))
+
+
+def test_a_folder_of_lines_is_read_by_line_but_not_one_of_images_with_a_table(tmp_path: Path) -> None:
+    for i in range(3):
+        write_lines(tmp_path / f"{i}.jsonl", [{"i": i}])
+    assert type(open_source(tmp_path)) is LinesSource
+    assert type(open_source(tmp_path, format="files")) is FileSource
+    (tmp_path / "x.jpg").write_bytes(b"")
+    assert type(open_source(tmp_path)) is FileSource
+    assert open_source(tmp_path, format="lines").num_units == 3
+
+
+def test_it_keeps_what_workers_rely_on_and_fills_a_cache(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"i": i, "score": i if i % 3 else i / 2} for i in range(200)])
+    check_source(LinesSource(path))
+    with (
+        Cache(tmp_path / "cache", size_limit="20MB", min_free=0) as cache,
+        start_worker(cache, path, num_workers=1) as worker,
+    ):
+        assert worker.wait(120)
+        assert cache.num_samples == 200
+        assert str(cache.schema) == "{i: int64[], score: float64[]}"

@@ -1,0 +1,453 @@
+"""TFRecordSource on files that the tfrecord package wrote, held against what its reader decodes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import pickle
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
+from cachestream.sources.open import open_source
+from cachestream.sources.tf_example import parse_example
+from cachestream.sources.tfrecord import TFRecordSource
+from cachestream.testing.checks import check_source
+from cachestream.transport import remote_errors
+from tests.sources.reading import read_unit
+from tests.support.proxy import FaultyProxy
+from tests.support.s3 import S3Server
+
+tfrecord: Any = pytest.importorskip("tfrecord")
+pytest.importorskip("google_crc32c")
+
+RNG: Final = np.random.default_rng(0)
+ROOT: Final = Path(__file__).parents[2]
+
+
+def png(value: int) -> bytes:
+    sink = io.BytesIO()
+    Image.new("RGB", (6, 4), (value, value, value)).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def write(path: Path, count: int, first: int = 0) -> list[dict[str, Any]]:
+    """A file of `count` examples, by the tfrecord package; what they hold."""
+    generator = np.random.default_rng(first)
+    examples = [
+        {
+            "number": (number, "int"),
+            "weight": (number / 2, "float"),
+            "tokens": (generator.integers(-5, 1 << 40, 3 + number % 4), "int"),
+            "vector": (generator.normal(size=8).astype(np.float32), "float"),
+            "text": (f"text {number}".encode(), "byte"),
+            "image": (png(number % 256), "byte"),
+        }
+        for number in range(first, first + count)
+    ]
+    writer = tfrecord.TFRecordWriter(str(path))
+    for example in examples:
+        writer.write(example)
+    writer.close()
+    return [{name: value for name, (value, _) in example.items()} for example in examples]
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """How many bytes were in use at most, above those before."""
+    found: list[int] = []
+    tracemalloc.start()
+    try:
+        yield lambda: found[0]
+        found.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+
+
+# --- what records hold -------------------------------------------------------------------------
+
+
+def test_examples_come_as_another_reader_decodes_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    written = write(path, 50)
+    samples, reason = read_unit(TFRecordSource(path, decode_images=False))
+    assert reason == ""
+    assert [key for key, _ in samples] == [f"a.tfrecord#{number}" for number in range(50)]
+    others = list(tfrecord.tfrecord_loader(str(path), None))
+    for (_, sample), other, example in zip(samples, others, written, strict=True):
+        assert set(sample) == set(other) == set(example)
+        assert sample["image"] == example["image"] == bytes(other["image"])
+        assert sample["text"] == example["text"]
+        for name in ("number", "weight", "tokens", "vector"):
+            np.testing.assert_array_equal(sample[name], np.squeeze(other[name]))
+            np.testing.assert_array_equal(sample[name], np.squeeze(example[name]).astype(sample[name].dtype))
+        assert (sample["number"].dtype, sample["number"].shape) == (np.int64, ())
+        assert (sample["weight"].dtype, sample["weight"].shape) == (np.float32, ())
+
+
+def test_images_are_decoded_unless_told_otherwise(tmp_path: Path) -> None:
+    write(tmp_path / "a.tfrecord", 3, first=7)
+    ((_, sample), *_), _ = read_unit(TFRecordSource(tmp_path))
+    assert (sample["image"].shape, sample["image"].dtype) == ((3, 4, 6), np.uint8)
+    assert (sample["image"] == 7).all()
+
+
+def test_features_say_what_each_is_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    writer = tfrecord.TFRecordWriter(str(path))
+    for count in (1, 4):
+        writer.write(
+            {"x": (list(range(count)), "int"), "m": ([1.0] * 4, "float"), "s": (b"caf\xc3\xa9", "byte"),
+             "t": ([b"a", b"b"][: 1 + count // 2], "byte"), "i": (png(9), "byte"), "unused": (1, "int")}
+        )  # fmt: skip
+    writer.close()
+    features: dict[str, Any] = {"x": "array", "m": [2, -1], "s": "str", "t": "texts", "i": "bytes"}
+    source = TFRecordSource(path, features=features)
+    samples = [sample for _, sample in read_unit(source)[0]]
+    assert [sample["x"].shape for sample in samples] == [(1,), (4,)]
+    assert [sample["m"].shape for sample in samples] == [(2, 2), (2, 2)]
+    assert [sample["t"] for sample in samples] == ['["a"]', '["a", "b"]']
+    assert samples[0] == samples[0] | {"s": "café", "i": png(9)}
+    assert set(samples[0]) == set(features)
+    image = TFRecordSource(path, features={"i": "image"})
+    assert (read_unit(image)[0][1][1]["i"] == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"y": "array"}, "no feature 'y'; there are i, s, x"),
+        ({"x": "scalar"}, "'x' holds 3 values, not one"),
+        ({"x": (2, 2)}, r"3 values do not make the shape \(2, 2\)"),
+        ({"x": "bytes"}, "'x' holds numbers, no bytes"),
+        ({"x": "texts"}, "'x' holds numbers, no texts"),
+        ({"s": "array"}, "'s' holds bytes, no numbers"),
+        ({"s": "str"}, "'s' is no UTF-8"),
+        ({"s": "image"}, "not a usable image"),
+        ({"i": "texts"}, "which are no texts"),
+    ],
+)
+def test_a_record_that_is_not_what_was_asked_for_is_counted(
+    tmp_path: Path, features: Any, message: str
+) -> None:
+    writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
+    writer.write({"x": ([1, 2, 3], "int"), "s": (b"\xff\xfe", "byte"), "i": ([b"\xff", b"b"], "byte")})
+    writer.close()
+    source = TFRecordSource(tmp_path, features=features)
+    with pytest.raises(SampleError, match=rf"a\.tfrecord: record 0: .*{message}"):
+        list(source.read(0, RNG))
+
+
+def test_sequence_examples_are_refused_by_name(tmp_path: Path) -> None:
+    writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
+    writer.write({"a": (1, "int")}, {"s": ([[1], [2]], "int")})
+    writer.close()
+    assert "SequenceExample; only tf.train.Example is read" in read_unit(TFRecordSource(tmp_path))[1]
+
+
+# --- the wire format ---------------------------------------------------------------------------
+
+
+def varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    encoded = bytearray()
+    while value >= 128:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def field(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def example(name: str, which: int, content: bytes) -> bytes:
+    return field(1, field(1, field(1, name.encode()) + field(2, field(which, content))))
+
+
+INT64: Final = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(INT64 | st.integers(-3, 300), max_size=200))
+def test_integers_are_decoded_packed_and_unpacked(values: list[int]) -> None:
+    packed = field(1, b"".join(map(varint, values)))
+    unpacked = b"".join(varint(1 << 3) + varint(value) for value in values)
+    mixed = packed + unpacked
+    for content, expected in ((packed, values), (unpacked, values), (mixed, values * 2)):
+        found = parse_example(example("x", 3, content))["x"]
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == np.int64
+        assert found.tolist() == expected
+
+
+@given(st.lists(st.floats(width=32), max_size=50))
+def test_floats_are_decoded_packed_and_unpacked(values: list[float]) -> None:
+    packed = field(1, struct.pack(f"<{len(values)}f", *values))
+    unpacked = b"".join(varint(1 << 3 | 5) + struct.pack("<f", value) for value in values)
+    for content in (packed, unpacked):
+        found = parse_example(example("x", 2, content))["x"]
+        assert isinstance(found, np.ndarray)
+        np.testing.assert_array_equal(found, np.array(values, np.float32))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_example_or_a_value_error(data: bytes) -> None:
+    try:
+        parse_example(data)
+    except (ValueError, IndexError):
+        pass
+
+
+@given(st.data())
+def test_a_damaged_example_is_one_or_a_value_error(data: st.DataObject) -> None:
+    whole = example("x", 3, field(1, varint(5) * 30)) + example("y", 1, field(1, b"text"))
+    broken = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        broken[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        parse_example(bytes(broken[: data.draw(st.integers(0, len(whole)))]))
+    except (ValueError, IndexError):
+        pass
+
+
+# --- compression, damage -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["gzip", "zlib", None])
+def test_packed_files_are_told_by_how_they_begin(tmp_path: Path, kind: Any, compression: str) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 20)
+    plain = [sample["number"] for _, sample in read_unit(TFRecordSource(path))[0]]
+    pack: Any = {"gzip": gzip.compress, "zlib": zlib.compress, None: bytes}[kind]
+    path.write_bytes(pack(path.read_bytes()))
+    source = TFRecordSource(path, compression="auto" if compression == "auto" else kind)
+    unchecked = TFRecordSource(path, compression=source._compression, check_crc=False)
+    for one in (source, unchecked):
+        samples, reason = read_unit(one)
+        assert reason == ""
+        assert [sample["number"] for _, sample in samples] == plain
+    if kind is not None:
+        path.write_bytes(path.read_bytes()[:-30])
+        samples, reason = read_unit(source)
+        assert len(samples) < 20
+        assert "ends" in reason
+
+
+def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
+    """1f 8b 08 is how gzip begins, and how a length of 559,903 bytes is written."""
+    writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
+    room = 559_903 - len(example("x", 1, field(1, b""))) - 12
+    for grow in range(16):
+        if len(example("x", 1, field(1, bytes(room + grow)))) == 559_903:
+            writer.write({"x": (bytes(room + grow), "byte")})
+    writer.close()
+    assert (tmp_path / "a.tfrecord").read_bytes()[:3] == b"\x1f\x8b\x08"
+    ((_, sample),), reason = read_unit(TFRecordSource(tmp_path))
+    assert len(sample["x"]) > 559_000
+    assert reason == ""
+
+
+def test_a_record_whose_checksum_does_not_fit_is_left_out_and_others_come(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 10)
+    data = bytearray(path.read_bytes())
+    start = data.index(b"text 4")
+    data[start] ^= 1
+    path.write_bytes(data)
+    samples, reason = read_unit(TFRecordSource(path))
+    assert [int(sample["number"]) for _, sample in samples] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert reason == f"{path}: record 4: its checksum does not fit"
+    samples, reason = read_unit(TFRecordSource(path, check_crc=False))
+    assert (len(samples), samples[4][1]["text"], reason) == (10, b"uext 4", "")
+
+
+def test_a_damaged_length_ends_the_file_after_what_came_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 10)
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    data[length + 16] ^= 1  # of the second record
+    path.write_bytes(data)
+    samples, reason = read_unit(TFRecordSource(path))
+    assert len(samples) == 1
+    assert "record 1: the checksum of its length does not fit" in reason
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 12, 30])
+def test_a_file_that_ends_early_gives_the_records_before(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 10)
+    path.write_bytes(path.read_bytes()[:-cut])
+    samples, reason = read_unit(TFRecordSource(path))
+    assert len(samples) == 9
+    assert "record 9: the file ends in the middle" in reason
+    path.write_bytes(path.read_bytes()[:7])
+    samples, reason = read_unit(TFRecordSource(path))
+    assert (samples, "in the middle of its length" in reason) == ([], True)
+
+
+def test_a_length_that_lies_is_refused_without_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    for length in (1 << 62, (1 << 30) + 7):
+        path.write_bytes(struct.pack("<QI", length, 0) + bytes(5000))
+        with peak_memory() as peak:
+            samples, reason = read_unit(TFRecordSource(path, check_crc=False))
+        assert samples == []
+        assert "record 0" in reason
+        assert peak() < 8 << 20
+
+
+def test_a_packed_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord.gz"
+    path.write_bytes(gzip.compress(struct.pack("<QI", 1 << 40, 0) + bytes(300 << 20), 1))
+    with peak_memory() as peak:
+        for check_crc in (True, False):
+            assert "record 0" in read_unit(TFRecordSource(path, check_crc=check_crc))[1]
+    assert peak() < 16 << 20
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("check_crc", [True, False])
+def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path, pack: Any, check_crc: bool) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 8)
+    whole = pack(path.read_bytes())
+    for seed in range(80):
+        generator = np.random.default_rng(seed)
+        broken = bytearray(whole)
+        if seed % 4 == 0:
+            del broken[int(generator.integers(0, len(whole))) :]
+        for _ in range(int(generator.integers(1, 4))):
+            if broken:
+                broken[int(generator.integers(0, len(broken)))] ^= 1 << int(generator.integers(0, 8))
+        path.write_bytes(broken)
+        samples, reason = read_unit(TFRecordSource(path, check_crc=check_crc))
+        assert len(samples) <= 8
+        assert not reason or reason.startswith(str(path))
+
+
+# --- files, the protocol -----------------------------------------------------------------------
+
+
+def test_the_ending_chooses_tfrecords(tmp_path: Path) -> None:
+    for name in ("a.tfrecord", "b.tfrecords", "c.tfrec", "d.TFRECORD"):
+        write(tmp_path / name, 2)
+        assert type(open_source(tmp_path / name)) is TFRecordSource
+    packed = tmp_path / "a.tfrecord.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "a.tfrecord").read_bytes()))
+    assert type(open_source(packed, features={"number": "scalar"})) is TFRecordSource
+    source = TFRecordSource(tmp_path)
+    assert source.num_units == 5
+    assert repr(source) == f"<TFRecordSource {tmp_path}, 5 files>"
+    copy = pickle.loads(pickle.dumps(source))
+    assert [key for key, _ in read_unit(copy, 1)[0]] == ["a.tfrecord.gz#0", "a.tfrecord.gz#1"]
+
+
+def test_a_tfrecord_source_keeps_the_protocol(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"{number}.tfrecord", 6, first=6 * number)
+    data = bytearray((tmp_path / "1.tfrecord").read_bytes())
+    data[data.index(b"text 8")] ^= 1
+    (tmp_path / "1.tfrecord").write_bytes(data)
+    check_source(lambda: TFRecordSource(tmp_path))
+
+
+def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:
+    write(tmp_path / "a.tfrecord", 1)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"features": {}}, "at least one"),
+        ({"features": {"x": "number"}}, "give a shape, or one of scalar, array"),
+        ({"features": {"x": (-1, -1)}}, "give a shape"),
+        ({"features": {"x": None}}, "give a shape"),
+        ({"compression": "brotli"}, "give 'auto'"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            TFRecordSource(tmp_path, **options)
+
+
+def test_the_checksums_library_is_named_where_it_is_missing_and_can_be_done_without(tmp_path: Path) -> None:
+    write(tmp_path / "a.tfrecord", 3)
+    script = """
+import sys
+import cachestream.sources.open as remote
+assert "google_crc32c" not in sys.modules
+sys.modules["google_crc32c"] = None
+try:
+    remote.open_source(sys.argv[1])
+except remote.ConfigError as error:
+    print(error)
+print(len(list(remote.open_source(sys.argv[1], check_crc=False).read(0, None))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a.tfrecord")],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    message, count = done.stdout.strip().splitlines()
+    assert "check_crc=False" in message
+    assert "pip install 'cachestream[tfrecord]'" in message
+    assert count == "3"
+
+
+# --- S3 ----------------------------------------------------------------------------------------
+
+
+def test_a_file_on_s3_is_read_once_and_resumed_where_it_breaks(
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    s3_bucket: Path,
+    fetched: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_errors, "BACKOFF_START_S", 0.02)
+    path = s3_bucket / "a.tfrecord"
+    writer = tfrecord.TFRecordWriter(str(path))
+    generator = np.random.default_rng(0)
+    blobs = [generator.bytes(100_000) for _ in range(100)]
+    for blob in blobs:
+        writer.write({"data": (blob, "byte")})
+    writer.close()
+    source = TFRecordSource(
+        f"s3://{s3_bucket.name}/a.tfrecord", storage_options=s3_server.options_through(s3_proxy.port)
+    )
+    fetched.clear()
+    samples = source.read(0, RNG)
+    found = [next(samples)[1]["data"]]
+    s3_proxy.truncate(times=2, after_bytes=50_000)
+    found += [sample["data"] for _, sample in samples]
+    assert found == blobs
+    assert sum(fetched) == path.stat().st_size
+
+
+def test_an_outage_is_unavailable_and_secrets_show_nowhere(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path
+) -> None:
+    write(s3_bucket / "a.tfrecord", 5)
+    source = TFRecordSource(
+        f"s3://{s3_bucket.name}", storage_options=s3_server.options_through(s3_proxy.port)
+    )
+    shown = [repr(source), source.fingerprint]
+    s3_proxy.refuse()
+    with pytest.raises(SourceError, match="does not answer at present") as caught:
+        list(source.read(0, RNG))
+    assert isinstance(caught.value, CacheStreamError)
+    shown += [str(caught.value), repr(caught.value.__cause__)]
+    s3_proxy.heal()
+    shown += [key for key, _ in source.read(0, RNG)]
+    assert len(shown) == 9
+    assert not [text for text in shown if "CANARY" in text]

@@ -1,0 +1,157 @@
+"""Where ranks meet: not where those before them met, and never waiting for a store that says nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from cachestream import RankMismatchError
+from cachestream.training import rendezvous
+from cachestream.training.ranks import Deadlines, StoreRanks, find_share, is_elastic
+from cachestream.training.rendezvous import Cancelled, Line, ProcessGroup, meet_at
+
+PATIENCE_S: Final = 180.0
+SERVER: Final = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+class Dist:
+    """What `torch.distributed` says of the store of the jobs, which outlives them."""
+
+    def __init__(self, server: Any) -> None:
+        self.distributed_c10d = self
+        self._server = server
+
+    def _get_default_store(self) -> Any:
+        return TCPStore("127.0.0.1", self._server.port, is_master=False)
+
+
+@pytest.fixture
+def dist(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> Dist:
+    found = Dist(job_server)
+    monkeypatch.setattr(rendezvous, "dist", found)
+    return found
+
+
+def meet(dist: Dist, rank: int, name: str, life: int) -> list[str]:
+    """What rank `rank` in its life number `life` learns of the others: the names of their caches."""
+    never = threading.Event()
+    line = meet_at(ProcessGroup(rank, 3, None), name, "the test", PATIENCE_S, PATIENCE_S, never)
+    ranks = StoreRanks(line, rank, 3, Deadlines(PATIENCE_S), never)
+    return ranks.meet({}, f"rank {rank} in life {life}")
+
+
+def test_ranks_that_are_started_again_over_the_same_store_meet_one_another_and_not_their_past(
+    dist: Dist,
+) -> None:
+    for life in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            late = [pool.submit(meet, dist, rank, "again", life) for rank in (2, 1)]
+            first = pool.submit(meet, dist, 0, "again", life)
+            expected = [f"rank {rank} in life {life}" for rank in range(3)]
+            assert [found.result(PATIENCE_S) for found in (first, *late)] == [expected] * 3
+
+
+def test_a_rank_that_nobody_answers_names_rank_0_or_ends_when_closed(dist: Dist) -> None:
+    job = ProcessGroup(1, 3, None)
+    with pytest.raises(RankMismatchError, match=r"rank 0 has not come to the test within 0\.2 s"):
+        meet_at(job, "alone", "the test", 0.2, PATIENCE_S, threading.Event())
+    closed = threading.Event()
+    closed.set()
+    with pytest.raises(Cancelled):
+        meet_at(job, "alone", "the test", PATIENCE_S, PATIENCE_S, closed)
+
+
+@pytest.fixture
+def stoppable() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A store in a process of its own, and its port."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answer(
+    stoppable: tuple[subprocess.Popen[str], int],
+) -> None:
+    process, port = stoppable
+    line = Line(rendezvous._client("127.0.0.1", port, PATIENCE_S, 4.0))
+    line.call(lambda store: store.set("there", "1"))
+    assert line.call(lambda store: store.check(["there"]))
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    for _ in range(2):
+        with pytest.raises(RankMismatchError, match="does not answer"):
+            line.call(lambda store: store.check(["there"]))
+    process.send_signal(signal.SIGCONT)
+    with pytest.raises(RankMismatchError, match="does not answer"):
+        line.call(lambda store: store.check(["not there"]))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_whose_host_is_gone_is_an_error_that_names_it_within_the_deadline(
+    how: signal.Signals, stoppable: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, port = stoppable
+    dist = Dist(SimpleNamespace(port=port))
+    store = dist._get_default_store()
+    monkeypatch.setattr(dist, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rendezvous, "dist", dist)
+    process.send_signal(how)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    began_s = time.monotonic()
+    for rank in range(2):
+        with pytest.raises(RankMismatchError, match=f"at 127.0.0.1:{port} does not answer .* see its log"):
+            meet_at(ProcessGroup(rank, 2, None), "gone", "the test", 4.0, 4.0, threading.Event())
+    assert time.monotonic() - began_s < 60
+
+
+@pytest.mark.parametrize(
+    ("environment", "lingers"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+    ],
+)
+def test_only_ranks_that_torchrun_would_restart_have_their_worker_wait_for_them(
+    environment: dict[str, str], lingers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_elastic() == lingers
+
+
+def test_a_stream_that_comes_before_the_ranks_know_one_another_says_that_nodes_have_no_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert find_share("cache", 1.0) is None  # one node: nothing to share, and no warning
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.warns(
+        UserWarning, match=r"cs\.stream was called before .* WORLD_SIZE is 4: a node with a cache"
+    ):
+        assert find_share("cache", 1.0) is None

@@ -1,0 +1,210 @@
+"""No object takes all memory: what is above the bound is skipped, counted, and never read to its end."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.errors import ConfigError, SampleError
+from cachestream.sources.files import FileSource
+from tests.support.s3 import S3Server
+from tests.support.unruly import UnrulyServer, run_unruly_server
+from tests.worker.support import DEADLINE_S, ROOT, failures_of, only_once, sampling_pids, wait_until
+
+BOUND: Final = 20_000_000
+BOMB_BYTES: Final = 600_000_000
+MOST_GROWTH: Final = 200_000_000  # the bound several times over, and the libraries that are loaded meanwhile
+READ: Final = """
+import json, sys
+import numpy as np
+import cachestream as cs
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+what, options = json.loads(sys.argv[1])
+source = cs.open_source(what, **options)
+before = peak()
+try:
+    for _ in source.read(source.num_units - 1, np.random.default_rng(0)):
+        pass
+    print(json.dumps(["", peak() - before]))
+except cs.SampleError as error:
+    print(json.dumps([str(error), peak() - before]))
+"""
+
+
+def read_elsewhere(what: str | list[str], **options: Any) -> tuple[str, int]:
+    """The SampleError that reading the last unit ends with, and by how much the process that reads grows at most."""
+    options = {"max_object_size": BOUND, **options}
+    done = subprocess.run(
+        [sys.executable, "-c", READ, json.dumps([what, options])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    message, growth = json.loads(done.stdout)
+    return message, growth
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[UnrulyServer]:
+    with run_unruly_server() as running:
+        yield running
+
+
+def zeros_to(file: Any, nbytes: int) -> None:
+    for _ in range(nbytes // 1_000_000):
+        file.write(bytes(1_000_000))
+
+
+def npz(path: Path, compression: int = zipfile.ZIP_DEFLATED) -> None:
+    with (
+        zipfile.ZipFile(path, "w", compression, compresslevel=1) as archive,
+        archive.open("x.npy", "w", force_zip64=True) as file,
+    ):
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|u1", "fortran_order": False, "shape": (BOMB_BYTES,)}
+        )
+        zeros_to(file, BOMB_BYTES)
+
+
+def tar(path: Path, opened: Callable[[Path], Any]) -> None:
+    with opened(path) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
+        entry = tarfile.TarInfo("a.bin")
+        entry.size = BOMB_BYTES
+        archive.addfile(entry, _Zeros())
+
+
+class _Zeros(io.RawIOBase):
+    def read(self, size: int = -1) -> bytes:
+        return bytes(size)
+
+
+def zst(path: Path) -> Any:
+    return pytest.importorskip("zstandard").open(path, "wb")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(BOMB_BYTES)
+
+
+def png(path: Path) -> None:
+    Image.new("RGB", (9000, 9000)).save(path, compress_level=1)
+
+
+FILES: Final[dict[str, tuple[str, Callable[[Path], None]]]] = {
+    "npz": ("a.npz", npz),
+    "npz of bzip2": ("a.npz", lambda path: npz(path, zipfile.ZIP_BZIP2)),
+    "tar": ("a.tar", lambda path: tar(path, lambda one: one.open("wb"))),
+    "tar.gz": ("a.tar.gz", lambda path: tar(path, partial(gzip.open, mode="wb", compresslevel=1))),
+    "tar.bz2": ("a.tar.bz2", lambda path: tar(path, partial(bz2.open, mode="wb", compresslevel=1))),
+    "tar.xz": ("a.tar.xz", lambda path: tar(path, partial(lzma.open, mode="wb", preset=0))),
+    "tar.zst": ("a.tar.zst", lambda path: tar(path, zst)),
+    "image": ("a.png", png),
+    "data": ("a.bin", sparse),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_above_the_bound_is_refused_in_little_memory(tmp_path: Path, kind: str) -> None:
+    name, make = FILES[kind]
+    make(tmp_path / name)
+    message, growth = read_elsewhere(str(tmp_path / name))
+    if kind != "npz of bzip2":
+        assert "more than 20 MB in one object; raise max_object_size= of the source" in message
+    assert name in message
+    assert growth < MOST_GROWTH
+
+
+@pytest.mark.parametrize("kind", ["endless", "bomb"])
+def test_a_body_on_the_web_that_grows_above_the_bound_is_read_no_further(
+    server: UnrulyServer, kind: str
+) -> None:
+    message, growth = read_elsewhere([f"{server.url}/{kind}/a.bin"])
+    assert f"{kind}/a.bin: more than 20 MB in one object" in message
+    assert growth < MOST_GROWTH
+
+
+def test_an_object_of_s3_above_the_bound_is_not_asked_for(s3_server: S3Server, s3_bucket: Path) -> None:
+    sparse(s3_bucket / "a.bin")
+    message, growth = read_elsewhere(f"s3://{s3_bucket.name}", storage_options=s3_server.storage_options)
+    assert "a.bin: more than 20 MB in one object" in message
+    assert growth < MOST_GROWTH
+
+
+def test_a_file_of_a_driver_that_is_not_asynchronous_is_bounded(tmp_path: Path) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "all.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("a.bin", "w") as file,
+    ):
+        zeros_to(file, BOMB_BYTES)
+    message, growth = read_elsewhere(f"zip://a.bin::file://{tmp_path}/all.zip")
+    assert "more than 20 MB in one object" in message
+    assert growth < MOST_GROWTH
+
+
+def test_a_worker_skips_what_is_above_the_limit_of_its_cache_and_says_what_to_raise(
+    tmp_path: Path, server: UnrulyServer
+) -> None:
+    good = [f"{server.url}/good/{number}.bin" for number in range(20)]
+    source = cs.open_source([*good, f"{server.url}/endless/a.bin", f"{server.url}/bomb/a.bin"])
+    with Cache(tmp_path / "cache", size_limit="30MB", min_free=0) as cache:
+        with cs.start_worker(cache, source, num_workers=1):
+            (pid,) = sampling_pids(cache)
+            peaks: list[int] = []
+
+            def has_ended() -> bool:
+                peaks.extend(_peak(pid))
+                return cache.fill_state() == "complete"
+
+            wait_until(has_ended, "all was read")
+        assert len(only_once(cache)) == 20
+        assert failures_of(cache) == {"sample": 2}
+        (row,) = cache.status().failures
+        assert row.reason == "more than 30 MB in one object; raise the cache's size_limit to read it"
+        assert max(peaks) < 2 * MOST_GROWTH
+
+
+def _peak(pid: int) -> list[int]:
+    """The most memory that a process had; nothing of one that has ended."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        return [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return []
+
+
+def test_the_bound_is_an_option_of_all_sources_of_urls(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 1000, encoding="utf-8")
+    source = cs.open_source(str(tmp_path), max_object_size="0.5kB")
+    with pytest.raises(SampleError, match="more than 500 B in one object"):
+        next(source.read(0, np.random.default_rng(0)))
+    kept = FileSource(str(tmp_path), storage_options={"max_object_size": 1000})
+    assert len(next(kept.read(0, np.random.default_rng(0)))[1]["text"]) == 1000
+    with pytest.raises(ConfigError, match="max_object_size='much'"):
+        cs.open_source(str(tmp_path), max_object_size="much")
+    with pytest.raises(ConfigError, match="max_object_size"):
+        cs.open_source([{"x": 1}], max_object_size="1GB")

@@ -1,0 +1,220 @@
+"""Every backend keeps the same deadlines: to connect, for the first byte, in a body, and for a whole object."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.http import HTTPFileSystem
+
+from cachestream.errors import SampleError, SourceUnavailableError
+from cachestream.transport.fetch import fetch
+from cachestream.transport.network_stream import open_stream
+from cachestream.transport.remote import Caller, Remote
+from cachestream.transport.remote_errors import map_errors
+from tests.support.proxy import FaultyProxy
+from tests.support.s3 import S3Server
+from tests.support.unruly import UnrulyServer, full_backlog, run_unruly_server
+
+SHORT: Final = {
+    "CONNECT_S": 0.5,
+    "FIRST_BYTE_S": 1.0,
+    "STALL_S": 1.0,
+    "CALL_S": 1.5,
+    "PIECE_S": 2.0,
+    "RESUMES": 1,
+    "ATTEMPTS": 2,
+}
+BOUND_S: Final = 60.0  # without a deadline it is for ever
+
+
+class Plain(HTTPFileSystem):  # type: ignore[misc]
+    """An asynchronous driver of which nothing is known but fsspec's own interface."""
+
+    protocol = "plain"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.replace("plain://", "http://")
+
+
+fsspec.register_implementation("plain", Plain, clobber=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[UnrulyServer]:
+    with run_unruly_server() as running:
+        yield running
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch, short_waits: None) -> None:
+    """All deadlines, a twentieth of what they are: they stand in one place, and these are those that use them."""
+    for name, module in list(sys.modules.items()):
+        for constant, short_s in SHORT.items():
+            if name.startswith("cachestream.remote.") and hasattr(module, constant):
+                monkeypatch.setattr(module, constant, short_s)
+
+
+def read_whole(remote: Remote, path: str) -> bytes:
+    with map_errors("there", one_of_many=True):
+        return bytes(fetch(remote, path))
+
+
+def read_stream(remote: Remote, path: str) -> bytes:
+    with open_stream(remote, path, "there") as stream:
+        return bytes(stream.read_whole())
+
+
+READERS: Final[dict[str, Callable[[Remote, str], bytes]]] = {"whole": read_whole, "stream": read_stream}
+BACKENDS: Final = ("http", "plain", "webhdfs")
+
+
+def remote_of(backend: str, port: int, kind: str) -> tuple[Remote, str]:
+    """What reads the file of a `kind` through a backend, and its path there."""
+    remote = Remote(f"{backend}://127.0.0.1:{port}/{kind}/a.bin")
+    return remote, f"/{kind}/a.bin" if backend == "webhdfs" else f"http://127.0.0.1:{port}/{kind}/a.bin"
+
+
+@pytest.mark.usefixtures("deadlines")
+@pytest.mark.parametrize("fault", ["connect", "silent", "stalled", "dripping"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_server_that_keeps_one_waiting_is_given_up(
+    server: UnrulyServer, backend: str, fault: str, reader: str
+) -> None:
+    with full_backlog() as unreachable:
+        remote, path = remote_of(backend, unreachable if fault == "connect" else server.port, fault)
+        begun_s = time.monotonic()
+        with pytest.raises(SourceUnavailableError):
+            READERS[reader](remote, path)
+        assert time.monotonic() - begun_s < BOUND_S
+
+
+@pytest.mark.usefixtures("deadlines")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_server_that_was_given_up_is_read_when_it_answers(
+    server: UnrulyServer, backend: str, reader: str
+) -> None:
+    remote, path = remote_of(backend, server.port, "silent")
+    with pytest.raises(SourceUnavailableError):
+        READERS[reader](remote, path)
+    remote, path = remote_of(backend, server.port, "good")
+    assert len(READERS[reader](remote, path)) > 0
+
+
+@pytest.mark.usefixtures("deadlines")
+@pytest.mark.parametrize("fault", ["connect", "silent", "stalled", "dripping"])
+@pytest.mark.parametrize("reader", READERS)
+def test_an_s3_that_keeps_one_waiting_is_given_up(
+    s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, fault: str, reader: str
+) -> None:
+    (s3_bucket / "a.bin").write_bytes(bytes(8 << 20))
+    with full_backlog() as unreachable:
+        options = s3_server.options_through(unreachable if fault == "connect" else s3_proxy.port)
+        remote = Remote(f"s3://{s3_bucket.name}/a.bin", options)
+        if fault == "silent":
+            s3_proxy.hang()
+        elif fault == "stalled":
+            s3_proxy.bytes_allowed = 1 << 20
+        elif fault == "dripping":
+            s3_proxy.bytes_per_s = 40_000
+        begun_s = time.monotonic()
+        with pytest.raises(SourceUnavailableError):
+            READERS[reader](remote, f"{s3_bucket.name}/a.bin")
+        assert time.monotonic() - begun_s < BOUND_S
+    s3_proxy.heal()
+
+
+@pytest.mark.usefixtures("deadlines")
+def test_an_ftp_server_that_accepts_and_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        remote = Remote(f"ftp://127.0.0.1:{listener.getsockname()[1]}/a.bin")
+        begun_s = time.monotonic()
+        with pytest.raises(SourceUnavailableError):
+            read_whole(remote, "/a.bin")
+        assert time.monotonic() - begun_s < BOUND_S
+
+
+def test_deadlines_of_the_user_win(server: UnrulyServer) -> None:
+    aiohttp: Any = pytest.importorskip("aiohttp")
+    patient = {"timeout": aiohttp.ClientTimeout(total=0.5)}
+    remote = Remote(f"{server.url}/silent/a.bin", {"client_kwargs": patient})
+    begun_s = time.monotonic()
+    with pytest.raises(SourceUnavailableError):
+        read_whole(remote, f"{server.url}/silent/a.bin")
+    assert time.monotonic() - begun_s < 10.0
+
+
+def test_a_named_pipe_and_a_file_that_shrinks_keep_nobody_waiting(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    for reader in READERS.values():
+        with pytest.raises(SampleError, match="not a regular file"):
+            reader(Remote(str(tmp_path)), str(tmp_path / "pipe"))
+
+
+@pytest.mark.usefixtures("deadlines")
+def test_a_driver_that_shows_no_bytes_is_asked_for_less_until_a_slow_link_brings_that_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()
+    calls: list[int] = []
+
+    class Slow(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        """A link of 400 kB/s."""
+
+        protocol = "slow"
+        cachable = False
+
+        def info(self, path: str, **_: Any) -> dict[str, Any]:
+            return {"name": path, "type": "file", "size": len(data)}
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            file = fsspec.spec.AbstractBufferedFile(self, path, mode, cache_type="none")
+            file._fetch_range = self._bring
+            file.cache.fetcher = self._bring
+            return file
+
+        @staticmethod
+        def _bring(start: int, end: int) -> bytes:
+            calls.append(end - start)
+            threading.Event().wait((end - start) / 400_000)
+            return data[start:end]
+
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    remote = Remote("slow://a.bin")
+    late = 0
+    while True:
+        with contextlib.suppress(SourceUnavailableError):
+            assert read_whole(remote, "a.bin") == data
+            break
+        late += 1
+        assert late < 10
+    assert late >= 1
+    assert min(calls) < max(calls)
+
+
+def test_a_caller_whose_call_is_late_is_left_behind_and_ends_with_it() -> None:
+    before, gate = threading.active_count(), threading.Event()
+    caller = Caller()
+    assert caller.run(lambda: 1, 5.0) == 1
+    with pytest.raises(TimeoutError):
+        caller.run(gate.wait, 0.2)
+    del caller
+    gate.set()
+    deadline_s = time.monotonic() + 30.0
+    while threading.active_count() > before and time.monotonic() < deadline_s:
+        threading.Event().wait(0.01)
+    assert threading.active_count() == before

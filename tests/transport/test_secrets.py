@@ -1,0 +1,40 @@
+"""Keys, user-info and signed URLs are shown by no refusal and no repr, also before anything is opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cachestream.errors import ConfigError
+from cachestream.listing.locate import Located
+from cachestream.listing.manifest import Manifest
+from cachestream.listing.patterns import FoundFiles
+from cachestream.sources.open import Unopened, open_source
+from cachestream.sources.peers.index import ItemFile
+from cachestream.transport.remote import Remote
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("s3://bucket/x", {"storage_options": "key=CANARY"}),
+        ("s3://bucket/x", {"storage_options": [("secret", "CANARY")]}),
+        (["s3://a/x", "s3://a/y"], {"manifest": {"storage_options": {"secret": "CANARY"}}}),
+        ("s3://bucket/x", {"manifest": "https://host/list?signature=CANARY"}),
+    ],
+)
+def test_a_refusal_of_options_shows_no_secret_that_they_hold(what: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"give (True, or )?a dict") as caught:
+        open_source(what, **options)
+    assert "CANARY" not in str(caught.value)
+
+
+def test_no_repr_of_what_will_be_opened_shows_a_secret() -> None:
+    url = "https://user:CANARY@host/a.npy?signature=CANARY"
+    manifest = Manifest(url, base=url, storage_options={"secret": "CANARY"})
+    assert repr(manifest) == "Manifest('https://host/a.npy', base='https://host/a.npy')"
+    remote = Remote(url, {"secret": "CANARY"})
+    kept = [Unopened(url, {"storage_options": {"secret": "CANARY"}}), FoundFiles("", [url])]
+    kept += [Located(remote, url, None), ItemFile(remote, url, "https://host/a.npy", 1)]
+    assert "CANARY" not in repr([manifest, remote, *kept])

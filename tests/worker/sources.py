@@ -1,0 +1,179 @@
+"""Sources and transforms for the workers under test. What a sample holds can be told from its key."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from cachestream.errors import SampleError, SourceError, SourceUnavailableError
+from cachestream.sources.base import Rows
+
+
+def content(key: str, nbytes: int) -> npt.NDArray[np.uint8]:
+    """The bytes that belong to `key`: uint8 `[nbytes]`."""
+    seed = xxhash.xxh3_64_intdigest(key.encode())
+    return np.random.Generator(np.random.Philox(key=seed)).integers(0, 256, nbytes, np.uint8)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """`units` units of `samples` samples of `nbytes` bytes each; the key is "unit/sample"."""
+
+    units: int | None = 100
+    samples: int = 1
+    nbytes: int = 1000
+    pause_s: float = 0.0
+    name: str = "numbers"
+    journal: str = ""  # a file that gets a byte for every unit read
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name}:{self.units}x{self.samples}"
+
+    @property
+    def num_units(self) -> int | None:
+        return self.units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        if self.journal:
+            with open(self.journal, "ab", buffering=0) as file:
+                file.write(b"%d\n" % unit)
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        for sample in range(self.samples):
+            yield self.sample(unit, sample)
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        key = f"{unit}/{sample}"
+        return key, {"x": content(key, self.nbytes)}
+
+    def keys(self) -> set[str]:
+        return {f"{unit}/{sample}" for unit in range(self.units or 0) for sample in range(self.samples)}
+
+
+@dataclass(frozen=True)
+class Named(Numbers):
+    """Numbers whose samples tell their keys."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        key, fields = super().sample(unit, sample)
+        return key, {**fields, "unit": unit, "number": sample}
+
+
+@dataclass(frozen=True)
+class InRows(Numbers):
+    """Numbers in tables of ten; the remote goes away once in each unit, after its first table."""
+
+    folder: str = ""  # holds a file for each unit that was cut off
+
+    def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
+        samples = [self.sample(unit, number) for number in range(self.samples)]
+        yield samples[0]
+        for start in range(1, self.samples, 10):
+            part = samples[start : start + 10]
+            yield Rows([key for key, _ in part], {"x": np.stack([sample["x"] for _, sample in part])})
+            if start == 1 and not os.path.exists(mark := os.path.join(self.folder, str(unit))):
+                with open(mark, "x"):
+                    raise SourceUnavailableError("away for a moment")
+            if self.pause_s:
+                time.sleep(self.pause_s)
+
+
+@dataclass(frozen=True)
+class Faulty(Numbers):
+    """Numbers, some units of which `misbehave` as the kinds in `faults` say."""
+
+    faults: tuple[tuple[int, str], ...] = ()
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        for key, sample in super().read(unit, rng):
+            yield key, misbehave(dict(self.faults).get(unit, ""), sample)
+
+
+@dataclass(frozen=True)
+class Ragged(Numbers):
+    """Samples of 1 to 5 rows; every tenth unit has another dtype, and fits nowhere."""
+
+    def sample(self, unit: int, sample: int) -> tuple[str, Any]:
+        key, _ = super().sample(unit, sample)
+        dtype = np.float64 if unit % 10 == 9 else np.float32
+        return key, {"rows": np.full((unit % 5 + 1, 3), unit, dtype), "name": f"unit {unit}"}
+
+
+@dataclass(frozen=True)
+class Switched(Numbers):
+    """Numbers whose remote answers as the file at `switch` says: "ok", "away", "refused" or "no sample"."""
+
+    switch: str = ""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        state = Path(self.switch).read_text(encoding="utf-8")
+        for index, (key, sample) in enumerate(super().read(unit, rng)):
+            if index == self.samples // 2:
+                if state == "away":
+                    raise SourceUnavailableError("the remote does not answer")
+                if state == "refused":
+                    raise SourceError("no such bucket")
+                if state == "no sample":
+                    raise SampleError(f"unit {unit} is torn")
+            yield key, sample
+
+
+@dataclass(frozen=True)
+class Mute(Numbers):
+    """Numbers; units that the file at `switch` names do not answer after half their samples, or nothing does ("all")."""
+
+    switch: str = ""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        mute = Path(self.switch).read_text(encoding="utf-8").split()
+        for index, (key, sample) in enumerate(super().read(unit, rng)):
+            if "all" in mute or (index == self.samples // 2 and str(unit) in mute):
+                raise SourceUnavailableError(f"s3://bucket/{unit}: 503 Slow Down")
+            yield key, sample
+
+
+RAISED = {"raise": ValueError("this sample is bad"), "cancelled": asyncio.CancelledError()}
+
+
+def misbehave(kind: str, sample: Any) -> Any:
+    """What a transform or a source may do to its process, by name; "" does nothing."""
+    if kind in RAISED:
+        raise RAISED[kind]
+    if kind == "nonsense":
+        return {"x": object()}
+    if kind == "none":
+        return None
+    if kind == "sys.exit":
+        sys.exit(3)
+    if kind.startswith("os._exit"):
+        os._exit(int(kind.removeprefix("os._exit")))
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "loop":
+        while True:
+            time.sleep(0.01)
+    if kind == "memory":
+        _eat_memory()
+    return sample
+
+
+def _eat_memory() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, before[1]))
+    try:
+        np.ones(2**40, np.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

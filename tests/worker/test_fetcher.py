@@ -1,0 +1,330 @@
+"""Several units in flight, delivered in order, within bounds. Every interleaving is staged with Events."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachestream.worker.fetcher import Fetcher
+from cachestream.worker.unit_reader import LaterError, SampleChunk, Stall, UnitRead
+
+DEADLINE_S = 120.0
+
+
+def flight(position: int) -> UnitRead:
+    return UnitRead(position, position, 0, lambda _: False)
+
+
+class Remote:
+    """A source under the test's control: each unit yields when the test lets it, and says that it began."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, threading.Event] = {}
+        self.given: dict[int, list[SampleChunk | BaseException | None]] = {}
+        self.put: list[tuple[int, int]] = []  # (unit, lots put so far): after each lot the fetcher took
+        self._changed = threading.Condition()
+
+    def of(self, *units: int) -> list[UnitRead]:
+        for unit in units:
+            self.begun[unit], self.given[unit] = threading.Event(), []
+        return [flight(unit) for unit in units]
+
+    def give(self, unit: int, *lots: SampleChunk | BaseException | None) -> None:
+        """Let `unit` yield lots, raise an error, or end (None)."""
+        with self._changed:
+            self.given[unit] += lots
+            self._changed.notify_all()
+
+    def wait_until_taken(self, unit: int, count: int) -> None:
+        """Wait until the fetcher has room for `count` lots of `unit` and has come back for more."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: (unit, count) in self.put, DEADLINE_S)
+
+    def read(self, flight: UnitRead, number: int) -> Iterator[SampleChunk]:
+        unit, taken = flight.unit, 0
+        self.begun[unit].set()
+        while True:
+            with self._changed:
+                self.put.append((unit, taken))
+                self._changed.notify_all()
+                while len(self.given[unit]) <= taken:
+                    assert self._changed.wait(DEADLINE_S)
+                given = self.given[unit][taken]
+            if given is None:
+                return
+            if isinstance(given, BaseException):
+                raise given
+            yield given
+            taken += 1
+
+
+def lot(offset: int, nbytes: int = 1) -> SampleChunk:
+    return SampleChunk([offset], [f"key {offset}"], [offset], nbytes)
+
+
+@contextmanager
+def fetching(
+    read: Callable[[UnitRead, int], Iterator[SampleChunk]], threads: int = 2, max_bytes: int = 100
+) -> Iterator[Fetcher]:
+    before = set(threading.enumerate())
+    fetcher = Fetcher(read, threads, max_bytes, lambda _: None)
+    try:
+        yield fetcher
+    finally:
+        fetcher.stop()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]:
+    """All that comes: (position, offsets, error) of each unit, in the order of delivery."""
+    found: list[tuple[int, list[int], BaseException | None]] = []
+    offsets: list[int] = []
+    while len(fetcher):
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        offsets += [offset for lot in delivery.lots for offset in lot.offsets]
+        if delivery.finished:
+            found.append((delivery.flight.position, offsets, delivery.flight.error))
+            offsets = []
+    return found
+
+
+def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
+    """The unit that comes next, whole."""
+    offsets: list[int] = []
+    while True:
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        offsets += [offset for lot in delivery.lots for offset in lot.offsets]
+        if delivery.finished:
+            return delivery.flight.position, offsets
+
+
+def is_due(now_s: float, flight: UnitRead) -> bool:
+    return flight.again_at_s <= now_s
+
+
+def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, lot(0), None)
+        assert remote.begun[0].wait(DEADLINE_S)
+        remote.wait_until_taken(1, 1)
+        assert fetcher.next(0.0) is None, "unit 1 is done, but unit 0 comes first"
+        remote.give(0, lot(0), lot(1), None)
+        assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
+
+
+def test_samples_of_the_next_unit_come_before_it_is_done() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        fetcher.submit(remote.of(0))
+        remote.give(0, lot(0))
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        assert [offset for lot in delivery.lots for offset in lot.offsets] == [0]
+        assert not delivery.finished
+        remote.give(0, None)
+        last = fetcher.next(DEADLINE_S)
+        assert last is not None
+        assert (last.lots, last.finished) == ([], True)
+
+
+def test_an_error_comes_with_its_own_unit_after_the_samples_before_it() -> None:
+    remote, error = Remote(), ValueError("torn")
+    with fetching(remote.read) as fetcher:
+        fetcher.submit(remote.of(0, 1, 2))
+        remote.give(1, lot(0), error)
+        remote.give(0, lot(0), None)
+        remote.give(2, None)
+        assert drain(fetcher) == [(0, [0], None), (1, [0], error), (2, [], None)]
+
+
+def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        first, second, third = remote.of(0, 1, 2)
+        fetcher.submit([first, second, third])
+        first.silence = Stall(0.0, "gone")
+        assert fetcher.silences() == ([first.silence], True)
+        fetcher.put_aside(first)
+        assert fetcher.silences() == ([first.silence], False)
+        assert fetcher.aside == [first]
+        remote.give(1, lot(0), None)
+        assert drain_one(fetcher) == (1, [0])
+        remote.give(0, lot(0))
+        delivery = fetcher.next(DEADLINE_S)
+        assert delivery is not None
+        assert delivery.flight is first
+        assert fetcher.aside == []
+        remote.give(2, lot(0), None)
+        remote.give(0, None)
+        assert [position for position, *_ in drain(fetcher)] == [0, 2]
+
+
+def test_a_unit_that_is_put_aside_lets_its_thread_go_on_and_is_read_again_when_its_time_has_come() -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=1) as fetcher:
+        first, second = remote.of(0, 1)
+        fetcher.submit([first, second])
+        assert remote.begun[0].wait(DEADLINE_S)
+        fetcher.put_aside(first)
+        first.again_at_s = 10.0
+        remote.give(0, LaterError())
+        remote.give(1, None)
+        assert drain_one(fetcher) == (1, [])
+        assert len(fetcher) == 1
+        remote.given[0].clear()
+        idle = [fetcher.is_idle]
+        for now_s in (9.0, 10.0):
+            fetcher.wake(partial(is_due, now_s))
+            idle.append(fetcher.is_idle)
+        assert idle == [True, True, False]
+        remote.give(0, lot(7), None)
+        assert drain(fetcher) == [(0, [7], None)]
+
+
+def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        (flight,) = remote.of(0)
+        fetcher.submit([flight])
+        remote.give(0, lot(0), None)
+        remote.wait_until_taken(0, 1)
+        fetcher.put_aside(flight)
+        assert fetcher.aside == []
+        assert drain(fetcher) == [(0, [0], None)]
+
+
+def test_a_unit_is_not_put_aside_once_another_that_was_has_come_and_is_next() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        first, second = remote.of(0, 1)
+        fetcher.submit([first, second])
+        fetcher.put_aside(first)
+        assert fetcher.awaited is second
+        remote.give(0, lot(0))
+        remote.wait_until_taken(0, 1)
+        fetcher.put_aside(second)
+        aside = fetcher.aside
+        remote.give(0, None)
+        remote.give(1, lot(0), None)
+        assert aside == []
+        assert drain(fetcher) == [(0, [0], None), (1, [0], None)]
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()])
+def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseException) -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=1) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(0, error)
+        remote.give(1, lot(0), None)
+        assert drain(fetcher) == [(0, [], error), (1, [0], None)]
+
+
+def test_a_unit_that_is_finished_already_is_only_delivered_in_its_turn() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        one, two, three = remote.of(0, 1, 2)
+        two.finished = two.covered = True
+        fetcher.submit([one, two, three])
+        remote.give(2, None)
+        remote.give(0, None)
+        assert [position for position, *_ in drain(fetcher)] == [0, 1, 2]
+        assert not remote.begun[1].is_set(), "it was read although the cache has it"
+
+
+def test_later_units_wait_at_the_bound_and_go_on_when_they_are_next() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, lot(0, 6), lot(1, 6), lot(2, 6), None)
+        remote.wait_until_taken(1, 2)
+        assert (1, 3) not in remote.put, "12 bytes of 10 wait: no more"
+        remote.give(0, lot(0, 1), None)
+        assert drain(fetcher) == [(0, [0], None), (1, [0, 1, 2], None)]
+
+
+def test_the_next_unit_goes_on_although_later_ones_have_filled_the_memory() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, lot(0, 50))
+        remote.wait_until_taken(1, 1)
+        remote.give(0, lot(0, 5), lot(1, 5), None)
+        remote.wait_until_taken(0, 2)
+        remote.give(1, None)
+        assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
+
+
+def test_the_next_unit_has_a_bound_too_while_nobody_takes_its_samples() -> None:
+    """A tar of any size, while the packing waits for space."""
+    remote = Remote()
+    with fetching(remote.read, max_bytes=10) as fetcher:
+        fetcher.submit(remote.of(0))
+        remote.give(0, *[lot(offset, 4) for offset in range(9)], None)
+        remote.wait_until_taken(0, 3)
+        assert (0, 4) not in remote.put
+        assert drain(fetcher) == [(0, list(range(9)), None)]
+
+
+def test_only_as_many_threads_as_are_in_use_begin_units() -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=3) as fetcher:
+        fetcher.use(1)
+        fetcher.submit(remote.of(0, 1, 2))
+        assert remote.begun[0].wait(DEADLINE_S)
+        assert not remote.begun[1].is_set()
+        fetcher.use(2)
+        assert remote.begun[1].wait(DEADLINE_S)
+        assert not remote.begun[2].is_set()
+        for unit in range(3):
+            remote.give(unit, None)
+        assert len(drain(fetcher)) == 3
+
+
+def test_waiting_ends_at_its_deadline_with_nothing() -> None:
+    with fetching(Remote().read) as fetcher:
+        assert fetcher.next(0.01) is None
+
+
+def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
+    remote = Remote()
+    with fetching(remote.read, max_bytes=1) as fetcher:
+        fetcher.submit(remote.of(0, 1))
+        remote.give(1, lot(0, 5), lot(1, 5))
+        remote.wait_until_taken(1, 1)
+        remote.give(0, lot(0, 5), lot(1, 5))
+        remote.wait_until_taken(0, 1)
+    # `fetching` has seen all threads end.
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 60),
+    st.integers(1, 5),
+)
+def test_everything_comes_once_and_in_order_whatever_the_sizes(
+    units: list[list[int]], threads: int, max_bytes: int, group: int
+) -> None:
+    def read(flight: UnitRead, number: int) -> Iterator[SampleChunk]:
+        for offset, nbytes in enumerate(units[flight.unit]):
+            yield lot(offset, nbytes)
+
+    with fetching(read, threads, max_bytes) as fetcher:
+        for start in range(0, len(units), group):
+            fetcher.submit([flight(unit) for unit in range(len(units))[start : start + group]])
+        found = drain(fetcher)
+    assert found == [(i, list(range(len(sizes))), None) for i, sizes in enumerate(units)]

@@ -1,0 +1,215 @@
+"""Processes are forked from one that has loaded what they need, are children of who asked, and share no fate with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cachestream as cs
+from cachestream import Cache
+from tests.support.s3 import S3Server
+from tests.worker.sources import Numbers
+from tests.worker.support import (
+    DEADLINE_S,
+    ROOT,
+    Processes,
+    kill_supervisor,
+    left_files,
+    only_once,
+    sampling_pids,
+    supervisor_pid,
+    wait_until,
+)
+
+# A process that is what the supervisor is: it starts a module of its own, `told`, which tells what it finds.
+SUPERVISOR = """
+import os, signal, subprocess, sys, time
+import numpy.random  # as a driver may do
+from cachestream.worker.fork_server import ForkServer
+
+server = ForkServer()
+job = os.memfd_create("job")
+os.write(job, b"the job")
+{body}
+"""
+TOLD = """
+import os, sys
+
+def main():
+    said = sys.stdin.buffer.readline()
+    print(os.getppid(), os.pread(JOB, 100, 0).decode(), said.decode().strip(), sorted(map(int, os.listdir("/proc/self/fd"))), flush=True)
+    print("on stderr", file=sys.stderr, flush=True)
+    if said == b"stay\\n":
+        sys.stdin.buffer.read()
+    os._exit(7)
+"""
+
+
+def run(tmp_path: Path, body: str) -> list[str]:
+    """What the supervisor prints that runs `body`."""
+    (tmp_path / "told.py").write_text(TOLD.replace("JOB", "int(os.environ['JOB'])"))
+    done = subprocess.run(
+        [sys.executable, "-c", SUPERVISOR.format(body=body)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "JOB": "50"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+START = """
+os.dup2(job, 50)
+forked = server.start("told", 50)
+forked.stdin.write({said!r})
+forked.stdin.flush()
+"""
+
+
+def test_a_forked_process_has_its_pipes_its_job_and_nothing_else(tmp_path: Path) -> None:
+    body = (
+        START.format(said=b"hello\n") + "print(os.getpid(), forked.wait(60), forked.stdout.read().decode())"
+    )
+    first, second = run(tmp_path, body)[:2]
+    pid, code, parent, *rest = first.split(" ", 3)
+    assert code == "7"
+    assert parent == pid, "it is a child of who asked for it"
+    assert rest == [f"the job hello {[0, 1, 2, 3, 50]}"], "and 3 is the folder that it lists"
+    assert second == "on stderr"
+
+
+def test_a_killed_one_is_told_from_one_that_ends(tmp_path: Path) -> None:
+    body = START.format(said=b"stay\n") + "forked.stdout.readline(); forked.kill(); print(forked.wait(60))"
+    assert run(tmp_path, body) == [str(-signal.SIGKILL)]
+
+
+def test_waiting_for_one_that_stays_ends_at_the_deadline(tmp_path: Path) -> None:
+    body = START.format(said=b"stay\n") + (
+        "try:\n    forked.wait(0.2)\nexcept subprocess.TimeoutExpired:\n    print('late')\nforked.kill()"
+    )
+    assert run(tmp_path, body) == ["late"]
+
+
+def test_what_it_has_started_outlives_a_fork_server_that_is_killed_and_there_are_no_more(
+    tmp_path: Path,
+) -> None:
+    body = START.format(said=b"stay\n") + (
+        "forked.stdout.readline()\n"
+        "while forked.pid is None: time.sleep(0.01)\n"
+        "os.kill(server._pid, signal.SIGKILL)\n"
+        "while server.start('told', 50) is not None: time.sleep(0.01)\n"
+        "print(forked.poll())\n"
+        "forked.stdin.close()\n"
+        "print(forked.wait(60))"
+    )
+    assert run(tmp_path, body) == ["None", "7"]
+
+
+def test_one_that_is_killed_before_its_number_is_known_counts_as_killed_and_there_are_no_more(
+    tmp_path: Path,
+) -> None:
+    body = (
+        "os.kill(server._pid, signal.SIGSTOP)\n"  # it has no time
+        "forked = server.start('told', job)\n"
+        "print(forked.pid, forked.poll())\n"
+        "forked.kill()\n"
+        "print(forked.poll(), server.start('told', job))"
+    )
+    assert run(tmp_path, body) == ["None None", "-9 None"]
+
+
+def test_answers_that_come_late_reach_those_who_asked_in_their_order(tmp_path: Path) -> None:
+    body = (
+        "os.dup2(job, 50)\n"
+        "os.kill(server._pid, signal.SIGSTOP)\n"
+        "asked = [server.start('told', 50) for _ in range(3)]\n"
+        "for number, forked in enumerate(asked): forked.stdin.write(b'%d\\n' % number); forked.stdin.flush()\n"
+        "print([forked.pid for forked in asked])\n"
+        "os.kill(server._pid, signal.SIGCONT)\n"
+        "print([forked.wait(60) for forked in reversed(asked)])\n"
+        "print([forked.stdout.read().split()[3].decode() for forked in asked])\n"
+        "print(len({forked.pid for forked in asked}))"
+    )
+    assert run(tmp_path, body) == ["[None, None, None]", "[7, 7, 7]", "['0', '1', '2']", "3"]
+
+
+def test_a_process_that_the_system_refuses_counts_as_one_that_died(tmp_path: Path) -> None:
+    body = (
+        "import resource\n"
+        "server.load(())\n"
+        "resource.prlimit(server._pid, resource.RLIMIT_NOFILE, (8, 8))\n"  # os.pipe fails, as fork would
+        "forked = server.start('told', job)\n"
+        "print(forked.wait(60) != 0)"
+    )
+    assert run(tmp_path, body) == ["True"]
+
+
+def test_a_worker_goes_on_when_its_fork_server_is_killed(cache: Cache, processes: Processes) -> None:
+    source = Numbers(600, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        cache.wait(1, DEADLINE_S)
+        pids = sampling_pids(cache)
+        (server,) = processes.called("cs-forkserver")
+        os.kill(server, signal.SIGKILL)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: pids[0] not in sampling_pids(cache), "another takes its place")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+
+
+def test_all_processes_of_a_worker_go_when_its_supervisor_is_killed(
+    cache: Cache, processes: Processes
+) -> None:
+    worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
+    cache.wait(1, DEADLINE_S)
+    wait_until(lambda: len(processes.pids()) == 4, "the supervisor, the fork server and two more are there")
+    kill_supervisor(cache, processes, worker)
+
+    def is_clean() -> bool:
+        cache.recover()
+        return not left_files(cache)
+
+    wait_until(is_clean, "the last threads of killed processes have let go of their files")
+
+
+DRAWN = """
+import os, numpy
+
+def main():
+    print(numpy.random.random(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_the_global_generator_of_numpy_differs_between_processes(tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    body = "for _ in range(3): print(server.start('drawn', job).stdout.read().decode().strip())"
+    drawn = run(tmp_path, body)
+    assert len(drawn) == len(set(map(float, drawn))) == 3
+
+
+def test_what_cannot_be_opened_leaves_no_process(cache: Cache, processes: Processes) -> None:
+    with pytest.raises(cs.SourceError, match="no such file"):
+        cs.start_worker(cache, f"{cache.path}/nothing-here/")
+    processes.wait_until_gone()
+
+
+def test_a_fork_server_has_the_driver_of_the_source_and_the_supervisor_has_not(
+    cache: Cache, processes: Processes, s3_server: S3Server, s3_bucket: Path
+) -> None:
+    for number in range(40):
+        (s3_bucket / f"{number}.txt").write_text(str(number))
+    source = cs.open_source(f"s3://{s3_bucket.name}/", storage_options=s3_server.storage_options)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        (server,) = processes.called("cs-forkserver")
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server, supervisor_pid(cache))]
+    assert ["aiohttp" in one for one in maps] == [True, False]

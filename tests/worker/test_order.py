@@ -1,0 +1,145 @@
+"""Which unit comes next: every unit once a pass, weights held, and the way back from unit to position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestream.errors import ConfigError
+from cachestream.worker.order import PassPlan, UnitOrder, check_drawn, check_weights
+
+
+def plan(kind: str, num_units: int | None, *, seed: int = 0, ordinal: int = 0) -> PassPlan:
+    return PassPlan(kind, seed, ordinal, num_units, "listing", num_units)
+
+
+def all_units(order: UnitOrder, length: int) -> list[int]:
+    return [int(unit) for unit in order.units(np.arange(length))]
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 3, 7, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("kind", ["shuffle", "sequential"])
+def test_a_pass_holds_every_unit_exactly_once(kind: str, num_units: int) -> None:
+    units = all_units(UnitOrder(plan(kind, num_units)), num_units)
+    assert sorted(units) == list(range(num_units))
+
+
+@given(st.integers(1, 10**12), st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000), st.data())
+def test_positions_is_the_inverse_of_units_anywhere_in_a_pass_of_any_length(
+    num_units: int, seed: int, ordinal: int, data: st.DataObject
+) -> None:
+    order = UnitOrder(plan("shuffle", num_units, seed=seed, ordinal=ordinal))
+    start = data.draw(st.integers(0, num_units - 1))
+    positions = np.arange(start, min(num_units, start + 50))
+    units = order.units(positions)
+    assert units.min() >= 0
+    assert units.max() < num_units
+    assert order.positions(units).tolist() == positions.tolist()
+
+
+def test_the_sequential_order_is_the_order_of_the_units() -> None:
+    order = UnitOrder(plan("sequential", 10))
+    assert all_units(order, 10) == list(range(10))
+    assert order.positions(np.arange(10)).tolist() == list(range(10))
+
+
+def test_an_endless_source_is_read_from_unit_0_on() -> None:
+    assert all_units(UnitOrder(plan("shuffle", None)), 5) == [0, 1, 2, 3, 4]
+
+
+def test_each_pass_and_each_seed_has_a_permutation_of_its_own() -> None:
+    orders = {
+        tuple(all_units(UnitOrder(plan("shuffle", 100, seed=seed, ordinal=ordinal)), 100))
+        for seed in range(3)
+        for ordinal in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_the_same_plan_gives_the_same_order_in_every_process() -> None:
+    first = all_units(UnitOrder(plan("shuffle", 2000, seed=7, ordinal=3)), 2000)
+    again = all_units(UnitOrder(PassPlan.from_json(plan("shuffle", 2000, seed=7, ordinal=3).to_json())), 2000)
+    assert first == again
+
+
+@given(
+    st.sampled_from(["shuffle", "sequential", "weighted", "sampler"]),
+    st.integers(-(2**70), 2**70),
+    st.integers(0, 2**40),
+    st.one_of(st.none(), st.integers(1, 2**40)),
+    st.text(),
+)
+def test_a_plan_survives_the_catalogue(
+    kind: str, seed: int, ordinal: int, num_units: int | None, listing: str
+) -> None:
+    made = PassPlan(kind, seed, ordinal, num_units, listing, num_units)
+    assert PassPlan.from_json(made.to_json()) == made
+
+
+def test_units_are_drawn_as_often_as_their_weights_say() -> None:
+    weights = [0.0, 1.0, 2.0, 0.0, 5.0]
+    draws = 40_000
+    made = PassPlan("weighted", 0, 0, 5, "", draws)
+    counts = np.bincount(UnitOrder(made, weights).units(np.arange(draws)), minlength=5)
+    expected = np.array(weights) / sum(weights) * draws
+    assert counts[0] == counts[3] == 0
+    # Five standard deviations of a binomial count.
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(draws / 4)
+
+
+def test_a_weighted_position_draws_the_same_unit_whoever_asks_for_it() -> None:
+    made = PassPlan("weighted", 3, 1, 3, "", 1000)
+    order = UnitOrder(made, [1, 2, 3])
+    whole = order.units(np.arange(1000))
+    assert np.array_equal(order.units(np.arange(990, 1000)), whole[990:])
+
+
+def test_the_last_weight_is_reached_and_never_passed() -> None:
+    made = PassPlan("weighted", 0, 0, 2, "", 10_000)
+    units = UnitOrder(made, [1e-300, 1e-300]).units(np.arange(10_000))
+    assert set(units.tolist()) == {0, 1}
+
+
+def test_weights_whose_sum_is_too_large_for_a_number_are_drawn_by_all_the_same() -> None:
+    made = PassPlan("weighted", 0, 0, 3, "", 4000)
+    units = UnitOrder(made, [1e308, 0.5e308, 1e308]).units(np.arange(4000))
+    assert np.array_equal(units, UnitOrder(made, [2, 1, 2]).units(np.arange(4000)))
+
+
+def test_a_sampler_gives_its_units_in_its_order_with_repeats() -> None:
+    order = UnitOrder(PassPlan("sampler", 0, 0, 5, "", 4), drawn=[3, 3, 0, 4])
+    assert all_units(order, 4) == [3, 3, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_units"),
+    [
+        ([1.0, 2.0], 3),
+        ([1.0], None),
+        ([1.0, -0.1], 2),
+        ([0.0, 0.0], 2),
+        ([1.0, float("nan")], 2),
+        ([1.0, float("inf")], 2),
+        (["a", "b"], 2),
+        ([None, 1.0], 2),
+        ([10**400, 1.0], 2),
+        (list(np.ones((2, 5))), 2),
+        (np.array(1.0), 2),
+    ],
+)
+def test_weights_that_make_no_order_are_refused(weights: Any, num_units: int | None) -> None:
+    with pytest.raises(ConfigError, match="order"):
+        check_weights(weights, num_units)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "num_units"),
+    [([], 3), ([3], 3), ([-1], 3), ([0], None), ([0, 1, 99], 99), ([[0, 1]], 3), (["a"], 3), ([0.5], 3)],
+)
+def test_units_that_are_not_there_are_refused(drawn: list[Any], num_units: int | None) -> None:
+    with pytest.raises(ConfigError, match="sampler"):
+        check_drawn(drawn, num_units)

@@ -1,0 +1,45 @@
+"""When a unit that does not answer is passed by, and when it is left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachestream.worker.unit_reader import Answers, Stall
+
+
+@pytest.mark.parametrize(
+    ("now_s", "is_long", "is_too_long"),
+    [
+        (1000, False, False),
+        (1009, False, False),
+        (1010, True, False),
+        (1119, True, False),
+        (1120, True, True),
+    ],
+)
+def test_others_go_first_after_a_third_of_what_a_process_may_hang_and_it_ends_after_four_times_that(
+    now_s: float, is_long: bool, is_too_long: bool
+) -> None:
+    silence = Stall(1000.0, "503")
+    assert silence.is_long(now_s, 30.0) == is_long
+    assert silence.is_too_long(now_s, 30.0) == is_too_long
+
+
+def test_a_remote_is_back_when_it_answers_after_an_outage_and_for_those_who_wait_since_before() -> None:
+    answers = Answers()
+    assert answers.is_away("a", 0.0)
+    assert not answers.is_back("a", 0.0)
+    answers.heard("a", 1.0)
+    assert answers.is_back("a", 0.5)
+    assert not answers.is_back("a", 1.0)
+    for now_s in (2.0, 6.0, 10.0):
+        assert not answers.is_away("a", now_s)
+        answers.heard("a", now_s)
+    assert not answers.is_back("a", 1.5), (
+        "it answered all the time: what does not come is not the remote's fault"
+    )
+    assert answers.is_away("a", 16.0)
+    assert not answers.is_back("a", 12.0)
+    answers.heard("a", 17.0)
+    assert answers.is_back("a", 12.0)
+    assert not answers.is_back("b", 12.0)

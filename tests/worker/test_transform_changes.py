@@ -1,0 +1,76 @@
+"""A transform that has changed is told from one that has not, and what is cached of the one before is not silent."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.worker.worker import likeness
+from tests.worker.sources import Numbers
+
+DEADLINE_S = 60.0
+CODE = """
+def first(sample):
+    "Words do not matter to the bytecode, and their place does not."
+    return sample if sample["n"] in {"a", "b", "c", 1, 2} else None
+"""
+
+
+def compiled(code: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["first"]
+
+
+def test_the_same_code_is_alike_elsewhere_and_in_another_process() -> None:
+    here = likeness(compiled(CODE))
+    assert likeness(compiled("\n\n" + CODE)) == here
+    assert likeness(functools.partial(compiled(CODE))) == here
+    script = f"from cachestream.worker.worker import likeness\n{CODE}\nprint(likeness(first), end='')"
+    for seed in ("1", "2"):
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(cs.__file__).parents[1])},
+            capture_output=True, text=True, timeout=DEADLINE_S, check=True,
+        )  # fmt: skip
+        assert found.stdout == here
+
+
+@pytest.mark.parametrize("change", [('"c"', '"d"'), ("1, 2", "1, 3"), ("in {", "not in {"), ('"n"', '"m"')])
+def test_other_code_is_not(change: tuple[str, str]) -> None:
+    assert likeness(compiled(CODE.replace(*change))) != likeness(compiled(CODE))
+    assert likeness(None) != likeness(compiled(CODE))
+
+
+def test_what_has_no_code_to_see_is_not_judged() -> None:
+    assert likeness(dict) == ""
+
+
+def test_a_changed_transform_is_warned_of_once_while_samples_of_the_other_are_cached(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill(transform: Any) -> list[str]:
+        caplog.clear()
+        with (
+            caplog.at_level(logging.WARNING, "cachestream"),
+            cs.start_worker(cache, Numbers(8), num_workers=1, transform=transform) as worker,
+        ):
+            assert worker.wait(DEADLINE_S)
+        return [record.getMessage() for record in caplog.records if "transform" in record.getMessage()]
+
+    assert fill(lambda sample: sample) == []
+    assert fill(lambda sample: sample) == []
+    (warning,) = fill(lambda sample: {**sample, "more": 1})
+    assert "the transform has changed" in warning
+    assert "'cachestream clear'" in warning
+    assert fill(lambda sample: {**sample, "more": 1}) == []
+    cache.clear()
+    assert fill(None) == []

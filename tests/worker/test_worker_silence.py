@@ -1,0 +1,150 @@
+"""Units that do not answer while their remote does: the others come, and these in the end, or they are left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.transport import remote_errors
+from tests.support.unruly import run_unruly_server
+from tests.worker.sources import Mute
+from tests.worker.support import DEADLINE_S, failures_of, only_once, sampling_pids, wait_until
+
+
+def muted(tmp_path: Path, which: str, samples: int = 4, units: int = 60) -> Mute:
+    switch = tmp_path / "switch"
+    switch.write_text(which, encoding="utf-8")
+    return Mute(units, samples, switch=str(switch))
+
+
+def keys_but(source: Mute, units: set[int]) -> set[str]:
+    """All keys, but those that the `units` would give after falling silent."""
+    lost = {f"{unit}/{sample}" for unit in units for sample in range(source.samples // 2, source.samples)}
+    return source.keys() - lost
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_units_that_never_answer_hold_up_no_others_and_are_left_out_in_the_end(
+    tmp_path: Path, cache: Cache, concurrency: int
+) -> None:
+    source = muted(tmp_path, "7 33")
+    with cs.start_worker(cache, source, num_workers=1, concurrency=concurrency, hang_timeout_s=1.5) as worker:
+        wait_until(lambda: "bucket/" in cache.status().remote_message, "what does not answer is named")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == keys_but(source, {7, 33})
+    assert failures_of(cache) == {"sample": 2}
+    (row,) = cache.status().failures
+    assert row.reason.startswith("503 Slow Down; left out after a while")
+    assert cache.status().remote_message == ""
+    tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys(), "the next worker reads them again"
+    assert failures_of(cache) == {}
+
+
+def test_the_others_come_long_before_it_is_left_out(tmp_path: Path, cache: Cache) -> None:
+    source = muted(tmp_path, " ".join(map(str, range(0, 60, 20))))
+    with cs.start_worker(cache, source, num_workers=1, concurrency=4, hang_timeout_s=3.0) as worker:
+        cache.wait(60 * 4 - 3 * 2, DEADLINE_S)
+        assert worker.is_alive()
+        assert not cache.status().failures
+        assert "bucket/" in cache.status().remote_message
+        tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def test_an_outage_of_any_length_leaves_nothing_out(tmp_path: Path, cache: Cache) -> None:
+    source = muted(tmp_path, "")
+    with cs.start_worker(
+        cache, source, num_workers=2, concurrency=4, hang_timeout_s=1.0, bandwidth_limit=60_000
+    ) as worker:
+        cache.wait(8, DEADLINE_S)
+        tmp_path.joinpath("switch").write_text("all", encoding="utf-8")
+        begun_s = time.monotonic()
+        wait_until(lambda: time.monotonic() - begun_s > 7.0, "longer than a unit would be given")
+        tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def test_what_was_put_aside_is_read_by_the_next_process_if_that_is_killed(
+    tmp_path: Path, cache: Cache
+) -> None:
+    source = muted(tmp_path, "3 11 40 41 59")
+    with cs.start_worker(cache, source, num_workers=1, concurrency=6, hang_timeout_s=4.0) as worker:
+        cache.wait(60 * 4 - 5 * 2, DEADLINE_S)
+        for pid in sampling_pids(cache):
+            os.kill(pid, signal.SIGKILL)
+        tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def test_a_worker_that_is_stopped_meanwhile_gives_nothing_up(tmp_path: Path, cache: Cache) -> None:
+    source = muted(tmp_path, "3 11 40 41 59")
+    with cs.start_worker(cache, source, num_workers=1, concurrency=6, hang_timeout_s=6.0):
+        cache.wait(60 * 4 - 5 * 2, DEADLINE_S)
+    tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def test_one_source_of_a_mix_that_is_away_is_waited_for_although_the_other_answers(
+    tmp_path: Path, cache: Cache
+) -> None:
+    away, well = muted(tmp_path, "all", units=4), Mute(40, 4, name="well", switch=os.devnull)
+    with cs.start_worker(cache, cs.mix({away: 1, well: 10}), num_workers=1, hang_timeout_s=1.0) as worker:
+        begun_s = time.monotonic()
+        wait_until(lambda: time.monotonic() - begun_s > 6.0, "longer than a unit would be given")
+        assert not cache.status().failures
+        tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+        assert worker.wait(DEADLINE_S)
+    assert failures_of(cache) == {}
+    assert cache.num_samples == 4 * (4 + 40)
+
+
+def test_web_servers_that_accept_and_never_answer_hold_up_no_others(cache: Cache) -> None:
+    with run_unruly_server() as server:
+        urls = [f"{server.url}/good/{number}.bin" for number in range(300)]
+        silent = [f"{server.url}/silent/{number}.bin" for number in range(4)]
+        source = cs.open_source([*urls, *silent])
+        with cs.start_worker(cache, source, num_workers=1) as worker:
+            wait_until(lambda: cache.num_samples == 300, "the others are cached", 150.0)
+            assert worker.is_alive()
+            assert not cache.status().failures, "those that are silent are not given up yet"
+            wait_until(lambda: "silent/" in cache.status().remote_message, "what does not answer is named")
+        assert len(only_once(cache)) == 300
+
+
+class Patient(Mute):
+    """Mute units that are tried again after hours only."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        setattr(remote_errors, "BACKOFF_START_S", 36_000.0)  # noqa: B010  in the process that unpickles it
+        setattr(remote_errors, "BACKOFF_LIMIT_S", 36_000.0)  # noqa: B010
+
+
+def test_the_end_of_an_outage_is_found_out_and_ends_all_pauses(tmp_path: Path, cache: Cache) -> None:
+    source = Patient(60, 4, switch=str(muted(tmp_path, "").switch))
+    with cs.start_worker(cache, source, num_workers=2, concurrency=4, bandwidth_limit=60_000) as worker:
+        cache.wait(8, DEADLINE_S)
+        tmp_path.joinpath("switch").write_text("all", encoding="utf-8")
+        wait_until(lambda: "waiting for the remote" in cache.status().remote_message, "all wait")
+        tmp_path.joinpath("switch").write_text("", encoding="utf-8")
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
