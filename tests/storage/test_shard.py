@@ -268,6 +268,20 @@ def test_a_dtype_that_is_not_the_schemas_is_refused(tmp_path: Path) -> None:
         MappedShard(str(path))
 
 
+@pytest.mark.parametrize("forged", ["0", "1", "3", "-1", str(2**62), "9" * 5000, "1e3", ""])
+def test_a_number_of_samples_that_is_not_the_columns_is_refused(tmp_path: Path, forged: str) -> None:
+    """Rows would be read past the end of every column."""
+    path = write(tmp_path / "a", packed([{"x": np.zeros(8, np.uint8)}, {"x": np.ones(8, np.uint8)}]))
+    whole = path.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    assert header["__metadata__"]["num_samples"] == "2"
+    header["__metadata__"]["num_samples"] = forged
+    path.write_bytes(signed(header) + whole[8 + length :])
+    with pytest.raises(CorruptShardError):
+        MappedShard(str(path))
+
+
 def test_shards_lie_where_their_number_says() -> None:
     assert shard_path("/c", 42) == "/c/shards/000000000042.safetensors"
     assert storage_of("complex128") == ("F64", np.dtype("<f8"))
