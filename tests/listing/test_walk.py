@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from cachestream.errors import SourceError, SourceUnavailableError
-from cachestream.listing import walk
+from cachestream.listing import walk as walk_module
 from cachestream.listing.pages import Page
 from cachestream.listing.walk import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_walk
 from cachestream.sources.base import as_growing
@@ -197,7 +197,7 @@ def test_an_unreadable_folder_ends_the_listing_with_its_name(
 ) -> None:
     put(tmp_path, ["a/1.bin", "closed/2.bin"])
     source = FileSource(tmp_path, first_names=1, label=None)
-    scandir = walk.os.scandir  # type: ignore[attr-defined]
+    scandir = walk_module.os.scandir  # type: ignore[attr-defined]
 
     def guarded(path: str) -> Any:  # as root, permissions hold nobody back
         if path.endswith("closed"):
@@ -216,7 +216,7 @@ def test_a_disk_of_this_machine_is_listed_at_once_up_to_more_names_than_a_mount_
     walk = open_walk(Remote(str(tmp_path)), [str(tmp_path)], recursive=True)
     assert walk is not None
     for kind, first in (("ext4", FIRST_OF_DISKS), ("nfs4", FIRST_OF_OTHERS), ("fuse.sshfs", FIRST_OF_OTHERS)):
-        monkeypatch.setattr(walk, "filesystem_of", lambda _, kind=kind: kind)
+        monkeypatch.setattr(walk_module, "filesystem_of", lambda _, kind=kind: kind)
         assert walk.usual_first == first
 
 

@@ -112,9 +112,9 @@ def test_what_a_transform_has_started_goes_with_a_supervisor_that_is_killed(
 
 SESSIONS = """
 import os, signal, subprocess, sys
-from cachestream.sampling import kinship
+from cachestream.worker import processes
 
-kinship._MOST_TURNS = 50  # how long one is waited for that does not end
+processes._MOST_TURNS = 50  # how long one is waited for that does not end
 deaf = "trap '' TERM; echo; while :; do sleep 1; done"
 starts = f"({deaf}) & read line; exit"
 led = subprocess.Popen(["sh", "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -124,7 +124,7 @@ for process in (led, alive, other):
     process.stdout.readline()
 led.stdin.close()
 led.wait()
-kinship.end_sessions([led.pid, alive.pid])
+processes.end_sessions([led.pid, alive.pid])
 print(led.stdout.read(), alive.poll(), other.poll())
 alive.kill()
 other.kill()
@@ -274,8 +274,8 @@ CALLER = """
 import os, signal, sys
 from pathlib import Path
 import cachestream as cs
-from tests.sampling.sources import Numbers
-from tests.sampling.support import supervisor_pid
+from tests.worker.sources import Numbers
+from tests.worker.support import supervisor_pid
 
 {before}
 cache = cs.Cache(sys.argv[1])
