@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
@@ -25,7 +26,6 @@ from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.fingerprint import check_columns
 from cachestream.sources.tar_groups import Problems
-from cachestream.sources.thrift import ColumnChunk, column_chunks
 from cachestream.transport.file_object import SpanFile
 from cachestream.transport.ranges import RangedFile, patiently
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
@@ -36,34 +36,86 @@ KEPT_BYTES: Final = 32 << 20  # of footers as they are stored
 _MAGIC: Final = b"PAR1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class ColumnChunk:
+    """One column of one row group: its bytes in the file, and its size when unpacked."""
+
+    start: int
+    stop: int
+    unpacked_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Footer:
-    """What is known of one version of one file: `raw` is its footer, `metadata` pyarrow's reading of it."""
+    """The footer of one version of a file; `leaves` are the indices of the chosen columns, nested ones flattened."""
 
     file: RangedFile
-    raw: bytes
     metadata: Any
     columns: Columns
     names: tuple[str, ...]
+    leaves: tuple[int, ...]
 
     @property
     def group_rows(self) -> list[int]:
-        """How many rows each row group has."""
+        """The number of rows in each row group."""
         return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def chunks(self, group: int) -> list[ColumnChunk]:
-        """The column chunks of a row group that are read."""
-        groups = self._groups
-        if len(groups) <= group:
-            raise SampleError(f"{self.file.shown}: malformed: row group {group} of {len(groups)}")
-        return [chunk for chunk in groups[group] if any(_is_inside(chunk.path, name) for name in self.names)]
+        """The chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
+        self._check(group)
+        row_group = self.metadata.row_group(group)
+        return [self._chunk(row_group.column(leaf)) for leaf in self.leaves]
 
-    @cached_property
-    def _groups(self) -> list[list[ColumnChunk]]:
+    def _check(self, group: int) -> None:
+        """Open the column readers of a row group, but read nothing.
+
+        `RowGroupMetaData.column` ends the process where a column chunk's metadata are damaged: the binding of pyarrow (26)
+        does not catch what the C++ library throws. The readers make the same objects first, and their errors are caught.
+        """
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
+        unread = _UnreadableFile(self.file.look().size_bytes)
         try:
-            return column_chunks(self.raw)
-        except ValueError as error:
-            raise SampleError(f"{self.file.shown}: malformed: {error}") from error
+            table = parquet.ParquetFile(
+                unread, metadata=self.metadata, buffer_size=PIECE_BYTES, pre_buffer=False
+            )
+            next(table.iter_batches(1, [group], list(self.names), use_threads=False), None)
+        except Exception as error:
+            if not unread.was_asked:
+                raise malformed(self.file.shown, error) from error
+
+    def _chunk(self, column: Any) -> ColumnChunk:
+        start, nbytes = column.data_page_offset, column.total_compressed_size
+        if 0 < (column.dictionary_page_offset or 0) < start:  # 0: some writers set it where there is none
+            start = column.dictionary_page_offset
+        if start < len(_MAGIC) or nbytes < 0:
+            where = self.file.shown
+            raise SampleError(f"{where}: malformed: a column chunk of {nbytes} bytes at byte {start}")
+        return ColumnChunk(start, start + nbytes, max(0, column.total_uncompressed_size))
+
+
+class _UnreadableFile(io.RawIOBase):
+    """A file of `size_bytes` whose first read fails."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes, self._position = size_bytes, 0
+        self.was_asked = False
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = (0, self._position, self._size_bytes)[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        self.was_asked = True
+        raise EOFError(f"{size} bytes")
 
 
 class Footers:
@@ -127,22 +179,30 @@ class Footers:
             raise SampleError(f"{where}: malformed: a footer of {nbytes} bytes")
         if nbytes > len(tail):
             tail = file.tail(nbytes)
-        arrow, parquet = (
-            require("pyarrow", "parquet", "Parquet"),
-            require("pyarrow.parquet", "parquet", "Parquet"),
-        )
+        arrow = require("pyarrow", "parquet", "Parquet")
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
         try:
             metadata = parquet.read_metadata(arrow.BufferReader(tail[-nbytes:]))
             columns, names = self._columns_of(metadata.schema.to_arrow_schema(), where)
+            leaves = _leaves(metadata.schema, names)
         except CacheStreamError:
             raise
         except Exception as error:
-            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
-        return Footer(file, bytes(tail[-nbytes:-8]), metadata, columns, names), nbytes
+            raise malformed(where, error) from error
+        return Footer(file, metadata, columns, names, leaves), nbytes
 
 
-def _is_inside(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
+def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
+    """The indices of the columns `names`; of a nested one, those of all that it holds ("column.member")."""
+    chosen = set(names)
+    paths = [schema.column(leaf).path + "." for leaf in range(len(schema))]
+    ends = ((leaf, dot.start()) for leaf, path in enumerate(paths) for dot in re.finditer(r"\.", path))
+    return tuple(dict.fromkeys(leaf for leaf, end in ends if paths[leaf][:end] in chosen))
+
+
+def malformed(where: str, error: Exception) -> SampleError:
+    """The error for a file in which pyarrow found `error`."""
+    return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
 
 
 PARQUET_ENDINGS: Final = (".parquet", ".pq")
@@ -300,7 +360,7 @@ class ParquetSource:
                 raise file.error from None
             if isinstance(error, CacheStreamError | ChangedError) or classify(error) != "other":
                 raise
-            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
+            raise malformed(where, error) from error
 
     def _columns_of(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
         """What reads the chosen columns of a file's schema, and their names."""

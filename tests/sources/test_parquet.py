@@ -453,6 +453,28 @@ def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["True", "True"]), done.stderr[-3000:]
 
 
+def test_damaged_metadata_of_a_column_chunk_do_not_end_the_process(tmp_path: Path) -> None:
+    """`RowGroupMetaData.column` of pyarrow ends it: for a histogram of levels, say, that is too long."""
+    pq.write_table(pa.table({"l": [[1], [2, 3]] * 50}), tmp_path / "a.parquet")
+    whole = bytearray((tmp_path / "a.parquet").read_bytes())
+    histogram = whole.find(b"\x26\xc8\x01\x64")  # of repetition levels: two values, 100 and 50
+    if histogram < 0:
+        pytest.skip("this pyarrow writes no size statistics")
+    whole[histogram : histogram + 4] = b"\x36\x02\x02\x02"  # three values
+    (tmp_path / "a.parquet").write_bytes(whole)
+    read = f"""
+import numpy as np
+from cachestream.errors import SampleError
+from cachestream.sources.parquet import ParquetSource
+try:
+    list(ParquetSource({str(tmp_path)!r}).read(0, np.random.default_rng(0)))
+except SampleError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "a.parquet: malformed: " in done.stdout
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"garbage" * 100, b"x" * 100 + b"\xff\xff\xff\x7fPAR1"])
 def test_what_is_no_parquet_file_is_said_to_be_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.parquet").write_bytes(content)
