@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.base import Rows
+from cachestream.sources.base import Problems, Rows
 from cachestream.sources.decode.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
-from cachestream.sources.tar_groups import Problems
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 

@@ -21,11 +21,10 @@ from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
 from cachestream.schema import IntArray
 from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
-from cachestream.sources.base import Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.fingerprint import check_columns
-from cachestream.sources.tar_groups import Problems
 from cachestream.transport.file_object import SpanFile
 from cachestream.transport.ranges import RangedFile, patiently
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors

@@ -14,13 +14,21 @@ from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import AnyNames, Names
+from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.images import AS_THEY_ARE, Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_json_value, decode_value, decode_with
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.functions import fingerprint_of
-from cachestream.sources.tar_format import BLOCK, find_header
-from cachestream.sources.tar_groups import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
+from cachestream.sources.tar_format import (
+    BLOCK,
+    LOOK_BACK_BYTES,
+    Group,
+    Part,
+    find_header,
+    read_groups,
+    seek_member,
+)
 from cachestream.sources.user_code import decode_by_user
 from cachestream.transport import bounds
 from cachestream.transport.network_stream import open_stream, size_of

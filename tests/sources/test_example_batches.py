@@ -16,8 +16,7 @@ from cachestream.errors import SampleError
 from cachestream.sources import tf_example
 from cachestream.sources.base import Rows
 from cachestream.sources.tf_example import Feature, decode_varints, parse_example, parse_examples, rows_of
-from cachestream.sources.tf_features import as_it_is
-from cachestream.sources.tfrecord import TFRecordSource
+from cachestream.sources.tfrecord import TFRecordSource, as_it_is
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")
 
