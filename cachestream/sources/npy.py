@@ -1,4 +1,4 @@
-"""Windows of arrays that lie in a file as they lie in memory: `.npy` files, contiguous HDF5 datasets."""
+"""Windows of arrays that a file holds uncompressed and contiguous: `.npy` files, and some HDF5 datasets."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cachestream.transport.remote_errors import ChangedError
 
 HEAD_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 1 << 16
-LOCAL_GAP_BYTES: Final = 32 << 10  # copied about as fast as a read call of its own is made
-BATCH_BYTES: Final = 32 << 20  # of bands that hold other bytes too, in memory at a time
+LOCAL_GAP_BYTES: Final = 32 << 10  # copying these takes about as long as one more read call
+BATCH_BYTES: Final = 32 << 20  # of bands with gaps, in memory at a time
 _to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """Where the elements of an array lie in a file: from byte `offset` on, in C or Fortran order."""
+    """The layout of an array in a file: its elements begin at byte `offset`, in C or Fortran order."""
 
     offset: int
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class ArrayLayout:
 def read_window(
     file: RangedFile, layout: ArrayLayout, start: Sequence[int], size: Sequence[int], gap_bytes: int
 ) -> npt.NDArray[Any]:
-    """The window `size` at `start`: new, C-contiguous, in native byte order."""
+    """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
     shape, dtype = layout.shape, layout.dtype
     if layout.fortran_order:
         shape, start, size = shape[::-1], start[::-1], size[::-1]
@@ -62,9 +62,9 @@ def read_window(
 
 
 def parse_header(head: memoryview) -> ArrayLayout | int:
-    """The layout that a `.npy` header tells, or how many bytes of the file it takes to know it.
+    """Return the layout in a `.npy` header, or the size of the header in bytes if `head` is shorter.
 
-    (The format: numpy.lib.format; versions 1 to 3.) Raises ValueError for anything else.
+    Reads versions 1 to 3 of numpy.lib.format. Raises ValueError for anything else.
     """
     if len(head) < 12 or bytes(head[:6]) != np.lib.format.MAGIC_PREFIX:
         raise ValueError("does not begin as a .npy file")
@@ -86,10 +86,10 @@ def parse_header(head: memoryview) -> ArrayLayout | int:
 
 
 class NpyArray:
-    """A `.npy` file. Only its header is read at first, then the bytes of each window.
+    """A `.npy` file, of which the header and then only the bytes of each window are read.
 
-    Thread-safe and picklable. Raises SampleError for a file that is no such array, or became
-    another one, and otherwise as `RangedFile` does.
+    Thread-safe and picklable. Raises SampleError for a malformed file, or one that was replaced by another
+    array, and otherwise as `RangedFile`.
     """
 
     chunks: tuple[int, ...] | None = None
@@ -98,11 +98,11 @@ class NpyArray:
         self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
         self._remote, self._path = remote, path
         self.shown = shown
-        self._known = patiently(self._look)  # swapped as one: other threads read meanwhile
+        self._known = patiently(self._look)  # replaced as one value: other threads read at the same time
         self.shape, self.dtype = self._known[1].shape, self._known[1].dtype
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """The window `size` at `start`, C-contiguous, in native byte order."""
+        """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
         file, layout = self._known
         try:
             return read_window(file, layout, start, size, self._gap_bytes)
@@ -110,8 +110,8 @@ class NpyArray:
             file, layout = self._look()
         if (layout.shape, layout.dtype) != (self.shape, self.dtype):
             raise SampleError(
-                f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead of "
-                f"{self.dtype}{list(self.shape)}); start again with a new source"
+                f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead "
+                f"of {self.dtype}{list(self.shape)}); start again with a new source"
             )
         self._known = file, layout
         return read_window(file, layout, start, size, self._gap_bytes)
@@ -123,7 +123,7 @@ class NpyArray:
             if isinstance(found, int):
                 found = parse_header(file.head(found))
             if isinstance(found, int):
-                raise ValueError("the header is truncated")  # noqa: TRY004  of the file, not of an argument
+                raise ValueError("the header is truncated")  # noqa: TRY004  not of an argument
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Warning) as error:
             raise SampleError(f"{self.shown}: not a usable .npy file: {error}") from error
         have = file.look().size_bytes - found.offset

@@ -1,4 +1,4 @@
-"""Parquet files, row group by row group: only the chosen columns are fetched, rows come in small batches."""
+"""Parquet files read one row group at a time: only the chosen columns, in small batches of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cachestream.transport.remote_errors import ChangedError, classify, map_erro
 
 TAIL_BYTES: Final = 64 << 10
 MAX_FOOTER_BYTES: Final = 256 << 20
-KEPT_BYTES: Final = 32 << 20  # of footers as they are stored
+KEPT_BYTES: Final = 32 << 20  # of cached footers, by their size in the file
 _MAGIC: Final = b"PAR1"
 
 
@@ -46,7 +46,7 @@ class ColumnChunk:
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """The footer of one version of a file; `leaves` are the indices of the chosen columns, nested ones flattened."""
+    """The footer of one version of a file; `leaves` are the indices of the chosen leaf columns."""
 
     file: RangedFile
     metadata: Any
@@ -66,10 +66,11 @@ class Footer:
         return [self._chunk(row_group.column(leaf)) for leaf in self.leaves]
 
     def _check(self, group: int) -> None:
-        """Open the column readers of a row group, but read nothing.
+        """Open the column readers of a row group without reading. Raises SampleError for damaged metadata.
 
-        `RowGroupMetaData.column` ends the process where a column chunk's metadata are damaged: the binding of pyarrow (26)
-        does not catch what the C++ library throws. The readers make the same objects first, and their errors are caught.
+        `RowGroupMetaData.column` aborts the process where the metadata of a column chunk are damaged: pyarrow
+        (26) does not catch the C++ exception there. The readers construct the same objects, and pyarrow does
+        catch their exceptions.
         """
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         unread = _UnreadableFile(self.file.look().size_bytes)
@@ -118,9 +119,9 @@ class _UnreadableFile(io.RawIOBase):
 
 
 class Footers:
-    """The footers of the files of `files`. `columns_of` makes what reads the columns of a schema.
+    """An LRU cache of the footers of `files`. `columns_of(schema, shown)` returns a file's columns and names.
 
-    Thread-safe, picklable. Raises SampleError for what is no Parquet file, and the driver's errors.
+    Thread-safe, picklable. Raises SampleError for a file that is not Parquet, and the driver's errors.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Footers:
         self._reset()
 
     def get(self, index: int) -> Footer:
-        """The footer of file `index`."""
+        """Return the footer of file `index`, from the cache or the remote."""
         with self._lock:
             known = self._kept.get(index)
             if known is not None:
@@ -158,7 +159,7 @@ class Footers:
         return footer
 
     def forget(self, index: int) -> None:
-        """Read the footer of file `index` anew when it is next needed."""
+        """Drop the footer of file `index` from the cache."""
         with self._lock:
             self._forget(index)
 
@@ -192,7 +193,7 @@ class Footers:
 
 
 def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
-    """The indices of the columns `names`; of a nested one, those of all that it holds ("column.member")."""
+    """The indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
     chosen = set(names)
     paths = [schema.column(leaf).path + "." for leaf in range(len(schema))]
     ends = ((leaf, dot.start()) for leaf, path in enumerate(paths) for dot in re.finditer(r"\.", path))
@@ -200,20 +201,18 @@ def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
 
 
 def malformed(where: str, error: Exception) -> SampleError:
-    """The error for a file in which pyarrow found `error`."""
+    """The SampleError for a file that pyarrow refused with `error`."""
     return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
 
 
 PARQUET_ENDINGS: Final = (".parquet", ".pq")
 LOOKED_AT_ONCE: Final = 16
-PREFETCH_BYTES: Final = 16 << 20  # of a row group's columns, fetched together; larger ones in pieces
+PREFETCH_BYTES: Final = 16 << 20  # row groups up to this size are fetched at once, larger ones in pieces
 PIECE_BYTES: Final = 4 << 20
-BUFFER_BYTES: Final = 32 << 20  # of all columns together, in pieces
+BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
-_Batch = tuple[
-    int, dict[str, Values], dict[int, Unusable]
-]  # of rows: how many, their fields, the unusable ones
+_Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
 _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
@@ -231,16 +230,17 @@ class ParquetSource:
 
     columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
 
-    fields: a default for each optional field, `{"caption": ""}`: for null, and for columns that some files lack.
+    fields: a default for each optional field, `{"caption": ""}`: it replaces nulls, and columns that some
+    files lack.
 
-    nulls: what stands for null, by field; nothing is said of columns that are not there. A row with any other null is skipped and counted, as is one
-    whose image is broken or whose lists make no array.
+    nulls: a replacement for nulls, by field; columns that are missing remain an error. A row with any other
+    null is skipped and counted, as is a row with a broken image or with lists of unequal lengths.
 
-    decode_images: False leaves images as bytes; names of columns of bytes are decoded, too.
+    decode_images: False leaves images as bytes. A list of names decodes these binary columns, too.
 
-    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+    resize, crop: the size of decoded images, see `ImageOptions`.
 
-    Raises ConfigError for columns that are not there or cannot be stored, and otherwise as
+    Raises ConfigError for columns that are missing or cannot be stored, and otherwise as
     `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
 
@@ -287,15 +287,15 @@ class ParquetSource:
 
     @property
     def num_rows(self) -> int:
-        """How many rows all files hold, the unusable ones among them."""
+        """The number of rows in all files, including unusable ones."""
         return int(self._rows.sum())
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the rows of a row group, in their order. Raises as `Source.read` says."""
+        """Yield the rows of a row group in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """The same, in columns where every row can be used and has the same shapes."""
+        """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
         check_unit(self, unit, self.num_units)
         index = int(np.searchsorted(self._ends, unit, side="right"))
         first = int(self._ends[index - 1]) if index else 0
@@ -308,12 +308,12 @@ class ParquetSource:
         problems.raise_any()
 
     def _tables_of(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
-        """Row group `group` of file `index`."""
+        """Yield the batches of row group `group` of file `index`, with errors mapped."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
             try:
                 footer = self._footers.get(index)
-            except ConfigError as error:  # once its columns were as asked
+            except ConfigError as error:  # the file was replaced since the source was made
                 raise SampleError(str(error)) from error
         if footer.metadata.num_row_groups <= group or footer.metadata.row_group(group).num_rows != num_rows:
             raise SampleError(f"{where}: was replaced by another table; start again with a new source")
@@ -330,7 +330,7 @@ class ParquetSource:
             yield batch
 
     def _batches(self, footer: Footer, group: int, where: str) -> Iterator[_Batch]:
-        """Some rows at a time; those of one batch are in memory together."""
+        """Yield the rows of a row group in batches of at most about BATCH_BYTES."""
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)
         packed = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -362,9 +362,9 @@ class ParquetSource:
             raise malformed(where, error) from error
 
     def _columns_of(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
-        """What reads the chosen columns of a file's schema, and their names."""
+        """Return the converter for the chosen columns of `schema`, and the columns' names."""
         arrow = require("pyarrow", "parquet", "Parquet")
-        require("pyarrow.compute", "parquet", "Parquet")  # from now on arrow.compute
+        require("pyarrow.compute", "parquet", "Parquet")  # makes arrow.compute available
         names = self._chosen
         if names is None:
             names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
@@ -373,7 +373,7 @@ class ParquetSource:
         for name in names:
             if not _is_there(arrow, schema, name):
                 raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
-        for field in doubled_fields(arrow, schema):  # the driver would read all of them under one name
+        for field in doubled_fields(arrow, schema):  # pyarrow reads all columns that match a name
             if any(f"{field}.".startswith(f"{name}.") for name in names):
                 raise ConfigError(
                     f"{where}: several columns become the field '{field}': give each a name of its own"
@@ -391,7 +391,7 @@ class ParquetSource:
         return columns, names
 
     def _unit_names(self) -> Names:
-        """What the row groups are found by again when files have come or gone: their file, and the rows of it."""
+        """Names that identify row groups when files come or go: file name, first row, number of rows."""
         ends = [0, *self._ends.tolist()]
         rows = self._rows.tolist()
 
@@ -405,13 +405,13 @@ class ParquetSource:
         return Names(named())
 
     def _look_at_all(self) -> tuple[IntArray, IntArray]:
-        """Where the units of each file end, and how many rows each unit has."""
+        """Read all footers. Return the cumulative number of units by file, and the number of rows by unit."""
 
         def look(index: int) -> list[int]:
             with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
                 return self._footers.get(index).group_rows
 
-        look(0)  # what is wrong with the options shows in the first
+        look(0)  # wrong options fail here, before all other files are asked
         with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
             rows = list(pool.map(look, range(len(self._files))))
         ends = np.cumsum([len(one) for one in rows], dtype=np.int64)
@@ -425,7 +425,7 @@ class ParquetSource:
 
 
 def _is_there(arrow: Any, schema: Any, name: str) -> bool:
-    """Whether `name` is a column, or a member of a struct: "column.member"."""
+    """Return whether `name` is a column of `schema`, or a member of a struct column ("column.member")."""
     if name in schema.names:
         return True
     top, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""WebDataset's tars, read as a stream: files that lie together and share a name are one sample."""
+"""WebDataset's tar files, read as a stream: adjacent files that share a name are one sample."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TEXTS: Final = {"text": ".txt", "transcript": ".txt"}
 
 
 def decode_integer(data: Buffer) -> int:
-    """The number that a text holds."""
+    """Return the integer in a text. Raises ValueError if it has more than 64 bits."""
     value = int(bytes(data))
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer beyond 64 bits")
@@ -49,7 +49,7 @@ def decode_integer(data: Buffer) -> int:
 
 
 def decode_gzip(data: Buffer) -> bytes:
-    """The bytes that gzip has packed."""
+    """Unpack gzip. Raises TooLargeError above the bound for one object."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
         found = file.read(bounds.most_bytes() + 1)
     bounds.check(len(found))
@@ -57,12 +57,12 @@ def decode_gzip(data: Buffer) -> bytes:
 
 
 class Decoders:
-    """What is made of a file by its extension; `own` are the user's functions of bytes, by extension.
+    """Decodes a file by its extension; `own` are the user's functions of bytes, by extension.
 
-    The longest part of an extension that has a function of the user's decides: "seg.png" before
-    "png". Nothing is unpickled unless such a function does it. What gzip has packed ("json.gz") is unpacked before, and
-    keeps its name, as in WebDataset. `images` says what is made of images that
-    none of them decodes.
+    The longest suffix of an extension that has a function of the user takes precedence: "seg.png" before
+    "png". Nothing is unpickled unless such a function does it. Files packed by gzip ("json.gz") are unpacked
+    first and keep their name, as in WebDataset. `images` applies to images that no function of the user
+    decodes.
     """
 
     def __init__(self, own: Mapping[str, Decoder] | None, images: ImageOptions = AS_THEY_ARE) -> None:
@@ -80,7 +80,7 @@ class Decoders:
         )
 
     def sample(self, group: Group, where: str) -> dict[str, Any]:
-        """The fields of a sample; `where` names its archive in messages. Raises SampleError."""
+        """Return the fields of a sample; `where` names its archive in messages. Raises SampleError."""
         sample: dict[str, Any] = {}
         for extension, data in group.files.items():
             value = self._value(extension, data, f"{where}#{group.shown_key}.{extension}")
@@ -119,8 +119,9 @@ TAR_ENDINGS: Final = (
     *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
     *(ending for ending in ENDINGS if ending.startswith(".t")),
 )
-LEAST_PART_BYTES: Final = 256 << 10  # a part costs some 16 KiB and half a sample more than its own bytes
-PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))  # enough, if so many samples begin in them
+LEAST_PART_BYTES: Final = 256 << 10  # to read a part fetches about 16 KiB and half a sample beyond its bytes
+# To estimate the size of samples, the first tar is read until one of these is reached: (samples, bytes).
+PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
 
 class TarSource:
@@ -128,27 +129,26 @@ class TarSource:
 
     urls: a URL, a `{000000..001281}` range, a wildcard, a folder, or a list of these.
 
-    Files that follow one another and have the same name up to the first dot are one sample: a dict
-    with a field for each extension. Images (Pillow) are uint8 `[3, H, W]` RGB; "cls", "id", "index"
-    and the like int; "json" the value, or the text of an object; "npy" the array; the arrays of an
-    "npz" fields "npz.name"; "txt" and other text str; anything else bytes. The key is
-    "path/of.tar#name".
+    Adjacent files with the same name up to the first dot are one sample: a dict with a field for each
+    extension. Images (Pillow) are uint8 `[3, H, W]` RGB; "cls", "id", "index" and the like int; "json"
+    the value, or the text of an object; "npy" the array; the arrays of an "npz" fields "npz.name"; "txt"
+    and other text str; anything else bytes. The key is "path/of.tar#name".
 
-    decoders: functions of bytes by extension, that come before those: `{"pkl": pickle.loads}`,
-    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled but by them.
+    decoders: functions of bytes by extension, which take precedence: `{"pkl": pickle.loads}`, or
+    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled except by these functions.
 
-    samples_per_visit: read about so many samples of a tar at a time, and then of others, so that
-    early epochs hold something of many tars; the tars must not be packed, nor hold tars themselves.
-    A unit is such a visit; 0: a whole tar. None: a whole tar, or as large a part of one as lets a
-    small cache hold something of 64 tars (of all, where there are fewer).
+    samples_per_visit: the approximate number of samples to read of a tar before the next tar is read, so
+    that early epochs hold samples of many tars. The tars must not be packed, nor hold tars themselves. A
+    unit is one such visit; 0: a whole tar. None: a whole tar, or the largest part of one that lets a small
+    cache hold parts of 64 tars (of all, where there are fewer).
 
-    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it.
+    fields: a default for each optional field, `{"caption": ""}`, for samples that lack the field.
 
-    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+    resize, crop: the size of decoded images, see `ImageOptions`.
 
-    Tars are read from begin to end in bounded memory and never unpacked to the disk. A tar that is
-    damaged gives the samples before the damage, and is then counted as a failure, with the reason.
-    Other arguments, and errors, as for `FileSource`.
+    Tars are read from begin to end in bounded memory and never unpacked to the disk. A damaged tar gives
+    the samples before the damage, and is then counted as a failure, with the reason. Other arguments, and
+    errors, as for `FileSource`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class TarSource:
         return len(self._files) * self._visits
 
     def _unit_names(self) -> AnyNames:
-        """What the units are found by again when tars have come or gone: with other visits they are others."""
+        """Names that identify units when tars come or go. They depend on the number of visits."""
         names, visits = self._files.names, self._visits
         if visits == 1:
             return names
@@ -195,7 +195,10 @@ class TarSource:
         )
 
     def _place(self, unit: int) -> tuple[int, int]:
-        """The tar of a unit, and its visit to it: one visit a round, to another place in each tar."""
+        """Return the tar of a unit, and the part of it to visit.
+
+        Each round visits every tar once, and different parts of neighbouring tars.
+        """
         turn, index = divmod(unit, len(self._files))
         return index, (turn + index) % self._visits
 
@@ -204,10 +207,10 @@ class TarSource:
         return self._visits
 
     def part_limit(self) -> tuple[int, int]:
-        """The bytes of the first tar, and the parts that it may be read in: see `DivisibleSource`.
+        """Return the bytes of the first tar, and the most parts to read it in: see `DivisibleSource`.
 
-        Tars are read whole where `samples_per_visit` says so, and where the first is packed, or of the old format
-        whose headers cannot be told from data.
+        Tars are read whole if `samples_per_visit` is given, if any is packed, and if the first is of the old
+        format, whose headers cannot be told from data.
         """
         files = self._files
         packed = any(files.key(index).lower().endswith(tuple(ENDINGS)) for index in range(len(files)))
@@ -217,12 +220,12 @@ class TarSource:
             with open_stream(files.remote, files.path(0), files.where(0), 0, BLOCK) as stream:
                 size_bytes, begin = self._size(0), bytes(stream.read(BLOCK))
         except SourceError:
-            return 0, 1  # the worker will say what is wrong with it
+            return 0, 1  # reading the unit will report the error
         can_divide = len(begin) == BLOCK and find_header(begin, 0) == 0
         return size_bytes, max(1, size_bytes // LEAST_PART_BYTES) if can_divide else 1
 
     def divided(self, parts: int) -> TarSource:
-        """The same tars, each in so many parts of about the same length in bytes."""
+        """Return a source of the same tars, each divided in `parts` of about equal length in bytes."""
         made = copy.copy(self)
         made._visits = parts
         made.first_names = made._unit_names()
@@ -230,7 +233,7 @@ class TarSource:
         return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the samples of a tar, or of one visit to it, in their order. Raises as `Source.read` says."""
+        """Yield the samples of a tar, or of one visit to it, in order. Raises as `Source.read`."""
         check_unit(self, unit, self.num_units)
         index, visit = self._place(unit)
         where, prefix = self._files.where(index), self._files.key(index)
@@ -270,7 +273,7 @@ class TarSource:
                 raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")
 
     def _likely(self, begin: int, end: int) -> int:
-        """Where a visit to the bytes from `begin` to `end` most often ends: with the sample that lies at its end."""
+        """Estimate where a visit to `begin:end` stops reading: at the end of its last sample."""
         if not self._per_visit:
             return end + 2 * BLOCK
         return end + 3 * (end - begin) // (2 * self._per_visit) + 2 * BLOCK
@@ -286,7 +289,7 @@ class TarSource:
         return ConfigError(f"{where}: a packed tar can only be read from its begin; give samples_per_visit=0")
 
     def _plan(self, samples_per_visit: int) -> int:
-        """Visits to each tar, from the size of the first tar's first samples."""
+        """Return the number of visits to each tar, estimated from the first samples of the first tar."""
         files = self._files
         for index in range(len(files)):
             if files.key(index).lower().endswith(tuple(ENDINGS)):

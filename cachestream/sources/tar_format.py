@@ -1,7 +1,7 @@
-"""Tar archives in one pass: headers to members, in bounded memory, whatever the bytes are.
+"""The tar format, read in one pass and in bounded memory: headers, members, and groups of members.
 
 Reads ustar, pax and GNU archives (POSIX.1-2017 "pax", and GNU tar's manual, "Basic Tar Format"). The
-standard library's tarfile reads extended headers of any size into memory, and at half the speed.
+standard library's tarfile has half the speed, and reads extended headers of any size into memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _WITHOUT_DATA: Final = b"123456"  # links, devices, folders, pipes
 
 
 class TarError(ValueError):
-    """The archive makes no sense from here on."""
+    """The archive is malformed from here on."""
 
 
 class TruncatedTarError(TarError):
-    """The archive ends before its end."""
+    """The archive ends early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One header block: `size_bytes` is that of the data that follow."""
+    """One header block; `size_bytes` of data follow it."""
 
     name: bytes
     kind: int
@@ -46,9 +46,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file, folder, link or device in an archive. `offset` is that of its own header block.
+    """A file, folder, link or device in an archive. `offset` is the position of its own header block.
 
-    `problem` says why a file cannot be read as it is.
+    `problem` is the reason why a file cannot be read, or "".
     """
 
     name: str
@@ -60,7 +60,7 @@ class Member:
 
 
 def _number(field: bytes) -> int:
-    if field[0] & 0x80:  # GNU: binary, for what octal digits cannot say
+    if field[0] & 0x80:  # GNU: a binary number, too large for octal digits
         if field[0] != 0x80:
             raise TarError("a header with a negative size")
         return int.from_bytes(field[1:], "big")
@@ -76,12 +76,12 @@ def _number(field: bytes) -> int:
 
 
 def _checksum(block: bytes) -> int:
-    """The sum of all bytes, those of the checksum itself taken for spaces."""
+    """Return the sum of all bytes, with spaces in place of the checksum itself."""
     return sum(block) - sum(block[148:156]) + 8 * 0x20
 
 
 def parse_header(block: bytes) -> Header | None:
-    """The header in a block of 512 bytes; None for a block of zeros. Raises TarError for anything else."""
+    """Parse a block of 512 bytes; None for a block of zeros. Raises TarError if it is no header."""
     if block == _ZEROS:
         return None
     excess = _checksum(block) - _number(block[148:156])
@@ -97,7 +97,7 @@ def parse_header(block: bytes) -> Header | None:
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
-    """The records of a pax header: each its length, a space, key=value and a line feed."""
+    """Parse the records of a pax header: each is a length, a space, key=value and a line feed."""
     records: dict[str, bytes] = {}
     start = 0
     while start < len(data):
@@ -113,7 +113,10 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
 
 
 def find_header(data: bytes, start: int) -> int | None:
-    """Where the first ustar header at or after `start` begins in `data`; both at multiples of a block."""
+    """Return the offset of the first ustar header in `data[start:]`, or None.
+
+    `start` and the offset are multiples of BLOCK.
+    """
     found = data.find(_USTAR, start + _USTAR_AT)
     while found >= 0:
         offset = found - _USTAR_AT
@@ -124,7 +127,7 @@ def find_header(data: bytes, start: int) -> int | None:
 
 
 def begin_of_member(data: bytes, header: int) -> int:
-    """Where the extended headers begin that belong to the header at `header` in `data`; else `header`."""
+    """Return the offset of the first extended header that belongs to the header at `header`, or `header`."""
     begin = header
     for offset in range(header - BLOCK, -1, -BLOCK):
         found = _header_at(data, offset)
@@ -150,7 +153,7 @@ def _padded(nbytes: int) -> int:
 
 
 class TarReader:
-    """The members of the archive in `stream`, from where it stands; what is not read of one is skipped."""
+    """Reads the members of the archive in `stream` from its position on; unread data are skipped."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -158,13 +161,13 @@ class TarReader:
         self._left = 0  # bytes of this member's data not read yet
         self._padding = 0
         self._begun = False
-        self.is_unmarked = False  # it ended after a member, without the mark
+        self.is_unmarked = False  # the archive ended after a member, without the end mark
 
     def next(self) -> Member | None:
-        """The next member, or None at the mark that ends the archive.
+        """Return the next member, or None at the mark that ends the archive.
 
-        Some archivers write no mark: the end of a whole file after a whole member is one, too
-        (`is_unmarked`). Raises TruncatedTarError where the file ends elsewhere, TarError where no header is.
+        Some archivers write no mark: the end of the file after a complete member counts as one, too
+        (`is_unmarked`). Raises TruncatedTarError if the file ends elsewhere, TarError if there is no header.
         """
         self._skip(self._left + self._padding)
         self._left = self._padding = 0
@@ -219,14 +222,14 @@ class TarReader:
                 more = block[504] if len(block) == BLOCK else 0
         elif is_file and any(key.startswith("GNU.sparse") for key in extended):
             problem = "sparse"
-        folder = header.kind == 0 and name.endswith(b"/")  # as archives of before 1988 have them
+        folder = header.kind == 0 and name.endswith(b"/")  # in archives of before 1988
         if header.kind not in _WITHOUT_DATA and not folder:
             self._left, self._padding = size_bytes, _padded(size_bytes) - size_bytes
         text = name.decode("utf-8", "surrogateescape")
         return Member(text, self._left, offset, is_file, header.is_ustar, problem)
 
     def data(self) -> memoryview:
-        """The data of the member that `next` returned, writable. Raises TruncatedTarError."""
+        """Return the data of the member that `next` returned, writable. Raises TruncatedTarError."""
         total = self._stream.size_bytes
         if total is None or self._stream.position + self._left <= total:
             data = self._stream.read(self._left)
@@ -246,15 +249,15 @@ class TarReader:
 # --- groups of members, each one sample --------------------------------------------------------
 
 MAX_NAME: Final = 4096  # Linux' PATH_MAX
-LOOK_BACK_BYTES: Final = 16 << 10  # for the extended headers of the member at a part's begin
+LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first header of a part
 SCAN_BYTES: Final = 64 << 10
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """The sample that a file belongs to, and its extension in lower case: "a/b.seg.PNG" is "a/b", "seg.png".
+    """Split a file's name into its sample's name and its extension: "a/b.seg.PNG" gives "a/b", "seg.png".
 
-    WebDataset's rule: the name ends at the first dot after the last slash. None for what is no part
-    of a sample: names without an extension, hidden files, and WebDataset's own "__…__" entries.
+    WebDataset's rule: the sample's name ends at the first dot after the last slash. None for files that
+    belong to no sample: no extension, hidden, or an entry of WebDataset's own ("__…__").
     """
     folder, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
@@ -267,7 +270,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def name_problem(name: str) -> str:
-    """Why `name` is not accepted, or "". Nothing is ever written under it, but others may use keys as paths."""
+    """Return the reason to refuse `name`, or "". Users may write files by their keys."""
     if len(name) > MAX_NAME:
         return f"a name of {len(name):,} characters"
     if name.startswith("/") or ".." in name.split("/") or "\0" in name:
@@ -277,7 +280,7 @@ def name_problem(name: str) -> str:
 
 @dataclass(slots=True)
 class Group:
-    """The files of one sample that were read, by extension; `problem` says why it cannot be used."""
+    """The files of one sample by extension; `problem` is the reason why it cannot be used, or ""."""
 
     key: str
     files: dict[str, memoryview] = field(default_factory=dict)
@@ -286,17 +289,16 @@ class Group:
 
     @property
     def shown_key(self) -> str:
-        """The key as text that can be encoded, whatever bytes the name was made of."""
+        """The key as valid Unicode, whatever bytes the name holds."""
         return self.key if self.key.isascii() else os.fsencode(self.key).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an archive that is cut where it falls: bytes `begin` to `end` (None: its end).
+    """The bytes `begin` to `end` (None: the end) of an archive, cut without regard to samples.
 
-    The sample that has the first file at or after a cut belongs to the part before, however much of
-    it lies behind. So each part finds by itself where it begins, and all parts together give every
-    sample once.
+    The sample of the first file at or after a cut belongs to the part before the cut. So each part finds
+    its own first sample, and all parts together give every sample once.
     """
 
     begin: int
@@ -304,14 +306,14 @@ class Part:
 
 
 def read_groups(stream: Stream, problems: Problems, part: Part | None = None) -> Iterator[Group]:
-    """The samples of the archive in `stream`, or of a part of it, each one whole.
+    """Yield the complete samples of the archive in `stream`, or of a part of it.
 
-    What is not usable goes to `problems`; the sample at a sudden end is left out. So is the last of
-    an archive without an end mark if it lacks a file that the sample before has: it may have been cut there.
+    Damage is added to `problems`. The sample at a truncation is left out, and so is the last sample of an
+    archive without an end mark if it lacks an extension of the sample before: it may be truncated.
     """
     reader = TarReader(stream)
     end = None if part is None else part.end
-    others = part is not None and part.begin > 0  # the first sample belongs to the part before
+    others = part is not None and part.begin > 0  # the first sample belongs to the previous part
     group: Group | None = None
     usual: frozenset[str] = frozenset()  # the extensions of the sample before
     is_last = False
@@ -343,7 +345,7 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
 
 
 def _files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:
-    """The members that are files of samples, each with its sample's key and its extension."""
+    """Yield the members that are files of samples, each with its sample's key and its extension."""
     while (member := reader.next()) is not None:
         if part is not None and not member.is_ustar:
             raise TarError("headers without 'ustar' cannot be read in parts; give samples_per_visit=0")
@@ -355,7 +357,7 @@ def _files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tup
 
 
 def _add(group: Group, extension: str, member: Member, reader: TarReader, stream: Stream) -> None:
-    """Read a file into its group, if it can be used."""
+    """Read a file into its group, or record why the group cannot be used."""
     problem = member.problem and f"its .{extension} is a {member.problem} file"
     problem = name_problem(member.name) or problem
     if extension in group.files:
@@ -364,7 +366,7 @@ def _add(group: Group, extension: str, member: Member, reader: TarReader, stream
     try:
         bounds.check(group.nbytes)
     except bounds.TooLargeError as error:
-        if stream.size_bytes is None:  # to leave it out would mean to unpack all of it
+        if stream.size_bytes is None:  # a packed tar: to skip the sample, all of it would be unpacked
             raise TarError(f"#{group.shown_key}, in a packed tar: {error}") from error
         problem = problem or str(error)
     group.problem = group.problem or problem
@@ -375,9 +377,9 @@ def _add(group: Group, extension: str, member: Member, reader: TarReader, stream
 
 
 def seek_member(stream: Stream, begin: int, end: int) -> bool:
-    """Bring `stream`, which stands a little before `begin`, to the first member whose header is there or after.
+    """Advance `stream`, which stands before `begin`, to the first member with a header at or after `begin`.
 
-    False if none begins before `end`.
+    Returns False if no such header begins before `end`.
     """
     origin = stream.position
     window = bytes(stream.read(begin - origin))

@@ -1,7 +1,7 @@
-"""Bytes of one remote file and its extension → the fields of a sample.
+"""Decoding of a file's bytes, by its extension, to the fields of a sample.
 
-What arrives is untrusted: only listed image formats are opened, nothing is unpickled, sizes are
-capped, and whatever is malformed raises SampleError with the path and the reason.
+The data are untrusted: only the listed image formats are opened, nothing is unpickled, sizes are bounded, and
+malformed data raise SampleError with the path and the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cachestream.transport import bounds
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
 _to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _Data = TypeVar("_Data", bound=Buffer)
-# An object's place in memory differs from file to file: reasons that hold it could not be counted together.
+# Object addresses are removed from reasons, so that equal reasons are counted together.
 _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
 
@@ -36,7 +36,7 @@ _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
 @lru_cache(maxsize=256)
 def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    # Files of one data set mostly share one header; to evaluate it costs more than the read.
+    # Files of one data set mostly share one header, and parsing it takes longer than reading the file.
     fields = ast.literal_eval(header.decode("latin1"))
     if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
         raise ValueError("the .npy header does not hold descr, fortran_order and shape")
@@ -48,9 +48,9 @@ def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def decode_npy(data: Buffer) -> npt.NDArray[Any]:
-    """The array of a .npy file: writable, C-contiguous, in native byte order; no copy where possible.
+    """Decode a .npy file to an array: writable, C-contiguous, native byte order, without a copy if possible.
 
-    Object arrays are refused. (The format: numpy.lib.format; versions 1 to 3.)
+    Reads versions 1 to 3 of numpy.lib.format. Object arrays are refused.
     """
     view = memoryview(data)
     if bytes(view[:6]) != np.lib.format.MAGIC_PREFIX or len(view) < 12:
@@ -80,18 +80,16 @@ def decode_npy(data: Buffer) -> npt.NDArray[Any]:
 
 
 def decode_npz(data: Buffer) -> dict[str, Any]:
-    """The arrays of a .npz file by name; a 0-d text array as str."""
+    """Decode a .npz file to its arrays by name; a 0-d text array becomes a str."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         bounds.check(sum(member.file_size for member in members))
         fields: dict[str, Any] = {}
         for member in members:
-            if member.compress_type not in (
-                zipfile.ZIP_STORED,
-                zipfile.ZIP_DEFLATED,
-            ):  # unpacked without a bound
+            # zipfile unpacks other methods without a bound.
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("a member that is compressed otherwise than numpy does it")
-            # An entry may unpack to more than it declares: read no further than declared.
+            # A member may unpack to more than its declared size.
             with archive.open(member) as stream:
                 content = stream.read(member.file_size)
             array = decode_npy(content)
@@ -104,7 +102,7 @@ def decode_npz(data: Buffer) -> dict[str, Any]:
 
 
 def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
-    """`value` as an int64, float64 or bool array, if it is a rectangular list of such numbers."""
+    """Return a rectangular list of numbers or bools as an int64, float64 or bool array; None for others."""
     kinds: set[type] = set()
     pending: list[Any] = [value]
     while pending:
@@ -123,12 +121,12 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
 
 
 def decode_json_value(data: Buffer) -> Any:
-    """The whole of a JSON text as one value, see `json_field`: an object remains JSON text."""
+    """Decode a JSON text to a single value as `json_field` does: an object remains JSON text."""
     return json_field(json.loads(bytes(data)))
 
 
 def json_field(value: Any) -> Any:
-    """A number, bool or str as it is, a rectangular list of numbers as an array, the rest as JSON text."""
+    """Return a number, bool or str unchanged, a rectangular list of numbers as an array, else JSON."""
     if isinstance(value, bool | int | float | str):
         return value
     array = _numbers(value) if isinstance(value, list) else None
@@ -136,8 +134,8 @@ def json_field(value: Any) -> Any:
 
 
 def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
-    """A dict of the fields of a JSON object (not nested: see `json_field`), or the single value."""
-    # Without a name, JSON's own rule tells UTF-8, UTF-16 and UTF-32 apart.
+    """Decode a JSON object to a dict of its fields, or another value, as `json_field` does."""
+    # The default leaves it to json.loads to tell UTF-8, UTF-16 and UTF-32 apart.
     value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
     if isinstance(value, dict):
         return {name: json_field(item) for name, item in value.items()}
@@ -163,11 +161,10 @@ _DECODERS: Final[dict[str, Callable[[Buffer], Any]]] = {
 def decode_value(
     data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
 ) -> Any:
-    """What `data` holds by `extension` (".jpg", …): an array, str or bytes, or a dict of such fields.
+    """Decode `data` by `extension` (".jpg", …) to an array, str or bytes, or a dict of such fields.
 
-    `images` says what is made of images; `encoding` is that of text and JSON.
-
-    Raises SampleError with `path` (already redacted) and the reason if it is malformed.
+    `images` resizes and crops images; `encoding` is that of text and JSON. Raises SampleError with `path`
+    (already redacted) and the reason if the data are malformed.
     """
     name = kind_of(extension)
     decoder = _DECODERS[name]
@@ -181,7 +178,7 @@ def decode_value(
 
 
 def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: str) -> Any:
-    """What `decoder` makes of `data`; SampleError with `path` and the reason if they are malformed."""
+    """Return `decoder(data)`. Raises SampleError with `path` and the reason if the data are malformed."""
     try:
         return decoder(data)
     except _MALFORMED as error:
@@ -193,7 +190,7 @@ def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: s
 def decode_fields(
     data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
 ) -> dict[str, Any]:
-    """The fields of the file `path`: "image", "array", "text", "data" (bytes), or a file's own fields."""
+    """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own."""
     value = decode_value(data, extension, path, images, encoding)
     return value if isinstance(value, dict) else {kind_of(extension): value}
 
@@ -203,14 +200,14 @@ _BEGINNINGS: Final = (
     b"\x89PNG\r\n\x1a\n",
     b"GIF87a",
     b"GIF89a",
-    b"II*\x00",  # TIFF, either way round
+    b"II*\x00",  # TIFF, little-endian and big-endian
     b"MM\x00*",
     b"\x00\x00\x00\x0cjP  \r\n",  # JPEG 2000
 )
 
 
 def looks_like_image(data: Buffer) -> bool:
-    """Whether `data` begins as one of the usual image formats; BMP and PNM, which begin as text may, do not count."""
+    """Return whether `data` begin like an image; not for BMP and PNM, which texts may begin like."""
     head = bytes(data[:16])
     return (
         head.startswith(_BEGINNINGS)
