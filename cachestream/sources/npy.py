@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -75,14 +76,20 @@ def parse_header(head: memoryview) -> ArrayLayout | int:
         raise ValueError(f"a .npy header of {header_bytes} bytes")
     if first + header_bytes > len(head):
         return int(first + header_bytes)
-    fields = ast.literal_eval(bytes(head[first : first + header_bytes]).decode("latin1"))
+    shape, fortran_order, dtype = _parse_fields(bytes(head[first : first + header_bytes]))
+    return ArrayLayout(first + header_bytes, shape, dtype, fortran_order)
+
+
+@lru_cache(maxsize=256)  # files of one data set mostly share one header, and parsing it is slow
+def _parse_fields(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order (True for Fortran) and dtype."""
+    fields = ast.literal_eval(header.decode("latin1"))
     if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
         raise ValueError("the .npy header does not hold descr, fortran_order and shape")
     shape = fields["shape"]
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
         raise ValueError(f"the .npy header holds shape {shape!r}")
-    dtype = _to_dtype(fields["descr"])
-    return ArrayLayout(first + header_bytes, shape, dtype, bool(fields["fortran_order"]))
+    return shape, bool(fields["fortran_order"]), _to_dtype(fields["descr"])
 
 
 class NpyArray:

@@ -57,13 +57,13 @@ def decode_turbo(
     turbo = _turbo()
     if turbo is None or image.mode not in ("RGB", "L"):
         return None
-    least = {} if scale == 1 else {"min_height": -(-image.height // scale), "min_width": -(-image.width // scale)}  # fmt: skip
+    height, width = -(-image.height // scale), -(-image.width // scale)
+    least = {} if scale == 1 else {"min_height": height, "min_width": width}
     try:
         found: npt.NDArray[np.uint8] = turbo.decode_jpeg(data, "RGB", **least)
     except ValueError:
         return None
-    expected = (-(-image.height // scale), -(-image.width // scale), 3)
-    return found if found.shape == expected else None
+    return found if found.shape == (height, width, 3) else None
 
 
 Pixels = npt.NDArray[np.uint8]

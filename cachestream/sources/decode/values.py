@@ -6,14 +6,13 @@ malformed data raise SampleError with the path and the reason.
 
 from __future__ import annotations
 
-import ast
 import io
 import json
+import math
 import re
-import struct
 import zipfile
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -22,10 +21,10 @@ import numpy.typing as npt
 from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.sources.decode.images import AS_THEY_ARE, MALFORMED, Buffer, ImageOptions, decode_image
+from cachestream.sources.npy import parse_header
 from cachestream.transport import bounds
 
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
-_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _Data = TypeVar("_Data", bound=Buffer)
 # Object addresses are removed from reasons, so that equal reasons are counted together.
 _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
@@ -34,44 +33,24 @@ _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 # --- arrays ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    # Files of one data set mostly share one header, and parsing it takes longer than reading the file.
-    fields = ast.literal_eval(header.decode("latin1"))
-    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
-        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
-    dtype = _to_dtype(fields["descr"])
-    shape = fields["shape"]
-    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"the .npy header holds shape {shape!r}")
-    return shape, bool(fields["fortran_order"]), dtype
-
-
 def decode_npy(data: Buffer) -> npt.NDArray[Any]:
     """Decode a .npy file to an array: writable, C-contiguous, native byte order, without a copy if possible.
 
     Reads versions 1 to 3 of numpy.lib.format. Object arrays are refused.
     """
     view = memoryview(data)
-    if bytes(view[:6]) != np.lib.format.MAGIC_PREFIX or len(view) < 12:
-        raise ValueError("does not begin as a .npy file")
-    wide = view[6] >= 2
-    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", view, 8)
-    start = 12 if wide else 10
-    if header_bytes > 1 << 16 or start + header_bytes > len(view):
-        raise ValueError(f"a .npy header of {header_bytes} bytes")
-    shape, fortran_order, dtype = _npy_header(bytes(view[start : start + header_bytes]))
+    layout = parse_header(view)
+    if isinstance(layout, int):
+        raise ValueError(f"a .npy header of {layout} bytes")  # noqa: TRY004  not of an argument
+    dtype, start = layout.dtype, layout.offset
     if dtype.hasobject:
         raise ValueError("object arrays need pickle, which is refused")
-    start += header_bytes
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(layout.shape)
     have, want = len(view) - start, count * dtype.itemsize
     if have < want:
         raise ValueError(f"truncated: {have} of {want} bytes")
     array = np.frombuffer(view, dtype, count, start) if count else np.empty(0, dtype)
-    array = array.reshape(shape, order="F" if fortran_order else "C")
+    array = array.reshape(layout.shape, order="F" if layout.fortran_order else "C")
     if not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
     if not array.flags.c_contiguous or not array.flags.writeable:
@@ -114,7 +93,8 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
     if not kinds <= {int, float} and kinds != {bool}:
         return None
     try:
-        array = np.array(value, dtype=bool if kinds == {bool} else np.int64 if kinds == {int} else np.float64)
+        dtype = bool if kinds == {bool} else np.int64 if kinds == {int} else np.float64
+        array = np.array(value, dtype)
     except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
         return None
     return array
