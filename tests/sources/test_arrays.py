@@ -583,7 +583,7 @@ def test_a_zarr_array_that_declares_enormous_chunks_is_refused(tmp_path: Path) -
 FUZZ_HDF5: Final = """
 import sys
 from pathlib import Path
-from tests.remote.test_arrays import damaged, read_damaged, rng
+from tests.sources.test_arrays import damaged, read_damaged, rng
 path = Path(sys.argv[1])
 whole = path.read_bytes()
 for seed in range(int(sys.argv[2])):
