@@ -59,7 +59,7 @@ class WindowOptions:
         window = self.window[name] if isinstance(self.window, Mapping) else self.window
         return window_of(window, len(array.shape), array.shown)
 
-    def places(
+    def grid(
         self, sizes: tuple[int, ...], lengths: tuple[int, ...], chunks: tuple[int, ...] | None
     ) -> WindowGrid:
         """Return the window positions along the cut axes; `chunks` are the chunk lengths along them."""
@@ -77,7 +77,7 @@ class Stack:
 
     arrays: Mapping[str, ArrayFile]
     sizes: Mapping[str, Sizes]
-    places: WindowGrid
+    grid: WindowGrid
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -109,19 +109,19 @@ def open_stack(files: Mapping[str, Located], cut: WindowOptions) -> Stack:
         if mine != others:
             raise ConfigError(
                 f"{first.shown} {first.shape} and {array.shown} {array.shape}: the cut axes must have the "
-                f"same lengths and windows; here they are {_pairs(others)} and {_pairs(mine)}; "
-                "give window= by name"
+                f"same lengths and windows; here they are {_describe_axes(others)} and "
+                f"{_describe_axes(mine)}; give window= by name"
             )
     lengths = tuple(first.shape[axis] for axis in axes[first_name])
     window = tuple(one for one in sizes[first_name] if one is not None)
     chunks = None if first.chunks is None else tuple(first.chunks[axis] for axis in axes[first_name])
-    places = cut.places(window, lengths, chunks)
-    if not places.count:
+    grid = cut.grid(window, lengths, chunks)
+    if not grid.count:
         raise ConfigError(f"{first.shown} {first.shape} is smaller than the window {window}")
-    return Stack(arrays, sizes, places)
+    return Stack(arrays, sizes, grid)
 
 
-def _pairs(axes: Sequence[tuple[int, int | None]]) -> str:
+def _describe_axes(axes: Sequence[tuple[int, int | None]]) -> str:
     return ", ".join(f"{size} of {length}" for length, size in axes)
 
 
@@ -194,7 +194,7 @@ class ArraySource:
         dataset: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = _by_name(arrays)
+        given = _urls_by_name(arrays)
         if window is None:
             raise ConfigError(
                 "ArraySource needs window=: a length along the first axis, or one for each axis, "
@@ -211,7 +211,7 @@ class ArraySource:
         self._stacks: dict[int, Stack] = {}
         self._ends: npt.NDArray[np.int64] | None = None
         if weights is None or self._is_grid:
-            counts = self._look_at_all()
+            counts = self._open_all()
             self._ends = np.cumsum(counts, dtype=np.int64)
             shares = np.asarray(counts, np.float64)
         else:
@@ -230,7 +230,7 @@ class ArraySource:
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the one window of `unit`. Raises as `Source.read`."""
         check_unit(self, unit, self._num_units)
-        index, place = self._place(unit, rng)
+        index, place = self._locate_window(unit, rng)
         stack = self._stack(index)
         sample: dict[str, Any] = {}
         for name, files in self._located.items():
@@ -240,20 +240,20 @@ class ArraySource:
         sample["start"] = np.array(place, np.int64)
         if len(self._names) > 1:
             sample["index"] = index
-        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, stack.places.sizes, strict=True))
+        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, stack.grid.sizes, strict=True))
         yield f"{self._names[index]}[{area}]" + ("" if self._is_grid else f"#{unit}"), sample
 
-    def _place(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
+    def _locate_window(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
         """Return the number of the array of `unit`, and the start of its window along the cut axes."""
         if self._is_grid:
             assert self._ends is not None
             index = int(np.searchsorted(self._ends, unit, side="right"))
-            places = self._stack(index).places
-            return index, places.move(places.at(unit - (int(self._ends[index - 1]) if index else 0)), rng)
+            grid = self._stack(index).grid
+            return index, grid.move(grid.at(unit - (int(self._ends[index - 1]) if index else 0)), rng)
         index = 0
         if len(self._names) > 1:
             index = int(np.searchsorted(self._draw_ends, rng.random(), side="right"))
-        return index, self._stack(index).places.draw(rng)
+        return index, self._stack(index).grid.draw(rng)
 
     def _stack(self, index: int) -> Stack:
         """Return the arrays number `index`, opened when they are first needed."""
@@ -269,14 +269,14 @@ class ArraySource:
             self._stacks[index] = stack
         return stack
 
-    def _look_at_all(self) -> list[int]:
+    def _open_all(self) -> list[int]:
         """Open all arrays and return the number of positions in each. Raises if any is unusable."""
         self._stack(0)
         with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-            stacks = list(pool.map(self._strictly, range(len(self._names))))
-        return [stack.places.count for stack in stacks]
+            stacks = list(pool.map(self._required_stack, range(len(self._names))))
+        return [stack.grid.count for stack in stacks]
 
-    def _strictly(self, index: int) -> Stack:
+    def _required_stack(self, index: int) -> Stack:
         try:
             return self._stack(index)
         except SampleError as error:
@@ -300,7 +300,7 @@ class ArraySource:
         return f"<ArraySource {self._names[0]}{more}, {units}>"
 
 
-def _by_name(arrays: Any) -> dict[str, list[str]]:
+def _urls_by_name(arrays: Any) -> dict[str, list[str]]:
     """Return the URLs by name; arrays that the user gave no name for are named "array"."""
     given = arrays if isinstance(arrays, Mapping) else {"array": arrays}
     found: dict[str, list[str]] = {}

@@ -125,7 +125,7 @@ class Columns:
             array = array.dictionary_decode()
         kind = array.type
         if _is_image(types, kind):
-            return {name: self._checked(name, array, lambda one: self._files(name, one))}
+            return {name: self._checked(name, array, lambda one: self._decode_files(name, one))}
         if types.is_struct(kind):
             members = zip(kind, array.flatten(), strict=True)  # a null struct has null members
             return {
@@ -176,7 +176,7 @@ class Columns:
             return [_as_json(name, one) for one in array.to_pylist()]
         raise SampleError(f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]")
 
-    def _files(self, name: str, array: Any) -> Values:
+    def _decode_files(self, name: str, array: Any) -> Values:
         """Return the files of a column in Hugging Face's layout: decoded images, bytes of other files."""
         member = array.field("bytes")
         feature = self._features.get(name)
@@ -351,28 +351,30 @@ def nested(arrow: Any, array: Any, name: str) -> Values:
     """
     lengths: list[npt.NDArray[np.int64]] = []
     ends: list[npt.NDArray[np.int64]] = []
-    holes: list[npt.NDArray[np.int64]] = []  # the positions of nulls at each depth
+    null_positions: list[npt.NDArray[np.int64]] = []  # the positions of nulls at each depth
     while _is_list(arrow.types, array.type):
         if lengths:
-            holes.append(_null_places(array))
+            null_positions.append(_null_positions(array))
         length = _numbers(arrow.compute.list_value_length(array)).astype(np.int64)
         lengths.append(length)
         ends.append(np.concatenate([[0], np.cumsum(length)]))
         array = array.flatten()
-    holes.append(_null_places(array))
+    null_positions.append(_null_positions(array))
     values = _numbers(array)
-    bad = _rows_of(holes, ends)
+    bad = _rows_at(null_positions, ends)
     if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
         return values.reshape(
             [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
         )
     return [
-        Unusable(f"column '{name}' holds a null") if row in bad else _one(values, lengths, ends, row, name)
+        Unusable(f"column '{name}' holds a null")
+        if row in bad
+        else _row_array(values, lengths, ends, row, name)
         for row in range(len(lengths[0]))
     ]
 
 
-def _one(
+def _row_array(
     values: npt.NDArray[Any],
     lengths: list[npt.NDArray[np.int64]],
     ends: list[npt.NDArray[np.int64]],
@@ -405,16 +407,16 @@ def _tensor(flat: Any, shape: tuple[int, ...], order: Sequence[int] | None) -> n
     return tensor if order is None else tensor.transpose(tuple(order))
 
 
-def _null_places(array: Any) -> npt.NDArray[np.int64]:
+def _null_positions(array: Any) -> npt.NDArray[np.int64]:
     if not array.null_count:
         return np.empty(0, np.int64)
     return np.flatnonzero(~np.asarray(array.is_valid()))
 
 
-def _rows_of(holes: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
-    """Return the rows that hold the elements at the positions `holes` of each depth."""
+def _rows_at(null_positions: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
+    """Return the rows that hold the elements at the positions `null_positions` of each depth."""
     rows: set[int] = set()
-    for depth, places in enumerate(holes):
+    for depth, places in enumerate(null_positions):
         found = places
         for end in reversed(ends[: depth + 1]):
             found = np.searchsorted(end, found, side="right") - 1

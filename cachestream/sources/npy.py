@@ -105,25 +105,27 @@ class NpyArray:
         self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
         self._remote, self._path = remote, path
         self.shown = shown
-        self._known = patiently(self._look)  # replaced as one value: other threads read at the same time
-        self.shape, self.dtype = self._known[1].shape, self._known[1].dtype
+        self._version = patiently(
+            self._read_header
+        )  # replaced as one value: other threads read at the same time
+        self.shape, self.dtype = self._version[1].shape, self._version[1].dtype
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
-        file, layout = self._known
+        file, layout = self._version
         try:
             return read_window(file, layout, start, size, self._gap_bytes)
         except ChangedError:
-            file, layout = self._look()
+            file, layout = self._read_header()
         if (layout.shape, layout.dtype) != (self.shape, self.dtype):
             raise SampleError(
                 f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead "
                 f"of {self.dtype}{list(self.shape)}); start again with a new source"
             )
-        self._known = file, layout
+        self._version = file, layout
         return read_window(file, layout, start, size, self._gap_bytes)
 
-    def _look(self) -> tuple[RangedFile, ArrayLayout]:
+    def _read_header(self) -> tuple[RangedFile, ArrayLayout]:
         file = RangedFile(self._remote, self._path, self.shown)
         try:
             found = parse_header(file.head(HEAD_BYTES))

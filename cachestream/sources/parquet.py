@@ -151,19 +151,19 @@ class Footers:
                 return known[0]
         footer, nbytes = patiently(lambda: self._read(index))
         with self._lock:
-            self._forget(index)
+            self._drop(index)
             self._kept[index] = footer, nbytes
             self._kept_bytes += nbytes
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._forget(next(iter(self._kept)))
+                self._drop(next(iter(self._kept)))
         return footer
 
-    def forget(self, index: int) -> None:
+    def drop(self, index: int) -> None:
         """Drop the footer of file `index` from the cache."""
         with self._lock:
-            self._forget(index)
+            self._drop(index)
 
-    def _forget(self, index: int) -> None:
+    def _drop(self, index: int) -> None:
         known = self._kept.pop(index, None)
         if known is not None:
             self._kept_bytes -= known[1]
@@ -206,7 +206,7 @@ def malformed(where: str, error: Exception) -> SampleError:
 
 
 PARQUET_ENDINGS: Final = (".parquet", ".pq")
-LOOKED_AT_ONCE: Final = 16
+FOOTERS_AT_ONCE: Final = 16
 PREFETCH_BYTES: Final = 16 << 20  # row groups up to this size are fetched at once, larger ones in pieces
 PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
@@ -269,7 +269,7 @@ class ParquetSource:
         self._decode_images = bool(decode_images)
         self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
         self._footers = Footers(self._files, self._columns_of)
-        self._ends, self._rows = self._look_at_all()
+        self._ends, self._rows = self._read_footers()
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
         options = {
@@ -301,13 +301,13 @@ class ParquetSource:
         first = int(self._ends[index - 1]) if index else 0
         row, key = int(self._rows[first:unit].sum()), self._files.key(index)
         problems = Problems(self._files.where(index))
-        for num_rows, fields, bad in self._tables_of(index, unit - first, int(self._rows[unit])):
+        for num_rows, fields, bad in self._read_group(index, unit - first, int(self._rows[unit])):
             keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
             yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
             row += num_rows
         problems.raise_any()
 
-    def _tables_of(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
+    def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
         """Yield the batches of row group `group` of file `index`, with errors mapped."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
@@ -323,7 +323,7 @@ class ParquetSource:
                 with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
                     batch = next(batches, None)
             except CacheStreamError:
-                self._footers.forget(index)  # it may have been replaced
+                self._footers.drop(index)  # it may have been replaced
                 raise
             if batch is None:
                 return
@@ -369,9 +369,9 @@ class ParquetSource:
         if names is None:
             names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
         optional = self._defaults.values
-        names = tuple(name for name in names if name not in optional or _is_there(arrow, schema, name))
+        names = tuple(name for name in names if name not in optional or _has_column(arrow, schema, name))
         for name in names:
-            if not _is_there(arrow, schema, name):
+            if not _has_column(arrow, schema, name):
                 raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
         for field in doubled_fields(arrow, schema):  # pyarrow reads all columns that match a name
             if any(f"{field}.".startswith(f"{name}.") for name in names):
@@ -404,7 +404,7 @@ class ParquetSource:
 
         return Names(named())
 
-    def _look_at_all(self) -> tuple[IntArray, IntArray]:
+    def _read_footers(self) -> tuple[IntArray, IntArray]:
         """Read all footers. Return the cumulative number of units by file, and the number of rows by unit."""
 
         def look(index: int) -> list[int]:
@@ -412,7 +412,7 @@ class ParquetSource:
                 return self._footers.get(index).group_rows
 
         look(0)  # wrong options fail here, before all other files are asked
-        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+        with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             rows = list(pool.map(look, range(len(self._files))))
         ends = np.cumsum([len(one) for one in rows], dtype=np.int64)
         flat = np.array([count for one in rows for count in one], np.int64)
@@ -424,7 +424,7 @@ class ParquetSource:
         return f"<ParquetSource {self._files.shown}, {self.num_units:,} row groups, {self.num_rows:,} rows>"
 
 
-def _is_there(arrow: Any, schema: Any, name: str) -> bool:
+def _has_column(arrow: Any, schema: Any, name: str) -> bool:
     """Return whether `name` is a column of `schema`, or a member of a struct column ("column.member")."""
     if name in schema.names:
         return True

@@ -172,7 +172,7 @@ class TarSource:
             require_unpacker(self._files.key(index))
         self._sizes: dict[int, int] = {}
         self._per_visit = samples_per_visit
-        self._visits = self._plan(samples_per_visit) if samples_per_visit else 1
+        self._visits = self._plan_visits(samples_per_visit) if samples_per_visit else 1
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
         options = [f"decoders={self._decoders.identity}"] if decoders else []
@@ -191,10 +191,11 @@ class TarSource:
             return names
         files = len(names)
         return Names(
-            f"{names[index]}#{visit}/{visits}" for index, visit in map(self._place, range(files * visits))
+            f"{names[index]}#{visit}/{visits}"
+            for index, visit in map(self._tar_and_visit, range(files * visits))
         )
 
-    def _place(self, unit: int) -> tuple[int, int]:
+    def _tar_and_visit(self, unit: int) -> tuple[int, int]:
         """Return the tar of a unit, and the part of it to visit.
 
         Each round visits every tar once, and different parts of neighbouring tars.
@@ -235,10 +236,14 @@ class TarSource:
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the samples of a tar, or of one visit to it, in order. Raises as `Source.read`."""
         check_unit(self, unit, self.num_units)
-        index, visit = self._place(unit)
+        index, visit = self._tar_and_visit(unit)
         where, prefix = self._files.where(index), self._files.key(index)
         problems = Problems(where)
-        groups = self._whole(index, problems) if self._visits == 1 else self._part(index, visit, problems)
+        groups = (
+            self._read_whole(index, problems)
+            if self._visits == 1
+            else self._read_part(index, visit, problems)
+        )
         for group in groups:
             if group.problem:
                 problems.add(f"{where}#{group.shown_key}: {group.problem}")
@@ -251,19 +256,21 @@ class TarSource:
             yield f"{prefix}#{group.shown_key}", self._defaults.fill(sample)
         problems.raise_any()
 
-    def _whole(self, index: int, problems: Problems) -> Iterator[Group]:
+    def _read_whole(self, index: int, problems: Problems) -> Iterator[Group]:
         files = self._files
         with open_stream(files.remote, files.path(index), files.where(index)) as stream:
             yield from read_groups(unpacked(stream), problems)
 
-    def _part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
+    def _read_part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
         size_bytes = self._size(index)
         begin, end = (size_bytes * i // self._visits // BLOCK * BLOCK for i in (visit, visit + 1))
         files, where = self._files, self._files.where(index)
         start = max(0, begin - LOOK_BACK_BYTES)
-        with open_stream(files.remote, files.path(index), where, start, self._likely(begin, end)) as stream:
+        with open_stream(
+            files.remote, files.path(index), where, start, self._likely_end(begin, end)
+        ) as stream:
             if begin == 0 and unpacked(stream) is not stream:
-                raise self._packed(where)
+                raise self._packed_error(where)
             if begin == 0 or seek_member(stream, begin, end):
                 last = visit == self._visits - 1
                 part = Part(begin, None if last else end)
@@ -272,7 +279,7 @@ class TarSource:
                 self._sizes.pop(index, None)
                 raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")
 
-    def _likely(self, begin: int, end: int) -> int:
+    def _likely_end(self, begin: int, end: int) -> int:
         """Estimate where a visit to `begin:end` stops reading: at the end of its last sample."""
         if not self._per_visit:
             return end + 2 * BLOCK
@@ -285,19 +292,19 @@ class TarSource:
             size_bytes = self._sizes[index] = size_of(files.remote, files.path(index), files.where(index))
         return size_bytes
 
-    def _packed(self, where: str) -> ConfigError:
+    def _packed_error(self, where: str) -> ConfigError:
         return ConfigError(f"{where}: a packed tar can only be read from its begin; give samples_per_visit=0")
 
-    def _plan(self, samples_per_visit: int) -> int:
+    def _plan_visits(self, samples_per_visit: int) -> int:
         """Return the number of visits to each tar, estimated from the first samples of the first tar."""
         files = self._files
         for index in range(len(files)):
             if files.key(index).lower().endswith(tuple(ENDINGS)):
-                raise self._packed(files.where(index))
+                raise self._packed_error(files.where(index))
         where, size_bytes = files.where(0), self._size(0)
         with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES[0][1]) as stream:
             if unpacked(stream) is not stream:
-                raise self._packed(where)
+                raise self._packed_error(where)
             problems = Problems(where)
             count, used_bytes = 0, 1
             for _ in read_groups(stream, problems):

@@ -126,7 +126,7 @@ def find_header(data: bytes, start: int) -> int | None:
     return None
 
 
-def begin_of_member(data: bytes, header: int) -> int:
+def first_extended_header(data: bytes, header: int) -> int:
     """Return the offset of the first extended header that belongs to the header at `header`, or `header`."""
     begin = header
     for offset in range(header - BLOCK, -1, -BLOCK):
@@ -158,26 +158,26 @@ class TarReader:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._global: dict[str, bytes] = {}
-        self._left = 0  # bytes of this member's data not read yet
+        self._unread_bytes = 0  # bytes of this member's data not read yet
         self._padding = 0
-        self._begun = False
-        self.is_unmarked = False  # the archive ended after a member, without the end mark
+        self._seen_member = False
+        self.lacks_end_mark = False  # the archive ended after a member, without the end mark
 
     def next(self) -> Member | None:
         """Return the next member, or None at the mark that ends the archive.
 
         Some archivers write no mark: the end of the file after a complete member counts as one, too
-        (`is_unmarked`). Raises TruncatedTarError if the file ends elsewhere, TarError if there is no header.
+        (`lacks_end_mark`). Raises TruncatedTarError if the file ends elsewhere, TarError for a bad header.
         """
-        self._skip(self._left + self._padding)
-        self._left = self._padding = 0
+        self._skip(self._unread_bytes + self._padding)
+        self._unread_bytes = self._padding = 0
         extended: dict[str, bytes] = {}
-        is_boundary = self._begun
+        is_boundary = self._seen_member
         while True:
             offset = self._stream.position
             block = self._stream.read(BLOCK)
             if not block and is_boundary and self._stream.is_whole:
-                self.is_unmarked = True
+                self.lacks_end_mark = True
                 return None
             is_boundary = False
             if len(block) < BLOCK:
@@ -186,7 +186,7 @@ class TarReader:
             if header is None:
                 return None
             if header.kind not in _EXTENSIONS:
-                self._begun = True
+                self._seen_member = True
                 return self._member(header, {**self._global, **extended}, bytes(block), offset)
             data = self._extension(header)
             if header.kind in b"xX":
@@ -224,17 +224,17 @@ class TarReader:
             problem = "sparse"
         folder = header.kind == 0 and name.endswith(b"/")  # in archives of before 1988
         if header.kind not in _WITHOUT_DATA and not folder:
-            self._left, self._padding = size_bytes, _padded(size_bytes) - size_bytes
+            self._unread_bytes, self._padding = size_bytes, _padded(size_bytes) - size_bytes
         text = name.decode("utf-8", "surrogateescape")
-        return Member(text, self._left, offset, is_file, header.is_ustar, problem)
+        return Member(text, self._unread_bytes, offset, is_file, header.is_ustar, problem)
 
     def data(self) -> memoryview:
         """Return the data of the member that `next` returned, writable. Raises TruncatedTarError."""
         total = self._stream.size_bytes
-        if total is None or self._stream.position + self._left <= total:
-            data = self._stream.read(self._left)
-            if len(data) == self._left:
-                self._left = 0
+        if total is None or self._stream.position + self._unread_bytes <= total:
+            data = self._stream.read(self._unread_bytes)
+            if len(data) == self._unread_bytes:
+                self._unread_bytes = 0
                 return data
         raise TruncatedTarError(f"truncated: it ends after {total or self._stream.position:,} bytes")
 
@@ -313,30 +313,30 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
     """
     reader = TarReader(stream)
     end = None if part is None else part.end
-    others = part is not None and part.begin > 0  # the first sample belongs to the previous part
+    skip_first = part is not None and part.begin > 0  # the first sample belongs to the previous part
     group: Group | None = None
-    usual: frozenset[str] = frozenset()  # the extensions of the sample before
+    previous_extensions: frozenset[str] = frozenset()  # the extensions of the sample before
     is_last = False
     try:
-        for member, key, extension in _files(reader, stream, part):
+        for member, key, extension in _sample_files(reader, stream, part):
             if group is None or group.key != key:
                 if group is not None:
-                    if not others:
+                    if not skip_first:
                         yield group
-                    others = False
-                    usual = frozenset(group.files)
+                    skip_first = False
+                    previous_extensions = frozenset(group.files)
                 if is_last:
                     return
                 group = Group(key)
             is_last = is_last or (end is not None and member.offset >= end)
-            if not others:
-                _add(group, extension, member, reader, stream)
+            if not skip_first:
+                _read_file(group, extension, member, reader, stream)
     except (TarError, SampleError) as error:
         problems.add(str(error))
         return
-    if group is None or others:
+    if group is None or skip_first:
         return
-    if reader.is_unmarked and not group.problem and not usual <= group.files.keys():
+    if reader.lacks_end_mark and not group.problem and not previous_extensions <= group.files.keys():
         problems.add(
             f"#{group.shown_key}: truncated: it ends after {stream.position:,} bytes, without the end mark"
         )
@@ -344,7 +344,7 @@ def read_groups(stream: Stream, problems: Problems, part: Part | None = None) ->
         yield group
 
 
-def _files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:
+def _sample_files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:
     """Yield the members that are files of samples, each with its sample's key and its extension."""
     while (member := reader.next()) is not None:
         if part is not None and not member.is_ustar:
@@ -356,7 +356,7 @@ def _files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tup
         raise TarError("it holds a tar itself, and cannot be read in parts; give samples_per_visit=0")
 
 
-def _add(group: Group, extension: str, member: Member, reader: TarReader, stream: Stream) -> None:
+def _read_file(group: Group, extension: str, member: Member, reader: TarReader, stream: Stream) -> None:
     """Read a file into its group, or record why the group cannot be used."""
     problem = member.problem and f"its .{extension} is a {member.problem} file"
     problem = name_problem(member.name) or problem
@@ -391,7 +391,7 @@ def seek_member(stream: Stream, begin: int, end: int) -> bool:
         window += bytes(more)
         found = find_header(window, scanned - origin)
         if found is not None:
-            member = begin_of_member(window[: found + BLOCK], found)
+            member = first_extended_header(window[: found + BLOCK], found)
             stream.push_back(memoryview(bytearray(window[member:])))
             return origin + found < end
         scanned = origin + len(window) // BLOCK * BLOCK

@@ -70,7 +70,7 @@ def decode_varints(packed: bytes, ends: npt.NDArray[np.int64] | None = None) -> 
     if packed[-1] >= 0x80:
         raise ValueError("malformed: a number is cut off")
     if len(packed) <= _FEW:
-        return _few(packed)
+        return _decode_few(packed)
     data = np.frombuffer(packed, np.uint8)
     ends = last_bytes(packed) if ends is None else ends
     if len(ends) == len(data):  # one byte each
@@ -84,12 +84,12 @@ def decode_varints(packed: bytes, ends: npt.NDArray[np.int64] | None = None) -> 
         begins, stops = starts[: len(out)], ends[first : first + len(out)]
         begins[0] = 0
         np.subtract(stops[:-1], base - 1, out=begins[1:])
-        if not _words(padded, base, begins, out):
-            _long(data[base:], begins, stops - base, out)
+        if not _decode_words(padded, base, begins, out):
+            _decode_long(data[base:], begins, stops - base, out)
     return found
 
 
-def _few(packed: bytes) -> npt.NDArray[np.int64]:
+def _decode_few(packed: bytes) -> npt.NDArray[np.int64]:
     found, at = [], 0
     while at < len(packed):
         value, at = one_varint(packed, at)
@@ -98,7 +98,9 @@ def _few(packed: bytes) -> npt.NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
-def _words(padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> bool:
+def _decode_words(
+    padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDArray[np.int64]
+) -> bool:
     """Decode the numbers at `base + starts`, each from one word of 4 or 8 bytes; False if one is longer.
 
     The steps are SWAR ("SIMD within a register"): the bytes after a number are masked away, and its groups of
@@ -128,7 +130,7 @@ def _words(padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDA
     return False
 
 
-def _long(
+def _decode_long(
     data: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
@@ -167,7 +169,7 @@ def parse_example(data: bytes) -> dict[str, Feature]:
             raise ValueError("no tf.train.Example")
         for inner, entry_kind, first, last in _fields(data, start, stop):
             if inner == 1 and entry_kind == _BYTES:
-                name, feature = _entry(data, first, last)
+                name, feature = _parse_entry(data, first, last)
                 if feature is not None:
                     features[name] = feature
     return features
@@ -180,23 +182,27 @@ def layout_of(data: bytes) -> list[tuple[str, int]] | None:
     packed list of numbers nor a single string of bytes.
     """
     try:
-        features = _only(data, 0, len(data), 1)
+        features = _only_field(data, 0, len(data), 1)
         found: dict[str, int] = {}
         for number, kind, start, stop in _fields(data, *features):
             (name_at, value_at) = [(first, last) for _, _, first, last in _fields(data, start, stop)]
-            ((which, _, first, last),) = _fields(data, *value_at)
-            _only(data, first, last, 1)
+            ((list_kind, _, first, last),) = _fields(data, *value_at)
+            _only_field(data, first, last, 1)
             name = data[slice(*name_at)].decode()
             tags = number, kind, data[start], data[name_at[1]], data[value_at[0]]
-            if name in found or which not in _LISTS or tags != (1, _BYTES, 0x0A, 0x12, which << 3 | _BYTES):
+            if (
+                name in found
+                or list_kind not in _LISTS
+                or tags != (1, _BYTES, 0x0A, 0x12, list_kind << 3 | _BYTES)
+            ):
                 return None
-            found[name] = which
+            found[name] = list_kind
     except (ValueError, IndexError):
         return None
     return list(found.items()) or None
 
 
-def _only(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
+def _only_field(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
     """Return the range of the only field of a message. Raises ValueError unless its number is `wanted`."""
     ((number, kind, first, last),) = _fields(data, start, stop)
     if (number, kind) != (wanted, _BYTES):
@@ -204,16 +210,16 @@ def _only(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
     return first, last
 
 
-def _entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
+def _parse_entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
     """Parse one entry of the map of features."""
     name, feature = "", None
     for number, kind, first, last in _fields(data, start, stop):
         if kind == _BYTES and number == 1:
             name = data[first:last].decode()
         elif kind == _BYTES and number == 2:
-            for which, inner, begin, end in _fields(data, first, last):
-                if inner == _BYTES and which in _LISTS:
-                    feature = _LISTS[which](data, begin, end)
+            for list_kind, inner, begin, end in _fields(data, first, last):
+                if inner == _BYTES and list_kind in _LISTS:
+                    feature = _LISTS[list_kind](data, begin, end)
     return name, feature
 
 
@@ -278,10 +284,10 @@ def _int64_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
 _LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}
 
 
-_ORDERS: Final = 4  # different orders of the features in one batch, at most: maps have no order
-_LENGTH_BYTES: Final = 5
+_MAX_ORDERS: Final = 4  # different orders of the features in one batch, at most: maps have no order
+_MAX_LENGTH_BYTES: Final = 5
 _FLOATS, _INTEGERS = 2, 3
-_Places = npt.NDArray[np.int64]
+_Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,7 +299,7 @@ class FeatureColumn:
     """
 
     values: npt.NDArray[Any] | list[bytes]
-    ends: _Places | None
+    ends: _Positions | None
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -328,22 +334,22 @@ def parse_examples(
     them, or reports the error.
     """
     first, last = np.array(starts, np.int64), np.array(stops, np.int64)
-    spans: dict[tuple[str, int], tuple[_Places, _Places]] = {}
-    left: _Places = np.arange(len(first))
-    for _ in range(_ORDERS):
+    spans: dict[tuple[str, int], tuple[_Positions, _Positions]] = {}
+    left: _Positions = np.arange(len(first))
+    for _ in range(_MAX_ORDERS):
         one = int(left[0])
         layout = layout_of(data[starts[one] : stops[one]])
         if layout is None:
             return None
-        fits, found = _side_by_side(data, first[left], last[left], layout)
+        matches, found = _match_layout(data, first[left], last[left], layout)
         if not spans:
             spans = {feature: (np.empty_like(first), np.empty_like(first)) for feature in layout}
-        if spans.keys() != set(layout) or not fits[0]:
+        if spans.keys() != set(layout) or not matches[0]:
             return None
         for feature, ends in zip(layout, found, strict=True):
             for whole, part in zip(spans[feature], ends, strict=True):
-                whole[left[fits]] = part[fits]
-        left = left[~fits]
+                whole[left[matches]] = part[matches]
+        left = left[~matches]
         if not len(left):
             return _columns(data, spans)
     return None
@@ -356,25 +362,25 @@ def rows_of(columns: Mapping[str, FeatureColumn]) -> Iterator[dict[str, Feature]
 
 
 def _columns(
-    data: bytes, spans: dict[tuple[str, int], tuple[_Places, _Places]]
+    data: bytes, spans: dict[tuple[str, int], tuple[_Positions, _Positions]]
 ) -> dict[str, FeatureColumn] | None:
     found = {}
-    for (name, which), (begins, ends) in spans.items():
+    for (name, list_kind), (begins, ends) in spans.items():
         parts = [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        if which not in (_FLOATS, _INTEGERS):
+        if list_kind not in (_FLOATS, _INTEGERS):
             found[name] = FeatureColumn(parts, None)
             continue
-        column = _numbers(b"".join(parts), ends - begins, which)
+        column = _numbers(b"".join(parts), ends - begins, list_kind)
         if column is None:
             return None
         found[name] = column
     return found
 
 
-def _numbers(packed: bytes, nbytes: _Places, which: int) -> FeatureColumn | None:
+def _numbers(packed: bytes, nbytes: _Positions, list_kind: int) -> FeatureColumn | None:
     """Decode the numbers in `packed`, `nbytes[i]` bytes for example i; None if one is truncated."""
     ends = np.cumsum(nbytes)
-    if which == _FLOATS:
+    if list_kind == _FLOATS:
         return None if (nbytes % 4).any() else FeatureColumn(np.frombuffer(packed, "<f4"), ends // 4)
     stops = last_bytes(packed)
     count_ends = np.searchsorted(stops, ends)
@@ -387,38 +393,38 @@ def _numbers(packed: bytes, nbytes: _Places, which: int) -> FeatureColumn | None
         return None
 
 
-def _side_by_side(
-    data: bytes, starts: _Places, stops: _Places, layout: Sequence[tuple[str, int]]
-) -> tuple[npt.NDArray[np.bool_], list[tuple[_Places, _Places]]]:
+def _match_layout(
+    data: bytes, starts: _Positions, stops: _Positions, layout: Sequence[tuple[str, int]]
+) -> tuple[npt.NDArray[np.bool_], list[tuple[_Positions, _Positions]]]:
     """Match the examples against `layout`, all in step.
 
     Returns a mask of the examples that have these features in this order, and for each feature the ranges of
     its values.
     """
-    at = _Cursors(data, starts)
-    at.expect(b"\x0a")  # Example.features
-    end = at.length() + at.places
-    at.fits &= end == stops
+    cursors = _Cursors(data, starts)
+    cursors.expect(b"\x0a")  # Example.features
+    end = cursors.length() + cursors.positions
+    cursors.matches &= end == stops
     found = []
-    for number, (name, which) in enumerate(layout):
+    for number, (name, list_kind) in enumerate(layout):
         encoded = name.encode()
-        at.expect(b"\x0a")  # Features.feature: an entry of the map
-        entry_end = at.length() + at.places
-        at.expect(b"\x0a" + _length(len(encoded)) + encoded + b"\x12")  # key, value
-        ends = [at.length() + at.places]
-        for tag in (which << 3 | 2, 0x0A):  # the kind of list, the list's values
-            at.expect(bytes([tag]))
-            ends.append(at.length() + at.places)
+        cursors.expect(b"\x0a")  # Features.feature: an entry of the map
+        entry_end = cursors.length() + cursors.positions
+        cursors.expect(b"\x0a" + _encode_length(len(encoded)) + encoded + b"\x12")  # key, value
+        ends = [cursors.length() + cursors.positions]
+        for tag in (list_kind << 3 | 2, 0x0A):  # the kind of list, the list's values
+            cursors.expect(bytes([tag]))
+            ends.append(cursors.length() + cursors.positions)
         for inner in ends:
-            at.fits &= inner == entry_end
-        found.append((at.places, entry_end))
-        at.places = entry_end
+            cursors.matches &= inner == entry_end
+        found.append((cursors.positions, entry_end))
+        cursors.positions = entry_end
         if number == len(layout) - 1:
-            at.fits &= entry_end == end
-    return at.fits, found
+            cursors.matches &= entry_end == end
+    return cursors.matches, found
 
 
-def _length(value: int) -> bytes:
+def _encode_length(value: int) -> bytes:
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)
@@ -427,35 +433,35 @@ def _length(value: int) -> bytes:
 
 
 class _Cursors:
-    """Positions in `data` that advance in step; `fits` is True for those that have matched so far."""
+    """Positions in `data` that advance in step; `matches` is True for those that have matched so far."""
 
-    def __init__(self, data: bytes, places: _Places) -> None:
+    def __init__(self, data: bytes, positions: _Positions) -> None:
         self._data = np.frombuffer(data, np.uint8)
-        self.places = places
-        self.fits = np.ones(len(places), np.bool_)
+        self.positions = positions
+        self.matches = np.ones(len(positions), np.bool_)
 
     def expect(self, pattern: bytes) -> None:
         """Advance past `pattern`; positions without it no longer fit."""
         if len(pattern) > len(self._data):
-            self.fits[:] = False
+            self.matches[:] = False
         elif len(pattern) == 1:
-            self.fits &= self._data.take(self.places, mode="clip") == pattern[0]
+            self.matches &= self._data.take(self.positions, mode="clip") == pattern[0]
         else:
             every = np.lib.stride_tricks.sliding_window_view(self._data, len(pattern))
-            windows = every[np.minimum(self.places, len(every) - 1)]
-            self.fits &= (windows == np.frombuffer(pattern, np.uint8)).all(axis=1)
-        self.places = self.places + len(pattern)
+            windows = every[np.minimum(self.positions, len(every) - 1)]
+            self.matches &= (windows == np.frombuffer(pattern, np.uint8)).all(axis=1)
+        self.positions = self.positions + len(pattern)
 
-    def length(self) -> _Places:
+    def length(self) -> _Positions:
         """Advance past a length of at most five bytes, and return it."""
-        value = np.zeros(len(self.places), np.int64)
-        more = np.ones(len(self.places), np.bool_)
-        for place in range(_LENGTH_BYTES):
-            byte = self._data.take(self.places, mode="clip")
+        value = np.zeros(len(self.positions), np.int64)
+        more = np.ones(len(self.positions), np.bool_)
+        for place in range(_MAX_LENGTH_BYTES):
+            byte = self._data.take(self.positions, mode="clip")
             value |= np.where(more, byte & 0x7F, 0).astype(np.int64) << 7 * place
-            self.places = self.places + more
+            self.positions = self.positions + more
             more &= byte >= 0x80
             if not more.any():
                 return value
-        self.fits &= ~more
+        self.matches &= ~more
         return value

@@ -68,16 +68,16 @@ def read_records(stream: Stream, checksum: Checksum | None, problems: Problems) 
     number = 0
     while True:
         piece = stream.take()
-        ends = _ends(piece)
+        ends = _record_ends(piece)
         together = len(ends) > 1 and ends[-1] <= SMALL_BYTES * len(ends)
         if together:
-            whole = yield from _together(number, piece, ends, checksum, problems)
+            whole = yield from _read_together(number, piece, ends, checksum, problems)
             number += whole
             piece = piece[ends[whole - 1] if whole else 0 :]
         stream.push_back(piece)
         # Also read the record that the piece ends in, or whose length is damaged.
         for _ in range(1 if together else len(ends) + 1):
-            record = _next(stream, number, checksum, problems)
+            record = _read_record(stream, number, checksum, problems)
             if record is None:
                 return
             if len(record):
@@ -85,7 +85,7 @@ def read_records(stream: Stream, checksum: Checksum | None, problems: Problems) 
             number += 1
 
 
-def _ends(piece: memoryview) -> list[int]:
+def _record_ends(piece: memoryview) -> list[int]:
     """Return the end of each record that is complete in `piece`."""
     ends: list[int] = []
     at, most = 0, min(len(piece), TOGETHER_BYTES)
@@ -98,7 +98,7 @@ def _ends(piece: memoryview) -> list[int]:
     return ends
 
 
-def _together(
+def _read_together(
     number: int, piece: memoryview, ends: list[int], checksum: Checksum | None, problems: Problems
 ) -> Generator[Records, None, int]:
     """Yield the undamaged records of `piece`, which end at `ends`.
@@ -110,12 +110,12 @@ def _together(
     starts, stops = [head + HEAD_BYTES for head in heads], [end - _TAIL_BYTES for end in ends]
     whole, damaged = len(ends), []
     if checksum is not None:
-        lengths = _fit(
+        lengths = _crcs_match(
             data, [checksum(data[head : head + 8]) for head in heads], [head + 8 for head in heads]
         )
         whole = whole if lengths.all() else int(lengths.argmin())
         contents = [checksum(data[start:stop]) for start, stop in zip(starts, stops, strict=True)]
-        damaged = np.flatnonzero(~_fit(data, contents, stops)[:whole]).tolist()
+        damaged = np.flatnonzero(~_crcs_match(data, contents, stops)[:whole]).tolist()
     first = 0
     for bad in [*damaged, whole]:
         if bad > first:
@@ -126,7 +126,7 @@ def _together(
     return whole
 
 
-def _fit(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool_]:
+def _crcs_match(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool_]:
     """Return for each of `crcs` whether it matches the masked checksum stored at its place in `data`."""
     every = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), 4)
     stored = every[places].view("<u4").reshape(-1)
@@ -134,7 +134,9 @@ def _fit(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool
     return fits
 
 
-def _next(stream: Stream, number: int, checksum: Checksum | None, problems: Problems) -> Records | None:
+def _read_record(
+    stream: Stream, number: int, checksum: Checksum | None, problems: Problems
+) -> Records | None:
     """Read the next record; empty Records if it is damaged, None at the end of the readable data."""
     head = bytes(stream.read(HEAD_BYTES))
     if not head:
@@ -225,14 +227,14 @@ def as_kind(name: str, feature: Feature, kind: Any, images: ImageOptions = AS_TH
     if kind == "texts":
         return as_texts(name, feature)
     if kind == "scalar":
-        return _one(name, feature)
+        return _single(name, feature)
     if kind == "array" or isinstance(kind, tuple):
         if not isinstance(feature, np.ndarray):
             raise SampleError(f"feature '{name}' holds bytes, no numbers")
         return feature if kind == "array" else _reshaped(name, feature, kind)
     if isinstance(feature, np.ndarray):
         raise SampleError(f"feature '{name}' holds numbers, no bytes")
-    data: bytes = _one(name, feature)
+    data: bytes = _single(name, feature)
     if kind == "image":
         return _image(name, data, images)
     if kind == "str":
@@ -247,7 +249,7 @@ def _image(name: str, data: bytes, images: ImageOptions) -> Any:
     return decode_with(partial(decode_image, options=images), data, "image", f"feature '{name}'")
 
 
-def _one(name: str, feature: Any) -> Any:
+def _single(name: str, feature: Any) -> Any:
     if len(feature) != 1:
         raise SampleError(f"feature '{name}' holds {len(feature)} values, not one")
     return feature[0]
@@ -273,7 +275,7 @@ def as_texts(name: str, feature: Feature) -> str:
         ) from error
 
 
-def as_it_is(name: str, feature: Feature, decode_images: bool, images: ImageOptions = AS_THEY_ARE) -> Any:
+def as_inferred(name: str, feature: Feature, decode_images: bool, images: ImageOptions = AS_THEY_ARE) -> Any:
     """Convert a feature that the user gave no kind for."""
     if isinstance(feature, np.ndarray):
         return feature[0] if len(feature) == 1 else feature
@@ -290,7 +292,7 @@ Column = npt.NDArray[Any] | list[str] | list[bytes]
 def columns_of(
     found: Mapping[str, FeatureColumn], kinds: Mapping[str, Kind] | None, *, decode_images: bool
 ) -> dict[str, Column] | None:
-    """Convert the features of many examples as `as_kind` does, or `as_it_is` if `kinds` is None.
+    """Convert the features of many examples as `as_kind` does, or `as_inferred` if `kinds` is None.
 
     None if the examples differ in shape, hold images, or cannot all be used: the caller then converts them
     one by one.
@@ -454,7 +456,7 @@ class TFRecordSource:
             if not found and not self._defaults.values:
                 raise ValueError("it has no features")
             return {
-                name: as_it_is(name, feature, self._decode_images, self._images)
+                name: as_inferred(name, feature, self._decode_images, self._images)
                 for name, feature in found.items()
             }
         sample = {}

@@ -73,8 +73,8 @@ class WindowGrid:
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of positions along each axis."""
-        rooms = zip(self.lengths, self.sizes, self.strides, strict=True)
-        return tuple(max(0, -(-(length - size) // stride) + 1) for length, size, stride in rooms)
+        axes = zip(self.lengths, self.sizes, self.strides, strict=True)
+        return tuple(max(0, -(-(length - size) // stride) + 1) for length, size, stride in axes)
 
     @property
     def count(self) -> int:
@@ -96,15 +96,15 @@ class WindowGrid:
         """Return `start` moved by the jitter."""
         if not any(self.jitter):
             return start
-        rooms = zip(start, self.jitter, self.lengths, self.sizes, strict=True)
+        axes = zip(start, self.jitter, self.lengths, self.sizes, strict=True)
         return tuple(
             min(max(one + int(rng.integers(-most, most + 1)), 0), length - size)
-            for one, most, length, size in rooms
+            for one, most, length, size in axes
         )
 
     def _start(self, index: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
-        rooms = zip(index, self.strides, self.lengths, self.sizes, strict=True)
-        return tuple(min(one * stride, length - size) for one, stride, length, size in rooms)
+        axes = zip(index, self.strides, self.lengths, self.sizes, strict=True)
+        return tuple(min(one * stride, length - size) for one, stride, length, size in axes)
 
 
 @dataclass(frozen=True, slots=True)

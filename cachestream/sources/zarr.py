@@ -30,7 +30,7 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
 
 T = TypeVar("T")
-LIFE_S: Final = 0.5
+SIGN_OF_LIFE_S: Final = 0.5
 MAX_CHUNK_BYTES: Final = 4 << 30
 MAX_METADATA_BYTES: Final = 16 << 20
 
@@ -67,11 +67,11 @@ class _Loop:
         self._loop.set_default_executor(_Inline(1))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run `coroutine` to its end, with a sign of life every LIFE_S. Requests have their own deadlines."""
+        """Run `coroutine` to its end, with regular signs of life. Requests have their own deadlines."""
         task = self._loop.create_task(coroutine)
         try:
             while not task.done():
-                self._loop.run_until_complete(asyncio.wait({task}, timeout=LIFE_S))
+                self._loop.run_until_complete(asyncio.wait({task}, timeout=SIGN_OF_LIFE_S))
                 metering.fetched(0)
         finally:
             if not task.done():
@@ -97,7 +97,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 # --- the store ---------------------------------------------------------------------------------
 
 
-class _Came(threading.local):
+class _FetchCount(threading.local):
     """The number of objects that this thread has fetched for its window."""
 
     count: int = 0
@@ -112,7 +112,7 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
     def __init__(self, remote: Remote, shown: str, max_bytes: int) -> None:
         super().__init__(asynchronous=True)
         self._remote, self._shown, self._max_bytes = remote, shown, max_bytes
-        self.came = _Came()
+        self.fetched = _FetchCount()
 
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
@@ -137,7 +137,7 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
                 raise
         if len(data) > self._max_bytes:
             raise SampleError(f"{self._shown}: a chunk of {len(data)} bytes, {self._max_bytes} at most")
-        self.came.count += 1
+        self.fetched.count += 1
         return data
 
     async def _info(self, path: str, **options: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class ZarrArray:
     def __init__(self, remote: Remote, path: str, shown: str) -> None:
         zarr_library()
         self._remote, self._path, self.shown = remote, path.rstrip("/"), shown
-        self._metadata = self._look()
+        self._metadata = self._read_metadata()
         with self._malformed("its metadata make no array"):
             self._max_bytes = 2 * _chunk_bytes(self._metadata) + MAX_METADATA_BYTES
             array, _ = self._opened = self._open()
@@ -176,13 +176,13 @@ class ZarrArray:
         """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
         array, files = self._opened
         window = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
-        files.came.count = 0
+        files.fetched.count = 0
         with self._malformed("a chunk cannot be decoded"):
             found = np.asarray(_run(array.getitem(window)))
         if found.shape != tuple(size):
             raise SampleError(f"{self.shown}: a window of {found.shape} came, not {tuple(size)}")
-        if not files.came.count:
-            self._look()  # no chunk exists: raise if the array is gone, instead of returning fill values
+        if not files.fetched.count:
+            self._read_metadata()  # no chunk exists: raise if the array is gone, too
         return np.ascontiguousarray(found, self.dtype.newbyteorder("="))
 
     def _open(self) -> tuple[Any, _Files]:
@@ -201,13 +201,13 @@ class ZarrArray:
             reason = f"{type(error).__name__}: {error}"[:300]
             raise SampleError(f"{self.shown}: {what}: {reason}") from error
 
-    def _look(self) -> dict[str, Any]:
+    def _read_metadata(self) -> dict[str, Any]:
         """Read the metadata document of the array. Raises SourceError if there is none."""
         for name in ("zarr.json", ".zarray"):
             document = self._document(name)
             if document is not None and document.get("node_type") != "group":
                 return document
-        raise SourceError(f"{self.shown}: {self._what_is_there()}")
+        raise SourceError(f"{self.shown}: {self._describe_path()}")
 
     def _document(self, name: str) -> dict[str, Any] | None:
         path = f"{self._path}/{name}"
@@ -224,7 +224,7 @@ class ZarrArray:
                 raise TypeError(f"a {type(found).__name__}")
         return found
 
-    def _what_is_there(self) -> str:
+    def _describe_path(self) -> str:
         """Describe a path that holds no array: nothing, or a group with the names of its arrays."""
         group = self._document("zarr.json") or self._document(".zgroup")
         if group is None:

@@ -262,7 +262,7 @@ def test_arrays_of_a_dict_are_read_at_one_place(pairs: Path) -> None:
 )
 def test_weights_say_how_often_an_array_is_drawn(pairs: Path, weights: Any, shares: list[float]) -> None:
     source = ArraySource(f"{pairs}/mask*.zarr", window=(64, 32), weights=weights)
-    drawn = [source._place(unit, rng(unit))[0] for unit in range(2000)]
+    drawn = [source._locate_window(unit, rng(unit))[0] for unit in range(2000)]
     np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 2000, shares, atol=0.04)
 
 

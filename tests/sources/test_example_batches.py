@@ -16,7 +16,7 @@ from cachestream.errors import SampleError
 from cachestream.sources import tf_example
 from cachestream.sources.base import Rows
 from cachestream.sources.tf_example import Feature, decode_varints, parse_example, parse_examples, rows_of
-from cachestream.sources.tfrecord import TFRecordSource, as_it_is
+from cachestream.sources.tfrecord import TFRecordSource, as_inferred
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")
 
@@ -226,7 +226,7 @@ def read(source: TFRecordSource) -> tuple[list[Rows], list[tuple[str, dict[str, 
 def expect_samples(samples: Sequence[tuple[str, dict[str, Any]]], records: dict[int, bytes]) -> None:
     assert [key for key, _ in samples] == [f"a.tfrecord#{number}" for number in records]
     for (_, sample), record in zip(samples, records.values(), strict=True):
-        expected = {name: as_it_is(name, one, True) for name, one in parse_example(record).items()}
+        expected = {name: as_inferred(name, one, True) for name, one in parse_example(record).items()}
         assert sample.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(sample[name], value)

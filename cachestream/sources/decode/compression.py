@@ -84,7 +84,7 @@ def unpacked(stream: Stream) -> Stream:
     return stream
 
 
-def _make(kind: str) -> _Unpacker:
+def _make_unpacker(kind: str) -> _Unpacker:
     if kind in ("gzip", "zlib"):
         return _Gzip(31 if kind == "gzip" else zlib.MAX_WBITS)
     if kind == "bzip2":
@@ -99,7 +99,7 @@ class UnpackedStream(Stream):
         super().__init__(inner.where)
         self._inner = inner
         self._kind = kind
-        self._unpacker = _make(kind)
+        self._unpacker = _make_unpacker(kind)
 
     @property
     def is_whole(self) -> bool:
@@ -115,7 +115,7 @@ class UnpackedStream(Stream):
                 data = unpacker.unused_data or bytes(self._inner.read(_INPUT_BYTES))
                 if not data.strip(b"\0"):
                     return memoryview(b"")
-                self._unpacker = unpacker = _make(self._kind)
+                self._unpacker = unpacker = _make_unpacker(self._kind)
             elif unpacker.needs_input:
                 data = bytes(self._inner.read(_INPUT_BYTES))
                 if not data:

@@ -105,7 +105,7 @@ _TRANSPOSE: Final[dict[int, Image.Transpose]] = {
 }
 
 
-def _checked(name: str, size: Any) -> Size | None:
+def _check_size(name: str, size: Any) -> Size | None:
     """Return `size` as an int or a tuple of two. Raises ConfigError unless it is None or above 0."""
     if size is None:
         return None
@@ -135,8 +135,8 @@ class ImageOptions:
     crop: Size | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "resize", _checked("resize", self.resize))
-        object.__setattr__(self, "crop", _checked("crop", self.crop))
+        object.__setattr__(self, "resize", _check_size("resize", self.resize))
+        object.__setattr__(self, "crop", _check_size("crop", self.crop))
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -204,16 +204,16 @@ def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
         _check_pixels(*size)
         size = size if orientation < 5 else size[::-1]  # as the image is stored
         if image.format not in JPEG_FORMATS:
-            return _finished(_to_rgb(image), (width, height), size, orientation, options)
+            return _finish(_to_rgb(image), (width, height), size, orientation, options)
         check_scans(image, data)
-        scale = 1 if size == (width, height) else _scale((width, height), size)
+        scale = 1 if size == (width, height) else _jpeg_scale((width, height), size)
         found = decode_turbo(data, image, scale)
         if found is not None and scale == 1 and size == (width, height) and orientation == 1:
             return np.ascontiguousarray(options.cropped(found.transpose(2, 0, 1)))
         if found is None:
             image.draft(None, (width // scale, height // scale))
         rgb = _to_rgb(image) if found is None else Image.fromarray(found)
-        return _finished(rgb, (width / scale, height / scale), size, orientation, options)
+        return _finish(rgb, (width / scale, height / scale), size, orientation, options)
 
 
 def decode_raw_image(
@@ -225,7 +225,7 @@ def decode_raw_image(
     _check_pixels(*size)
     target = options.resized(*size)
     _check_pixels(*target)
-    return _finished(_to_rgb(Image.frombytes(mode, size, data)), size, target, 1, options)
+    return _finish(_to_rgb(Image.frombytes(mode, size, data)), size, target, 1, options)
 
 
 # --- steps -------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _orientation(image: Image.Image) -> int:
     return found if found in _TRANSPOSE else 1
 
 
-def _scale(have: tuple[int, int], want: tuple[int, int]) -> int:
+def _jpeg_scale(have: tuple[int, int], want: tuple[int, int]) -> int:
     """Return the scale, 1, 2, 4 or 8, by which a JPEG of size `have` is reduced in decoding for `want`."""
     most = min(one // (REDUCING_GAP * other) for one, other in zip(have, want, strict=True))
     return next((scale for scale in (8, 4, 2) if scale <= most), 1)
@@ -286,7 +286,7 @@ def _planes(rgb: Image.Image) -> Pixels:
     return pixels
 
 
-def _finished(
+def _finish(
     rgb: Image.Image,
     extent: tuple[float, float],
     size: tuple[int, int],
