@@ -1,4 +1,4 @@
-"""TarSource: what webdataset's library writes is read as that library reads it; whole and in visits."""
+"""TarSource against the webdataset library, on whole tars and in visits."""
 
 from __future__ import annotations
 
