@@ -24,6 +24,11 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 Window = int | Sequence[int | None]
+Urls = Url | Sequence[Url]
+
+ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
+OPENED_AT_ONCE: Final = 16
+_OWN_FIELDS: Final = ("start", "index")
 
 _STORABLE: Final = frozenset(
     np.dtype(name)
@@ -142,13 +147,6 @@ def _open(file: Located) -> ArrayFile:
     if not array.shape:
         raise ConfigError(f"{array.shown}: is a single value, which has no windows")
     return array
-
-
-Urls = Url | Sequence[Url]
-
-ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
-OPENED_AT_ONCE: Final = 16
-_OWN_FIELDS: Final = ("start", "index")
 
 
 class ArraySource:

@@ -34,6 +34,13 @@ from cachestream.transport.remote_errors import ChangedError, classify
 MAX_CHUNK_BYTES: Final = 4 << 30
 _DEFLATE: Final = 1
 _SHUFFLE: Final = 2
+MAX_OPEN: Final = 32  # files of this process
+MAX_NAMES: Final = 10_000  # datasets to list in a message
+MAX_INDEX: Final = 200_000  # cached positions of chunks
+BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
+
+_calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, even between files
+_open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
 
 Area = tuple[slice, ...]
 
@@ -111,15 +118,6 @@ def unshuffle(data: memoryview | bytes, width: int) -> memoryview:
         elements[:, place] = values  # three times as fast as assigning the transpose
     plain[count * width :] = mixed[count * width :]
     return plain.data
-
-
-MAX_OPEN: Final = 32
-MAX_NAMES: Final = 10_000
-MAX_INDEX: Final = 200_000
-BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
-
-_calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, even between files
-_open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,15 @@ TAIL_BYTES: Final = 64 << 10
 MAX_FOOTER_BYTES: Final = 256 << 20
 KEPT_BYTES: Final = 32 << 20  # of cached footers, by their size in the file
 _MAGIC: Final = b"PAR1"
+PARQUET_ENDINGS: Final = (".parquet", ".pq")
+FOOTERS_AT_ONCE: Final = 16
+PREFETCH_BYTES: Final = 16 << 20  # row groups up to this size are fetched at once, larger ones in pieces
+PIECE_BYTES: Final = 4 << 20
+BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
+BATCH_BYTES: Final = 8 << 20
+MAX_BATCH_ROWS: Final = 4096
+_Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
+_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +212,6 @@ def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
 def malformed(where: str, error: Exception) -> SampleError:
     """The SampleError for a file that pyarrow refused with `error`."""
     return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
-
-
-PARQUET_ENDINGS: Final = (".parquet", ".pq")
-FOOTERS_AT_ONCE: Final = 16
-PREFETCH_BYTES: Final = 16 << 20  # row groups up to this size are fetched at once, larger ones in pieces
-PIECE_BYTES: Final = 4 << 20
-BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
-BATCH_BYTES: Final = 8 << 20
-MAX_BATCH_ROWS: Final = 4096
-_Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
-_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
 class ParquetSource:

@@ -38,6 +38,14 @@ Decoder = Callable[[bytes], Any]
 _INTEGERS: Final = frozenset({"cls", "cls2", "class", "count", "id", "index", "inx"})
 _JSON: Final = frozenset({"json", "jsn"})
 _TEXTS: Final = {"text": ".txt", "transcript": ".txt"}
+TAR_ENDINGS: Final = (
+    ".tar",
+    *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
+    *(ending for ending in ENDINGS if ending.startswith(".t")),
+)
+LEAST_PART_BYTES: Final = 256 << 10  # to read a part fetches about 16 KiB and half a sample beyond its bytes
+# To estimate the size of samples, the first tar is read until one of these is reached: (samples, bytes).
+PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
 
 def decode_integer(data: Buffer) -> int:
@@ -112,16 +120,6 @@ class Decoders:
         if last in _JSON:
             return decode_with(decode_json_value, data, "JSON text", where)
         return decode_value(data, _TEXTS.get(last, f".{last}"), where, self._images)
-
-
-TAR_ENDINGS: Final = (
-    ".tar",
-    *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
-    *(ending for ending in ENDINGS if ending.startswith(".t")),
-)
-LEAST_PART_BYTES: Final = 256 << 10  # to read a part fetches about 16 KiB and half a sample beyond its bytes
-# To estimate the size of samples, the first tar is read until one of these is reached: (samples, bytes).
-PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
 
 class TarSource:

@@ -24,6 +24,9 @@ _ZEROS: Final = bytes(BLOCK)
 _FILES: Final = b"0\x007"
 _EXTENSIONS: Final = b"xXgLK"
 _WITHOUT_DATA: Final = b"123456"  # links, devices, folders, pipes
+MAX_NAME: Final = 4096  # Linux' PATH_MAX
+LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first header of a part
+SCAN_BYTES: Final = 64 << 10
 
 
 class TarError(ValueError):
@@ -247,10 +250,6 @@ class TarReader:
 
 
 # --- groups of members, each one sample --------------------------------------------------------
-
-MAX_NAME: Final = 4096  # Linux' PATH_MAX
-LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first header of a part
-SCAN_BYTES: Final = 64 << 10
 
 
 def split_name(name: str) -> tuple[str, str] | None:

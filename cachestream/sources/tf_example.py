@@ -17,7 +17,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-_MAX_BYTES: Final = 10
+# The values of a bytes_list, a float_list or an int64_list, in order.
+Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+_VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5  # wire types
+_FLOATS, _INTEGERS = 2, 3  # numbers of float_list and int64_list in Feature
+_MAX_ORDERS: Final = 4  # different orders of the features in one batch, at most: maps have no order
+_MAX_LENGTH_BYTES: Final = 5
+_Positions = npt.NDArray[np.int64]
+_MAX_VARINT_BYTES: Final = 10
 _FEW: Final = 24  # up to this many bytes, a loop is faster than numpy
 _SIGN: Final = 1 << 63
 _BLOCK: Final = 8192  # numbers decoded at a time, so that temporary arrays fit the processor's cache
@@ -139,7 +147,7 @@ def _decode_long(
     """Decode numbers of any length, which begin at `starts`, byte by byte."""
     lengths = ends - starts
     longest = int(lengths.max()) + 1
-    if longest > _MAX_BYTES:
+    if longest > _MAX_VARINT_BYTES:
         raise ValueError("malformed: a number of more than 64 bits")
     values = np.zeros(len(starts), np.uint64)
     for place in range(longest):
@@ -148,12 +156,6 @@ def _decode_long(
         part <<= np.uint64(7 * place)
         values |= part
     out[:] = values.view(np.int64)
-
-
-# The values of a bytes_list, a float_list or an int64_list, in order.
-Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
-
-_VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
@@ -282,12 +284,6 @@ def _int64_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
 
 
 _LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}
-
-
-_MAX_ORDERS: Final = 4  # different orders of the features in one batch, at most: maps have no order
-_MAX_LENGTH_BYTES: Final = 5
-_FLOATS, _INTEGERS = 2, 3
-_Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

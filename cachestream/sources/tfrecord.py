@@ -36,6 +36,13 @@ _HEAD: Final = struct.Struct("<QI")
 HEAD_BYTES: Final = _HEAD.size
 _TAIL_BYTES: Final = 4
 Checksum = Callable[[bytes], int]
+Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
+_KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
+Column = npt.NDArray[Any] | list[str] | list[bytes]
+TFRECORD_ENDINGS: Final = tuple(
+    ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
+)
+_COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,9 +205,6 @@ def _compression_of(head: bytes, checksum: Checksum | None) -> str | None:
 
 # --- features as fields ------------------------------------------------------------------------
 
-Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
-_KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
-
 
 def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:
     """Return `features` with shapes as tuples. Raises ConfigError for an unknown kind."""
@@ -286,9 +290,6 @@ def as_inferred(name: str, feature: Feature, decode_images: bool, images: ImageO
     return feature[0]
 
 
-Column = npt.NDArray[Any] | list[str] | list[bytes]
-
-
 def columns_of(
     found: Mapping[str, FeatureColumn], kinds: Mapping[str, Kind] | None, *, decode_images: bool
 ) -> dict[str, Column] | None:
@@ -340,11 +341,6 @@ def _bytes(values: list[bytes], kind: Any, decode_images: bool) -> Column | None
 
 
 # --- the source --------------------------------------------------------------------------------
-
-TFRECORD_ENDINGS: Final = tuple(
-    ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
-)
-_COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
 class TFRecordSource:

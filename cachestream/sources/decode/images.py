@@ -27,6 +27,43 @@ JPEG_FORMATS: Final = ("JPEG", "MPO")
 # file can take minutes (libjpeg-turbo, "Two Issues with the JPEG Standard").
 MAX_SCANS: Final = 100
 _START_OF_SCAN: Final = b"\xff\xda"
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
+# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the result is at least this many times the target size,
+# so that the resize filter still determines every pixel. (Pillow's default for thumbnails.)
+REDUCING_GAP: Final = 2
+_RAW_MODES: Final = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "I;16")
+# The exceptions of Pillow's and numpy's parsers for malformed input, as found by their fuzzers.
+MALFORMED: Final = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+    Warning,  # Pillow's, if the user turns warnings into errors
+)
+_ORIENTATION_TAG: Final = 0x0112
+_TRANSPOSE: Final[dict[int, Image.Transpose]] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Pixels = npt.NDArray[np.uint8]
+Size = int | tuple[int, int]
+Buffer = bytes | bytearray | memoryview
 
 
 @lru_cache(maxsize=1)
@@ -64,45 +101,6 @@ def decode_turbo(
     except ValueError:
         return None
     return found if found.shape == (height, width, 3) else None
-
-
-Pixels = npt.NDArray[np.uint8]
-Size = int | tuple[int, int]
-Buffer = bytes | bytearray | memoryview
-
-IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
-# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the result is at least this many times the target size,
-# so that the resize filter still determines every pixel. (Pillow's default for thumbnails.)
-REDUCING_GAP: Final = 2
-_RAW_MODES: Final = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "I;16")
-# The exceptions of Pillow's and numpy's parsers for malformed input, as found by their fuzzers.
-MALFORMED: Final = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
-    AttributeError,
-    NotImplementedError,
-    RuntimeError,
-    MemoryError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-    Warning,  # Pillow's, if the user turns warnings into errors
-)
-_ORIENTATION_TAG: Final = 0x0112
-_TRANSPOSE: Final[dict[int, Image.Transpose]] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 def _check_size(name: str, size: Any) -> Size | None:

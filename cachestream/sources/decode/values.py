@@ -175,7 +175,7 @@ def decode_fields(
     return value if isinstance(value, dict) else {kind_of(extension): value}
 
 
-_BEGINNINGS: Final = (
+_IMAGE_MAGIC: Final = (
     b"\xff\xd8\xff",  # JPEG
     b"\x89PNG\r\n\x1a\n",
     b"GIF87a",
@@ -190,7 +190,7 @@ def looks_like_image(data: Buffer) -> bool:
     """Return whether `data` begin like an image; not for BMP and PNM, which texts may begin like."""
     head = bytes(data[:16])
     return (
-        head.startswith(_BEGINNINGS)
+        head.startswith(_IMAGE_MAGIC)
         or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
         or (head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"))
     )
