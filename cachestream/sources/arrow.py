@@ -63,7 +63,7 @@ class Columns:
     ) -> None:
         self._decode = partial(decode_image, options=made)
         self._arrow = arrow
-        self._nulls, self._decode_images, self._images = nulls, decode_images, images
+        self._nulls, self._decode_images, self._image_columns = nulls, decode_images, images
         self._features = _features(schema)
         self.types = {field.name: field.type for field in schema}
         for name, kind in self.types.items():
@@ -167,7 +167,7 @@ class Columns:
         if _is_text(types, kind):
             return list(array.to_pylist())
         if _is_binary(types, kind):
-            if name in self._images:
+            if name in self._image_columns:
                 return [self._image(name, one) for one in _buffers(array)]
             return list(array.to_pylist())
         if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):

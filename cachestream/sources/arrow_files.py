@@ -48,7 +48,7 @@ class ArrowSource:
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self._defaults, self._made = Defaults(fields), ImageOptions(resize, crop)
+        self._defaults, self._image_options = Defaults(fields), ImageOptions(resize, crop)
         check_columns(columns)
         if isinstance(decode_images, str):
             raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
@@ -61,7 +61,7 @@ class ArrowSource:
         self.listing_digest = self.first_names.digest
         shown = [] if columns is None else [f"columns={self._chosen}"]
         shown += [] if decode_images is True else [f"decode_images={decode_images}"]
-        shown += [*self._made.identity, *self._defaults.identity]
+        shown += [*self._image_options.identity, *self._defaults.identity]
         self.fingerprint = "arrow:" + "|".join((*self._files.identity, *shown))
 
     def _data_files(self) -> list[int]:
@@ -147,7 +147,7 @@ class ArrowSource:
             nulls=self._defaults.values,
             decode_images=bool(self._decode_images),
             images=images,
-            made=self._made,
+            made=self._image_options,
         )
         return columns, names
 

@@ -128,7 +128,7 @@ def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, A
 
 
 class Problems:
-    """What could not be used of one archive, to be told at its end: what is good comes first."""
+    """The problems of one unit, raised as one error at its end, so that all usable samples come first."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -142,7 +142,7 @@ class Problems:
         self._count += 1
 
     def raise_any(self) -> None:
-        """Raise a SampleError that tells how many problems there were, and the first."""
+        """Raise a SampleError with the number of problems and the first one, if there are any."""
         if self._count == 1:
             first = self._first
             raise SampleError(first if first.startswith(self._where) else f"{self._where}: {first}")

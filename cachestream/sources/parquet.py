@@ -84,9 +84,8 @@ class Footer:
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         unread = _UnreadableFile(self.file.look().size_bytes)
         try:
-            table = parquet.ParquetFile(
-                unread, metadata=self.metadata, buffer_size=PIECE_BYTES, pre_buffer=False
-            )
+            # Without a buffer, columns would be read when they are opened.
+            table = parquet.ParquetFile(unread, metadata=self.metadata, buffer_size=1, pre_buffer=False)
             next(table.iter_batches(1, [group], list(self.names), use_threads=False), None)
         except Exception as error:
             if not unread.was_asked:
@@ -255,7 +254,7 @@ class ParquetSource:
         fields: Mapping[str, Any] | None = None,
     ) -> None:
         self._defaults = Defaults(fields)
-        self._made = ImageOptions(resize, crop)
+        self._image_options = ImageOptions(resize, crop)
         check_columns(columns)
         check_mapping("nulls", nulls, "{'age': -1}")
         if isinstance(decode_images, str):
@@ -263,7 +262,7 @@ class ParquetSource:
         require("pyarrow.parquet", "parquet", "Parquet")
         self._chosen = None if columns is None else tuple(columns)
         self._nulls = self._defaults.values | dict(nulls or {})
-        self._images = () if isinstance(decode_images, bool) else tuple(decode_images)
+        self._image_columns = () if isinstance(decode_images, bool) else tuple(decode_images)
         self._decode_images = bool(decode_images)
         self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
         self._footers = Footers(self._files, self._columns_of)
@@ -276,7 +275,7 @@ class ParquetSource:
             "decode_images": decode_images,
         }
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
-        shown += [*self._made.identity, *self._defaults.identity]
+        shown += [*self._image_options.identity, *self._defaults.identity]
         self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
 
     @property
@@ -342,7 +341,7 @@ class ParquetSource:
                 file,
                 metadata=footer.metadata,
                 buffer_size=max(64 << 10, min(PIECE_BYTES, BUFFER_BYTES // max(1, len(chunks)))),
-                pre_buffer=False,
+                pre_buffer=False,  # it reads in threads of pyarrow's, whose bytes are accounted to no unit
                 page_checksum_verification=True,
             )
             for batch in table.iter_batches(
@@ -383,8 +382,8 @@ class ParquetSource:
             part,
             nulls=self._nulls,
             decode_images=self._decode_images,
-            images=self._images,
-            made=self._made,
+            images=self._image_columns,
+            made=self._image_options,
         )
         return columns, names
 
