@@ -1,4 +1,4 @@
-"""Windows of large arrays: `.npy`, Zarr and HDF5, wherever fsspec reaches, one place in all of them together."""
+"""Windows of large arrays in `.npy`, Zarr and HDF5, local or remote."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 Window = int | Sequence[int | None]
+Urls = Url | Sequence[Url]
+
+ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
+OPENED_AT_ONCE: Final = 16
+_OWN_FIELDS: Final = ("start", "index")
 
 _STORABLE: Final = frozenset(
     np.dtype(name)
@@ -43,26 +48,26 @@ class ArrayFile(Protocol):
     chunks: tuple[int, ...] | None
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """The window `size` at `start`: new, C-contiguous, in native byte order."""
+        """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """How windows are cut out: see `ArraySource` for what each means."""
+    """The options of `ArraySource` for where windows lie."""
 
     window: Window | Mapping[str, Window]
     stride: int | Sequence[int] | Literal["chunks"]
     jitter: int | Sequence[int] | None
 
     def sizes_of(self, name: str, array: ArrayFile) -> Sizes:
-        """The window's size along each axis of `array`; None: all of it."""
+        """Return the window's size along each axis of `array`; None: the whole axis."""
         window = self.window[name] if isinstance(self.window, Mapping) else self.window
         return window_of(window, len(array.shape), array.shown)
 
-    def places(
+    def grid(
         self, sizes: tuple[int, ...], lengths: tuple[int, ...], chunks: tuple[int, ...] | None
     ) -> WindowGrid:
-        """Where windows may begin, along the cut axes; `chunks` are those of the array along them."""
+        """Return the window positions along the cut axes; `chunks` are the chunk lengths along them."""
         stride = self.stride
         if stride == "chunks":
             if chunks is None:
@@ -73,11 +78,11 @@ class WindowOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """Arrays by name, the size of a window in each, and the places that they have in common."""
+    """Arrays that are read at the same positions: by name, with the size of a window in each."""
 
     arrays: Mapping[str, ArrayFile]
     sizes: Mapping[str, Sizes]
-    places: WindowGrid
+    grid: WindowGrid
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -87,7 +92,7 @@ class Stack:
         }
 
     def read(self, name: str, place: Sequence[int]) -> npt.NDArray[Any]:
-        """The window of array `name` that begins at `place` along the cut axes."""
+        """Return the window of array `name` that begins at `place` along the cut axes."""
         array = self.arrays[name]
         cut = iter(place)
         start, size = [], []
@@ -98,7 +103,7 @@ class Stack:
 
 
 def open_stack(files: Mapping[str, Located], cut: WindowOptions) -> Stack:
-    """Look at the arrays at `files`. Raises ConfigError where windows cannot be cut out of them as asked."""
+    """Open the arrays at `files`. Raises ConfigError if the windows of `cut` do not fit them."""
     arrays = {name: _open(file) for name, file in files.items()}
     sizes = {name: cut.sizes_of(name, array) for name, array in arrays.items()}
     axes = {name: [axis for axis, one in enumerate(sizes[name]) if one is not None] for name in arrays}
@@ -108,19 +113,20 @@ def open_stack(files: Mapping[str, Located], cut: WindowOptions) -> Stack:
         others = [(first.shape[axis], sizes[first_name][axis]) for axis in axes[first_name]]
         if mine != others:
             raise ConfigError(
-                f"{first.shown} {first.shape} and {array.shown} {array.shape}: the cut axes must have the same "
-                f"lengths and windows; here they are {_pairs(others)} and {_pairs(mine)}; give window= by name"
+                f"{first.shown} {first.shape} and {array.shown} {array.shape}: the cut axes must have the "
+                f"same lengths and windows; here they are {_describe_axes(others)} and "
+                f"{_describe_axes(mine)}; give window= by name"
             )
     lengths = tuple(first.shape[axis] for axis in axes[first_name])
     window = tuple(one for one in sizes[first_name] if one is not None)
     chunks = None if first.chunks is None else tuple(first.chunks[axis] for axis in axes[first_name])
-    places = cut.places(window, lengths, chunks)
-    if not places.count:
+    grid = cut.grid(window, lengths, chunks)
+    if not grid.count:
         raise ConfigError(f"{first.shown} {first.shape} is smaller than the window {window}")
-    return Stack(arrays, sizes, places)
+    return Stack(arrays, sizes, grid)
 
 
-def _pairs(axes: Sequence[tuple[int, int | None]]) -> str:
+def _describe_axes(axes: Sequence[tuple[int, int | None]]) -> str:
     return ", ".join(f"{size} of {length}" for length, size in axes)
 
 
@@ -135,7 +141,7 @@ def _open(file: Located) -> ArrayFile:
             array = NpyArray(file.remote, file.path, file.shown)
         else:
             raise ConfigError(f"{file.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
-    # Others may be of numpy's newer kinds, such as strings of any length, which have no byte order.
+    # The kind is checked first: numpy's newer dtypes, such as variable-length strings, have no byte order.
     if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
         raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
     if not array.shape:
@@ -143,40 +149,33 @@ def _open(file: Located) -> ArrayFile:
     return array
 
 
-Urls = Url | Sequence[Url]
-
-ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
-OPENED_AT_ONCE: Final = 16
-_OWN_FIELDS: Final = ("start", "index")
-
-
 class ArraySource:
-    """Windows of arrays; a unit is a window. Endless random ones, or each of a grid once a pass.
+    """Windows of arrays: random ones without end, or each of a grid once a pass. A unit is a window.
 
     arrays: the URL of a `.npy` file, a Zarr array (v2 or v3: `a.zarr/image`) or an HDF5 dataset
     (`a.h5::/image`, or `dataset=`); a wildcard, a `{000..127}` range or a list of them, to draw from all;
-    or a dict of these by name, `{"image": …, "mask": …}`, to read the same place of each.
+    or a dict of these by name, `{"image": …, "mask": …}`, to read the same position of each.
 
-    window: a length along the first axis, or a tuple of one for each axis; None and axes left out:
-    all of it. Those with a length are the cut axes: in a dict they must be of the same lengths in all
-    arrays, in their order; a dict of windows by name says where they are, as in
+    window: a length along the first axis, or a tuple with a length for each axis. None, and axes left out,
+    stand for the whole axis. The axes with a length are the cut axes. In a dict of arrays, the cut axes must
+    have the same lengths in all arrays, in order; a dict of windows by name tells which axes they are, as in
     `{"image": (None, 256, 256), "mask": (256, 256)}`.
 
-    windows: "random", or "grid". stride: the distance of places along the cut axes; 1 for random
-    windows, the window itself in a grid; "chunks" puts them where chunks begin. The last place is
-    always flush with the end of the array, so that all of it can be drawn. jitter: move each place at
-    random by up to so many elements. Both are an int or a tuple, one a cut axis.
+    windows: "random" or "grid". stride: the distance of window positions along the cut axes; the default is
+    1 for random windows, and the window's size in a grid; "chunks" aligns windows with chunks. The last
+    position is always flush with the end of the array, so that every element can be drawn. jitter: move each
+    window at random by up to so many elements. Both are an int, or a tuple with an int for each cut axis.
 
-    weights, of random draws from several arrays: by how many places each has (None), "equal", or a
-    number for each. With the latter two an array is looked at only when it is drawn.
+    weights: how random windows are drawn from several arrays: in proportion to the positions in each (None),
+    "equal", or a number for each. With the latter two an array is opened only when it is drawn.
 
-    num_units: windows a pass; None: random ones are endless.
+    num_units: windows a pass; None: random windows are endless.
 
     A sample has "array" (or the names given), as stored; "start", int64 `[cut axes]`, the first
-    element of the window; and "index", the number of the array, where there are several. The key is
-    `name[10:20,30:40]`, in random draws with the unit: `name[10:20,30:40]#7`.
+    element of the window; and "index", the number of the array, if there are several. The key is
+    `name[10:20,30:40]`, for random windows with the unit: `name[10:20,30:40]#7`.
 
-    Raises ConfigError for windows that do not fit, SourceError for what is missing, forbidden or no
+    Raises ConfigError for windows that do not fit, SourceError for a URL that is missing, forbidden or no
     array, and SourceUnavailableError for a remote that does not answer.
     """
 
@@ -193,10 +192,11 @@ class ArraySource:
         dataset: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = _by_name(arrays)
+        given = _urls_by_name(arrays)
         if window is None:
             raise ConfigError(
-                "ArraySource needs window=: a length along the first axis, or one for each axis, as in (256, 256, None)"
+                "ArraySource needs window=: a length along the first axis, or one for each axis, "
+                "as in (256, 256, None)"
             )
         num_units = whole_units(num_units)
         self._is_grid = _check_windows(windows, weights, num_units)
@@ -209,7 +209,7 @@ class ArraySource:
         self._stacks: dict[int, Stack] = {}
         self._ends: npt.NDArray[np.int64] | None = None
         if weights is None or self._is_grid:
-            counts = self._look_at_all()
+            counts = self._open_all()
             self._ends = np.cumsum(counts, dtype=np.int64)
             shares = np.asarray(counts, np.float64)
         else:
@@ -226,9 +226,9 @@ class ArraySource:
         return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the one window of `unit`. Raises as `Source.read` says."""
+        """Yield the one window of `unit`. Raises as `Source.read`."""
         check_unit(self, unit, self._num_units)
-        index, place = self._place(unit, rng)
+        index, place = self._locate_window(unit, rng)
         stack = self._stack(index)
         sample: dict[str, Any] = {}
         for name, files in self._located.items():
@@ -238,23 +238,23 @@ class ArraySource:
         sample["start"] = np.array(place, np.int64)
         if len(self._names) > 1:
             sample["index"] = index
-        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, stack.places.sizes, strict=True))
+        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, stack.grid.sizes, strict=True))
         yield f"{self._names[index]}[{area}]" + ("" if self._is_grid else f"#{unit}"), sample
 
-    def _place(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
-        """The number of the array, and where in it the window of `unit` begins."""
+    def _locate_window(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
+        """Return the number of the array of `unit`, and the start of its window along the cut axes."""
         if self._is_grid:
             assert self._ends is not None
             index = int(np.searchsorted(self._ends, unit, side="right"))
-            places = self._stack(index).places
-            return index, places.move(places.at(unit - (int(self._ends[index - 1]) if index else 0)), rng)
+            grid = self._stack(index).grid
+            return index, grid.move(grid.at(unit - (int(self._ends[index - 1]) if index else 0)), rng)
         index = 0
         if len(self._names) > 1:
             index = int(np.searchsorted(self._draw_ends, rng.random(), side="right"))
-        return index, self._stack(index).places.draw(rng)
+        return index, self._stack(index).grid.draw(rng)
 
     def _stack(self, index: int) -> Stack:
-        """The arrays number `index`, looked at when they are first needed."""
+        """Return the arrays number `index`, opened when they are first needed."""
         stack = self._stacks.get(index)
         if stack is None:
             try:
@@ -263,18 +263,18 @@ class ArraySource:
             except CacheStreamError as error:
                 if not self._stacks or isinstance(error, SourceUnavailableError):
                     raise
-                raise SampleError(str(error)) from error  # of this one; others may be well
+                raise SampleError(str(error)) from error  # other arrays may be usable
             self._stacks[index] = stack
         return stack
 
-    def _look_at_all(self) -> list[int]:
-        """How many places each has; all of them must be usable."""
+    def _open_all(self) -> list[int]:
+        """Open all arrays and return the number of positions in each. Raises if any is unusable."""
         self._stack(0)
         with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-            stacks = list(pool.map(self._strictly, range(len(self._names))))
-        return [stack.places.count for stack in stacks]
+            stacks = list(pool.map(self._required_stack, range(len(self._names))))
+        return [stack.grid.count for stack in stacks]
 
-    def _strictly(self, index: int) -> Stack:
+    def _required_stack(self, index: int) -> Stack:
         try:
             return self._stack(index)
         except SampleError as error:
@@ -298,8 +298,8 @@ class ArraySource:
         return f"<ArraySource {self._names[0]}{more}, {units}>"
 
 
-def _by_name(arrays: Any) -> dict[str, list[str]]:
-    """The URLs of each name; those without a name are "array"."""
+def _urls_by_name(arrays: Any) -> dict[str, list[str]]:
+    """Return the URLs by name; arrays that the user gave no name for are named "array"."""
     given = arrays if isinstance(arrays, Mapping) else {"array": arrays}
     found: dict[str, list[str]] = {}
     for name, urls in given.items():
@@ -319,7 +319,7 @@ def _by_name(arrays: Any) -> dict[str, list[str]]:
 
 
 def _check_windows(windows: str, weights: Any, num_units: int | None) -> bool:
-    """Whether windows are those of a grid; raises ConfigError for options that do not go together."""
+    """Return whether windows form a grid. Raises ConfigError for options that exclude each other."""
     if windows not in ("random", "grid"):
         raise ConfigError(f"windows={windows!r}: give 'random' or 'grid'")
     if windows == "grid" and (weights is not None or num_units is not None):
@@ -333,7 +333,7 @@ def _check_window_names(window: Any, given: Mapping[str, Any]) -> None:
 
 
 def _as_stride(window: Any) -> tuple[int, ...]:
-    """The lengths of `window` along the cut axes: windows beside one another."""
+    """Return the lengths of `window` along the cut axes: the stride of adjacent windows."""
     one = next(iter(window.values())) if isinstance(window, Mapping) else window
     return tuple(size for size in (one if isinstance(one, tuple | list) else (one,)) if size is not None)
 
@@ -346,7 +346,7 @@ def _locate_all(
         for url in urls:
             outer, _ = split_dataset(url)
             if outer.count("::"):
-                remotes[url] = Remote(outer, storage_options)  # a chain is opened as a whole
+                remotes[url] = Remote(outer, storage_options)  # chained URLs share no filesystem
             elif (protocol := get_protocol(outer)) not in remotes:
                 remotes[protocol] = Remote(outer, storage_options)
 
@@ -362,7 +362,7 @@ def _locate_all(
 
 
 def _short_names(files: Sequence[Located]) -> list[str]:
-    """What tells the arrays from one another: their paths without the folders that all share."""
+    """Return the paths of `files` without the folders that all of them share."""
     names = [file.name for file in files]
     parts = [name.split("/") for name in names]
     shared = 0
@@ -387,7 +387,7 @@ def _shares(weights: Any, count: int) -> npt.NDArray[np.float64]:
 
 
 def _identity(url: str) -> str:
-    """`url` without secrets, and a local path wherever it is relative to."""
+    """Return `url` without secrets, and a local path as an absolute one."""
     outer, _ = split_dataset(url)
     if get_protocol(outer) != "file" or "://" in outer:
         return redact(url)

@@ -1,13 +1,13 @@
-"""Columns of an Arrow table as the fields of samples: one value a row, and why a row has none.
+"""Conversion of Arrow columns to the fields of samples.
 
 | column | field |
 |-|-|
 | bool, int, float | a number of the same type |
 | decimal | float64 |
-| date, time, timestamp, duration | int64, in the column's own unit (days for date32), from 1970 in UTC |
+| date, time, timestamp, duration | int64, in the column's own unit (days for date32), since 1970 in UTC |
 | string; binary | str; bytes |
-| list, fixed-size list, tensor of numbers, nested too | an array |
-| struct | a field for each member, "column.member" |
+| (nested) list, fixed-size list, tensor of numbers | an array |
+| struct | one field for each member, "column.member" |
 | struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
 | other lists, map | JSON text |
 """
@@ -25,17 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.base import Rows
+from cachestream.sources.base import Problems, Rows
 from cachestream.sources.decode.images import AS_THEY_ARE, ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
-from cachestream.sources.tar_groups import Problems
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """In place of a value: why this row has none."""
+    """Stands in for the value of a row that cannot be used, with the reason."""
 
     reason: str
 
@@ -45,11 +44,11 @@ Reader = Callable[[Any], Values]  # of a pyarrow array
 
 
 class Columns:
-    """How the columns of one Arrow schema become fields. Raises ConfigError for a type that has no field.
+    """Converts the columns of one Arrow schema to fields. Raises ConfigError for a type that has no field.
 
-    `nulls` has the values that stand for null, by field; any other null makes its row unusable.
-    `images` are the binary columns that hold encoded images; those in Hugging Face's layout are
-    decoded if `decode_images`. `made` says what is made of images.
+    `nulls` are replacements for nulls, by field; any other null makes its row unusable. `images` are the
+    binary columns that hold encoded images; columns in Hugging Face's layout are decoded if
+    `decode_images`. `made` resizes and crops decoded images.
     """
 
     def __init__(
@@ -64,20 +63,20 @@ class Columns:
     ) -> None:
         self._decode = partial(decode_image, options=made)
         self._arrow = arrow
-        self._nulls, self._decode_images, self._images = nulls, decode_images, images
+        self._nulls, self._decode_images, self._image_columns = nulls, decode_images, images
         self._features = _features(schema)
         self.types = {field.name: field.type for field in schema}
         for name, kind in self.types.items():
             self._check(name, kind)
 
     def fields(self, batch: Any) -> tuple[dict[str, Values], dict[int, Unusable]]:
-        """The fields of a record batch, and the rows of it that cannot be used."""
+        """Return the fields of a record batch, and its unusable rows by number."""
         fields: dict[str, Values] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             fields.update(self._fields(name, column))
         bad = {
             row: value
-            for values in reversed(fields.values())  # of several reasons the first column's counts
+            for values in reversed(fields.values())  # the first column's reason wins
             if isinstance(values, list)
             for row, value in enumerate(values)
             if type(value) is Unusable
@@ -85,13 +84,13 @@ class Columns:
         return fields, bad
 
     def rows(self, batch: Any) -> Iterator[dict[str, Any] | Unusable]:
-        """The rows of a record batch; in place of those that cannot be used, why."""
+        """Yield the rows of a record batch, with an Unusable for each row that cannot be used."""
         return rows_of(*self.fields(batch))
 
     # --- types
 
     def _check(self, name: str, kind: Any) -> None:
-        """Raise ConfigError for a column that no row could be read from."""
+        """Raise ConfigError if no row of a column of type `kind` could be used."""
         types = self._arrow.types
         if types.is_dictionary(kind):
             self._check(name, kind.value_type)
@@ -114,21 +113,21 @@ class Columns:
     # --- values
 
     def _fields(self, name: str, array: Any) -> dict[str, Values]:
-        """The fields of one column: several for a struct."""
+        """Return the fields of one column: one for each member of a struct, else a single one."""
         types = self._arrow.types
         if isinstance(array, self._arrow.ExtensionArray):
             shape, order = getattr(array.type, "shape", None), getattr(array.type, "permutation", None)
             found = self._fields(name, array.storage)
-            if shape is not None:  # a tensor: Arrow stores it flat
+            if shape is not None:  # a tensor, which Arrow stores flat
                 found[name] = _tensors(found[name], tuple(shape), order)
             return found
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
         kind = array.type
         if _is_image(types, kind):
-            return {name: self._checked(name, array, lambda one: self._files(name, one))}
+            return {name: self._checked(name, array, lambda one: self._decode_files(name, one))}
         if types.is_struct(kind):
-            members = zip(kind, array.flatten(), strict=True)  # nulls of the struct are nulls of all members
+            members = zip(kind, array.flatten(), strict=True)  # a null struct has null members
             return {
                 key: values
                 for member, part in members
@@ -137,7 +136,7 @@ class Columns:
         return {name: self._checked(name, array, lambda one: self._plain(name, one))}
 
     def _checked(self, name: str, array: Any, read: Reader) -> Values:
-        """The values of `array`, with nulls replaced or reported."""
+        """Return the values that `read` gives for `array`, with nulls replaced or made Unusable."""
         values = read(array)
         if not array.null_count:
             return values
@@ -145,19 +144,20 @@ class Columns:
         instead: Any = Unusable(f"column '{name}' is null")
         if name in self._nulls:
             instead = self._nulls[name]
-            if isinstance(values, np.ndarray):  # the type of the column, whatever the value's own
+            if isinstance(values, np.ndarray):  # keep the type of the column
                 instead = values.dtype.type(instead)
         for row in np.flatnonzero(~np.asarray(array.is_valid())):
             found[row] = instead
         return found
 
     def _plain(self, name: str, array: Any) -> Values:
+        """Return the values of a column that is neither a struct nor an image."""
         arrow, types = self._arrow, self._arrow.types
         kind = array.type
         if types.is_null(kind):
             return [None] * len(array)
         if types.is_temporal(kind):
-            # Dates and times of 32 bits do not cast to 64.
+            # pyarrow does not cast 32-bit dates and times to int64 directly.
             wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
             array = array.cast(wide).cast(arrow.int64())
         elif types.is_decimal(kind):
@@ -167,7 +167,7 @@ class Columns:
         if _is_text(types, kind):
             return list(array.to_pylist())
         if _is_binary(types, kind):
-            if name in self._images:
+            if name in self._image_columns:
                 return [self._image(name, one) for one in _buffers(array)]
             return list(array.to_pylist())
         if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):
@@ -176,8 +176,8 @@ class Columns:
             return [_as_json(name, one) for one in array.to_pylist()]
         raise SampleError(f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]")
 
-    def _files(self, name: str, array: Any) -> Values:
-        """The files of Hugging Face's layout: images decoded, others as bytes."""
+    def _decode_files(self, name: str, array: Any) -> Values:
+        """Return the files of a column in Hugging Face's layout: decoded images, bytes of other files."""
         member = array.field("bytes")
         feature = self._features.get(name)
         found: list[Any] = []
@@ -206,7 +206,7 @@ class Columns:
 
 
 def rows_of(fields: Mapping[str, Values], bad: Mapping[int, Unusable]) -> Iterator[dict[str, Any] | Unusable]:
-    """The rows that `fields` are the columns of, with the `bad` ones in their places."""
+    """Yield the samples whose columns are `fields`, with an Unusable for each row in `bad`."""
     names = tuple(fields)
     for row, values in enumerate(zip(*fields.values(), strict=True)):
         yield bad[row] if row in bad else dict(zip(names, values, strict=True))
@@ -219,7 +219,10 @@ def items_of(
     bad: Mapping[int, Unusable],
     problems: Problems,
 ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-    """The rows from number `first` on, in columns where all can be used and are alike; `problems` takes why others cannot."""
+    """Yield the samples whose columns are `fields`, as one `Rows` where every row is usable and alike.
+
+    Rows are numbered from `first` in the reasons that are added to `problems`.
+    """
     if not bad and is_uniform(fields):
         yield Rows(keys, fields)
         return
@@ -231,7 +234,7 @@ def items_of(
 
 
 def is_uniform(fields: Mapping[str, Values]) -> bool:
-    """Whether every field is an array, or has a str in each row, or bytes: what `ArrowRows` can hold."""
+    """Return whether every field is an array, all str or all bytes, as `Rows` requires."""
     return all(
         isinstance(values, np.ndarray) or {*map(type, values)} in ({str}, {bytes})
         for values in fields.values()
@@ -242,7 +245,7 @@ def is_uniform(fields: Mapping[str, Values]) -> bool:
 
 
 def _features(schema: Any) -> dict[str, str]:
-    """What Hugging Face's own metadata say of columns: "Image", "Audio", …, by name."""
+    """Return the feature types in Hugging Face's metadata ("Image", "Audio", …) by column."""
     raw = (schema.metadata or {}).get(b"huggingface")
     try:
         features = json.loads(raw)["info"]["features"] if raw else {}
@@ -251,12 +254,12 @@ def _features(schema: Any) -> dict[str, str]:
             for name, one in features.items()
             if isinstance(one, dict) and "_type" in one
         }
-    except (ValueError, KeyError, TypeError, AttributeError):  # others may use the name for what they like
+    except (ValueError, KeyError, TypeError, AttributeError):  # not written by Hugging Face
         return {}
 
 
 def doubled_fields(arrow: Any, schema: Any) -> list[str]:
-    """The fields that several columns would become: those of one name, "a.b" beside a struct with a "b"."""
+    """Return the field names that several columns would share: "a.b" beside a struct "a" with a "b", say."""
     counts = Counter(name for field in schema for name in _names_of(arrow.types, field.name, field.type))
     return [name for name, count in counts.items() if count > 1]
 
@@ -270,7 +273,7 @@ def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
 
 
 def _is_image(types: Any, kind: Any) -> bool:
-    """Whether a struct is {bytes, path}, as Hugging Face keeps images, audio and video."""
+    """Return whether `kind` is a struct of bytes and path: Hugging Face's images, audio and video."""
     return (
         types.is_struct(kind)
         and kind.num_fields == 2
@@ -320,7 +323,7 @@ def _holds_binary(types: Any, kind: Any) -> bool:
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    """The numbers of an array; any value where there is a null."""
+    """Return the numbers of an array; nulls become 0 or False."""
     if array.null_count:
         array = array.fill_null(False if str(array.type) == "bool" else 0)
     found: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
@@ -328,7 +331,7 @@ def _numbers(array: Any) -> npt.NDArray[Any]:
 
 
 def _buffers(array: Any) -> Iterator[memoryview | None]:
-    """The bytes of each row, without a copy."""
+    """Yield the bytes of each row without a copy; None for a null."""
     for one in array:
         buffer = one.as_buffer()
         yield None if buffer is None else memoryview(buffer)
@@ -342,48 +345,51 @@ def _as_json(name: str, value: Any) -> Any:
 
 
 def nested(arrow: Any, array: Any, name: str) -> Values:
-    """An array for each row of a column of lists of numbers, nested to any depth.
+    """Return an array for each row of a column of lists of numbers, nested to any depth.
 
-    A row is unusable where its lists are of different lengths, or hold a null.
+    A row is unusable if its lists are of unequal lengths at one depth, or if they hold a null.
     """
     lengths: list[npt.NDArray[np.int64]] = []
     ends: list[npt.NDArray[np.int64]] = []
-    holes: list[npt.NDArray[np.int64]] = []  # at each depth, the places of nulls
+    null_positions: list[npt.NDArray[np.int64]] = []  # the positions of nulls at each depth
     while _is_list(arrow.types, array.type):
         if lengths:
-            holes.append(_null_places(array))
+            null_positions.append(_null_positions(array))
         length = _numbers(arrow.compute.list_value_length(array)).astype(np.int64)
         lengths.append(length)
         ends.append(np.concatenate([[0], np.cumsum(length)]))
         array = array.flatten()
-    holes.append(_null_places(array))
+    null_positions.append(_null_positions(array))
     values = _numbers(array)
-    bad = _rows_of(holes, ends)
+    bad = _rows_at(null_positions, ends)
     if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
         return values.reshape(
             [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
         )
     return [
-        Unusable(f"column '{name}' holds a null") if row in bad else _one(values, lengths, ends, row, name)
+        Unusable(f"column '{name}' holds a null")
+        if row in bad
+        else _row_array(values, lengths, ends, row, name)
         for row in range(len(lengths[0]))
     ]
 
 
-def _one(
+def _row_array(
     values: npt.NDArray[Any],
     lengths: list[npt.NDArray[np.int64]],
     ends: list[npt.NDArray[np.int64]],
     row: int,
     name: str,
 ) -> Any:
+    """Return the array of one row, cut out of the flat `values` of all rows."""
     shape = []
     first, last = row, row + 1
     for length, end in zip(lengths, ends, strict=True):
         inside = length[first:last]
         if len(inside) and (inside != inside[0]).any():
             return Unusable(
-                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no array: choose "
-                "others with columns=[…]"
+                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no "
+                "array: choose others with columns=[…]"
             )
         shape.append(int(inside[0]) if len(inside) else 0)
         first, last = int(end[first]), int(end[last])
@@ -401,16 +407,16 @@ def _tensor(flat: Any, shape: tuple[int, ...], order: Sequence[int] | None) -> n
     return tensor if order is None else tensor.transpose(tuple(order))
 
 
-def _null_places(array: Any) -> npt.NDArray[np.int64]:
+def _null_positions(array: Any) -> npt.NDArray[np.int64]:
     if not array.null_count:
         return np.empty(0, np.int64)
     return np.flatnonzero(~np.asarray(array.is_valid()))
 
 
-def _rows_of(holes: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
-    """The rows that the places at each depth belong to."""
+def _rows_at(null_positions: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
+    """Return the rows that hold the elements at the positions `null_positions` of each depth."""
     rows: set[int] = set()
-    for depth, places in enumerate(holes):
+    for depth, places in enumerate(null_positions):
         found = places
         for end in reversed(ends[: depth + 1]):
             found = np.searchsorted(end, found, side="right") - 1

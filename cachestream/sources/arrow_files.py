@@ -1,4 +1,4 @@
-"""Arrow files as Hugging Face's `save_to_disk` and its cache write them: record batches, read as a stream."""
+"""Arrow files, as Hugging Face's `save_to_disk` writes them, read as a stream of record batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
 from cachestream.sources.arrow import Columns, doubled_fields, items_of
-from cachestream.sources.base import Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.fingerprint import check_columns
-from cachestream.sources.tar_groups import Problems
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.stream import Stream
@@ -30,11 +29,12 @@ _STATES: Final = ("state.json", "dataset_info.json", _SPLITS)
 class ArrowSource:
     """The rows of Arrow files (IPC streams and files); a unit is a file.
 
-    urls: a folder that Hugging Face's `Dataset.save_to_disk` wrote, a URL, a `{000..127}` range, a wildcard, or a list
-    of these. Of a `DatasetDict`, the folder of one of its splits.
+    urls: a folder that Hugging Face's `Dataset.save_to_disk` wrote, a URL, a `{000..127}` range, a wildcard,
+    or a list of these. Of a `DatasetDict`, the folder of one of its splits.
 
-    A sample is a dict of the columns, as for `ParquetSource`, and so are `columns` (whole ones), `fields`,
-    `decode_images`, `resize`, `crop` and errors. The key is "file#row". Needs pyarrow: `pip install 'cachestream[parquet]'`.
+    A sample is a dict of the columns, as in `ParquetSource`. `columns` (names of whole columns), `fields`,
+    `decode_images`, `resize`, `crop` and errors are those of `ParquetSource`, too. The key is "file#row".
+    Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ArrowSource:
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self._defaults, self._made = Defaults(fields), ImageOptions(resize, crop)
+        self._defaults, self._image_options = Defaults(fields), ImageOptions(resize, crop)
         check_columns(columns)
         if isinstance(decode_images, str):
             raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
@@ -61,16 +61,17 @@ class ArrowSource:
         self.listing_digest = self.first_names.digest
         shown = [] if columns is None else [f"columns={self._chosen}"]
         shown += [] if decode_images is True else [f"decode_images={decode_images}"]
-        shown += [*self._made.identity, *self._defaults.identity]
+        shown += [*self._image_options.identity, *self._defaults.identity]
         self.fingerprint = "arrow:" + "|".join((*self._files.identity, *shown))
 
     def _data_files(self) -> list[int]:
-        """The files with rows: not what is told of them, nor what `map` has kept beside them."""
+        """Return the indices of the files with rows: no metadata, and no cache files of `Dataset.map`."""
         keys = [self._files.key(index) for index in range(len(self._files))]
         if _SPLITS in keys:
             splits = sorted({key.partition("/")[0] for key in keys if key.endswith(ARROW_ENDINGS)})
             raise ConfigError(
-                f"{self._files.shown} holds the splits of a DatasetDict: give the folder of one of them: {', '.join(splits)}"
+                f"{self._files.shown} holds the splits of a DatasetDict: give the folder of one of them: "
+                f"{', '.join(splits)}"
             )
         if not any(_last_part(key) in _STATES for key in keys):
             return list(range(len(keys)))
@@ -88,11 +89,11 @@ class ArrowSource:
         return len(self._units)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the rows of a file, in their order. Raises as `Source.read` says."""
+        """Yield the rows of a file in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """The same, in columns where every row can be used and has the same shapes."""
+        """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
         check_unit(self, unit, self.num_units)
         index = self._units[unit]
         where, key, row = self._files.where(index), self._files.key(index), 0
@@ -106,13 +107,11 @@ class ArrowSource:
         problems.raise_any()
 
     def _batches(self, stream: Stream, where: str) -> Iterator[tuple[Columns, Any]]:
-        """Some rows at a time, and what makes samples of them."""
+        """Yield batches of at most about BATCH_BYTES, each with the converter of its columns."""
         arrow = require("pyarrow", "parquet", "Arrow files")
         require("pyarrow.compute", "parquet", "Arrow files")
         head = stream.read(8)
-        if (
-            bytes(head) != b"ARROW1\0\0"
-        ):  # that of a file with an index at its end; what follows is a stream, too
+        if bytes(head) != b"ARROW1\0\0":  # the magic of an IPC file: a stream follows it, and then an index
             stream.push_back(head)
         try:
             reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(_AsFile(stream))
@@ -129,7 +128,7 @@ class ArrowSource:
             raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
 
     def _columns_of(self, arrow: Any, schema: Any, where: str) -> tuple[Columns, list[str]]:
-        """What reads the chosen columns, and their names."""
+        """Return the converter for the chosen columns of `schema`, and the columns' names."""
         names = list(schema.names if self._chosen is None else self._chosen)
         missing = [name for name in names if name not in schema.names]
         for name in missing:
@@ -148,7 +147,7 @@ class ArrowSource:
             nulls=self._defaults.values,
             decode_images=bool(self._decode_images),
             images=images,
-            made=self._made,
+            made=self._image_options,
         )
         return columns, names
 
@@ -157,7 +156,7 @@ class ArrowSource:
 
 
 class _AsFile:
-    """A stream with the methods of a file that pyarrow uses."""
+    """Adapts a stream to the file methods that pyarrow calls."""
 
     closed = False
 
@@ -171,11 +170,11 @@ class _AsFile:
         return True
 
     def close(self) -> None:
-        """Leave the stream to whoever opened it."""
+        """Do nothing: the caller that opened the stream closes it."""
 
 
 def is_saved_dataset(keys: Iterable[str]) -> bool:
-    """Whether a folder with the first and last file `keys` is what Hugging Face's `save_to_disk` writes."""
+    """Return whether a folder with the first and last files `keys` was written by `save_to_disk`."""
     names = [_last_part(key) for key in keys]
     return any(name in _STATES for name in names) and all(
         name in _STATES or name.endswith(ARROW_ENDINGS) for name in names

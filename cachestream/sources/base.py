@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.errors import SampleError
 from cachestream.listing.names import AnyNames, Names, StoredNames
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MANY_UNITS: Final = 64
 EXPANSION: Final = 2
+MAX_REASON: Final = 800
 
 
 @runtime_checkable
@@ -123,6 +125,31 @@ def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, A
             yield from item.samples
         else:
             yield item
+
+
+class Problems:
+    """The problems of one unit, raised as one error at its end, so that all usable samples come first."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._first = ""
+        self._count = 0
+
+    def add(self, reason: str) -> None:
+        if len(reason) > MAX_REASON:  # a name may be long
+            reason = f"{reason[: MAX_REASON // 2]}…{reason[-MAX_REASON // 2 :]}"
+        self._first = self._first or reason
+        self._count += 1
+
+    def raise_any(self) -> None:
+        """Raise a SampleError with the number of problems and the first one, if there are any."""
+        if self._count == 1:
+            first = self._first
+            raise SampleError(first if first.startswith(self._where) else f"{self._where}: {first}")
+        if self._count:
+            error = SampleError(f"{self._where}: {self._count:,} problems, the first: {self._first}")
+            error.lost = self._count
+            raise error
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
 """Windows of HDF5 datasets: only the chunks that a window touches are fetched.
 
-h5py runs one call at a time in a process. So it is asked only where the bytes lie; contiguous data and
-chunks with the usual filters (none, shuffle, gzip) are then fetched and decoded in the reading thread
-itself. Other filters, and types that need a conversion, are left to h5py.
+h5py runs one call at a time in a process. It is therefore asked only for the positions of chunks; contiguous
+data and chunks with the usual filters (none, shuffle, gzip) are fetched and decoded without h5py, in
+parallel. h5py reads datasets with other filters, and types that need a conversion.
 """
 
 from __future__ import annotations
@@ -34,12 +34,19 @@ from cachestream.transport.remote_errors import ChangedError, classify
 MAX_CHUNK_BYTES: Final = 4 << 30
 _DEFLATE: Final = 1
 _SHUFFLE: Final = 2
+MAX_OPEN: Final = 32  # files of this process
+MAX_NAMES: Final = 10_000  # datasets to list in a message
+MAX_INDEX: Final = 200_000  # cached positions of chunks
+BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
+
+_calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, even between files
+_open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
 
 Area = tuple[slice, ...]
 
 
 def touched(chunk: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The indices of the chunks (of shape `chunk`) that the window `size` at `start` touches."""
+    """Yield the indices of the chunks (of shape `chunk`) that the window `size` at `start` touches."""
     axes = zip(chunk, start, size, strict=True)
     return itertools.product(
         *(range(one // length, -(-(one + count) // length)) for length, one, count in axes)
@@ -49,7 +56,7 @@ def touched(chunk: Sequence[int], start: Sequence[int], size: Sequence[int]) -> 
 def overlap(
     index: Sequence[int], chunk: Sequence[int], start: Sequence[int], size: Sequence[int]
 ) -> tuple[Area, Area]:
-    """Where the window lies within the chunk `index`, and where that chunk lies within the window."""
+    """Return the intersection of the chunk `index` and a window, as slices of the chunk and of the window."""
     inside, outside = [], []
     for number, length, one, count in zip(index, chunk, start, size, strict=True):
         first = number * length
@@ -61,7 +68,7 @@ def overlap(
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """How the chunks of an HDF5 dataset are stored: `filters` are (number, first parameter), as applied."""
+    """The storage of an HDF5 dataset in chunks: `filters` are (number, first parameter), in order."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -74,14 +81,14 @@ class Chunked:
 
     @property
     def can_decode(self) -> bool:
-        """Whether `decode` knows all the filters."""
+        """Return whether `decode` supports all filters and the size of the chunks."""
         known = all(number in (_DEFLATE, _SHUFFLE) for number, _ in self.filters)
         return known and 0 < self.nbytes <= MAX_CHUNK_BYTES
 
     def decode(self, data: memoryview, filter_mask: int) -> npt.NDArray[Any] | None:
-        """The chunk that `data` holds; None if it is not what these filters make.
+        """Decode the chunk in `data`; None if the filters cannot be undone.
 
-        Bit i of `filter_mask` says that filter i was left out.
+        Bit i of `filter_mask` is set if filter i was not applied to this chunk.
         """
         current: memoryview | bytes = data
         for place in reversed(range(len(self.filters))):
@@ -90,7 +97,7 @@ class Chunked:
                 continue
             if number == _DEFLATE:
                 try:
-                    # Bounded: a few bytes may unpack to a thousand times as many.
+                    # With a limit: a few bytes may unpack to a thousand times as many.
                     current = zlib.decompressobj().decompress(current, self.nbytes + 1)
                 except zlib.error:
                     return None
@@ -102,29 +109,20 @@ class Chunked:
 
 
 def unshuffle(data: memoryview | bytes, width: int) -> memoryview:
-    """Undo HDF5's shuffle filter: it puts the first bytes of all elements first, then the second."""
+    """Undo HDF5's shuffle filter, which stores the first bytes of all elements, then the second ones."""
     count = len(data) // width
     mixed = np.frombuffer(data, np.uint8)
     plain = np.empty_like(mixed)
     elements = plain[: count * width].reshape(count, width)
     for place, values in enumerate(mixed[: count * width].reshape(width, count)):
-        elements[:, place] = values  # three times as fast as to assign the transpose
+        elements[:, place] = values  # three times as fast as assigning the transpose
     plain[count * width :] = mixed[count * width :]
     return plain.data
 
 
-MAX_OPEN: Final = 32
-MAX_NAMES: Final = 10_000
-MAX_INDEX: Final = 200_000
-BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
-
-_calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, whichever file it is
-_open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
-
-
 @dataclass(frozen=True, slots=True)
 class _StoredChunk:
-    """Where a chunk's bytes lie in the file, and which filters it was stored without."""
+    """The bytes of a chunk in the file, and the mask of filters that were not applied to it."""
 
     offset: int
     nbytes: int
@@ -132,10 +130,10 @@ class _StoredChunk:
 
 
 class Hdf5Array:
-    """The dataset `name` of an HDF5 file; None: the only one there.
+    """The dataset `name` of an HDF5 file; None: the only one in the file.
 
-    Thread-safe, fork-safe and picklable. Raises SampleError for what is malformed, SourceError for a
-    dataset that is not there, and the driver's errors as `RangedFile` does.
+    Thread-safe, fork-safe and picklable. Raises SampleError for malformed data, SourceError for a missing
+    dataset, and the driver's errors as `RangedFile`.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str, name: str | None) -> None:
@@ -164,7 +162,7 @@ class Hdf5Array:
         self._reset()
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """The window `size` at `start`, C-contiguous, in native byte order."""
+        """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
         try:
             return self._read(start, size)
         except ChangedError:
@@ -189,13 +187,13 @@ class Hdf5Array:
             area = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
             window = np.ascontiguousarray(found[area], self.dtype.newbyteorder("="))
         if self._remote.is_local:
-            metering.fetched(window.nbytes)  # h5py reads such a file itself
+            metering.fetched(window.nbytes)  # h5py opens local files itself
         return window
 
     def _read_chunks(
         self, file: RangedFile, storage: Chunked, start: Sequence[int], size: Sequence[int]
     ) -> npt.NDArray[Any] | None:
-        """The window out of chunks that are fetched and decoded here; None where h5py has to decode them."""
+        """Return the window, with chunks decoded by `Chunked.decode`; None if h5py has to decode one."""
         window = np.empty(tuple(size), self.dtype.newbyteorder("="))
         chunks = list(touched(storage.shape, start, size))
         batch = max(1, BATCH_BYTES // storage.nbytes)
@@ -215,7 +213,7 @@ class Hdf5Array:
         return window
 
     def _find(self, chunks: Sequence[tuple[int, ...]]) -> list[_StoredChunk | None]:
-        """Where the chunks lie; None for those that hold nothing but the fill value."""
+        """Return the positions of `chunks` in the file; None for a chunk that is not stored (fill values)."""
         index = self._index
         missing = [chunk for chunk in chunks if chunk not in index]
         if missing:
@@ -237,7 +235,7 @@ class Hdf5Array:
 
     @contextlib.contextmanager
     def _dataset(self) -> Iterator[Any]:
-        """The dataset, opened, while no other thread calls HDF5. Closed again when anything fails."""
+        """Hold the process-wide HDF5 lock and yield the opened dataset, which is closed on any error."""
         with _calls.one():
             if self._pid != os.getpid():
                 self._reset()
@@ -249,7 +247,7 @@ class Hdf5Array:
                 cause = self._metadata.error if self._metadata is not None else None
                 self._close()
                 if cause is not None:
-                    raise cause from None  # HDF5 has words of its own for what the network did
+                    raise cause from None  # HDF5 replaces errors of the network by its own
                 if isinstance(error, CacheStreamError) or classify(error) != "other":
                     raise
                 reason = f"{type(error).__name__}: {error}"[:300]
@@ -276,13 +274,13 @@ class Hdf5Array:
                 array._close()
 
     def _open_local(self) -> Any:
-        """The file, without its lock: many filesystems have none, and a writer's is of no use to a reader."""
+        """Open a local file without HDF5's lock: many filesystems have no locks, and reading needs none."""
         try:
             return self._h5py.File(self._path, "r", locking=False)
         except OSError as error:
             if "locking flag" not in str(error):
                 raise
-            # Who holds it open in this process took the lock, and HDF5 wants both ways alike.
+            # The file is already open in this process with the lock, and HDF5 refuses to mix the two modes.
             return self._h5py.File(self._path, "r")
 
     def _close(self) -> None:
@@ -296,7 +294,7 @@ class Hdf5Array:
         if self._name is not None:
             found = file.get(self._name)
         if isinstance(found, self._h5py.Dataset):
-            # A link could lead from a downloaded file to any file of this machine.
+            # A link in a remote file could point to any file of this machine.
             if not self._remote.is_local and (found.file != file or found.is_virtual or found.external):
                 raise SampleError(
                     f"{self.shown}: its data lie in other files, which is refused for remote ones"
@@ -312,7 +310,7 @@ class Hdf5Array:
         )
 
     def _storage_of(self, dataset: Any) -> ArrayLayout | Chunked | None:
-        """How to read the dataset without h5py; None where only h5py can."""
+        """Return the layout for reading the dataset without h5py; None if only h5py can read it."""
         h5py = self._h5py
         plain = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
         if (

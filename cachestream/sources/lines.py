@@ -27,13 +27,13 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.manifest import real_number, whole_number
 from cachestream.listing.names import Names
+from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.values import json_field
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.fieldwise import plain_fields
 from cachestream.sources.files import check_encoding
 from cachestream.sources.fingerprint import check_columns
-from cachestream.sources.tar_groups import Problems
 from cachestream.transport.network_stream import open_stream, size_of
 from cachestream.transport.stream import Stream
 

@@ -1,4 +1,4 @@
-"""Windows of arrays that lie in a file as they lie in memory: `.npy` files, contiguous HDF5 datasets."""
+"""Windows of arrays that a file holds uncompressed and contiguous: `.npy` files, and some HDF5 datasets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -20,14 +21,14 @@ from cachestream.transport.remote_errors import ChangedError
 
 HEAD_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 1 << 16
-LOCAL_GAP_BYTES: Final = 32 << 10  # copied about as fast as a read call of its own is made
-BATCH_BYTES: Final = 32 << 20  # of bands that hold other bytes too, in memory at a time
+LOCAL_GAP_BYTES: Final = 32 << 10  # copying these takes about as long as one more read call
+BATCH_BYTES: Final = 32 << 20  # of bands with gaps, in memory at a time
 _to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """Where the elements of an array lie in a file: from byte `offset` on, in C or Fortran order."""
+    """The layout of an array in a file: its elements begin at byte `offset`, in C or Fortran order."""
 
     offset: int
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class ArrayLayout:
 def read_window(
     file: RangedFile, layout: ArrayLayout, start: Sequence[int], size: Sequence[int], gap_bytes: int
 ) -> npt.NDArray[Any]:
-    """The window `size` at `start`: new, C-contiguous, in native byte order."""
+    """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
     shape, dtype = layout.shape, layout.dtype
     if layout.fortran_order:
         shape, start, size = shape[::-1], start[::-1], size[::-1]
@@ -62,9 +63,9 @@ def read_window(
 
 
 def parse_header(head: memoryview) -> ArrayLayout | int:
-    """The layout that a `.npy` header tells, or how many bytes of the file it takes to know it.
+    """Return the layout in a `.npy` header, or the size of the header in bytes if `head` is shorter.
 
-    (The format: numpy.lib.format; versions 1 to 3.) Raises ValueError for anything else.
+    Reads versions 1 to 3 of numpy.lib.format. Raises ValueError for anything else.
     """
     if len(head) < 12 or bytes(head[:6]) != np.lib.format.MAGIC_PREFIX:
         raise ValueError("does not begin as a .npy file")
@@ -75,21 +76,27 @@ def parse_header(head: memoryview) -> ArrayLayout | int:
         raise ValueError(f"a .npy header of {header_bytes} bytes")
     if first + header_bytes > len(head):
         return int(first + header_bytes)
-    fields = ast.literal_eval(bytes(head[first : first + header_bytes]).decode("latin1"))
+    shape, fortran_order, dtype = _parse_fields(bytes(head[first : first + header_bytes]))
+    return ArrayLayout(first + header_bytes, shape, dtype, fortran_order)
+
+
+@lru_cache(maxsize=256)  # files of one data set mostly share one header, and parsing it is slow
+def _parse_fields(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order (True for Fortran) and dtype."""
+    fields = ast.literal_eval(header.decode("latin1"))
     if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
         raise ValueError("the .npy header does not hold descr, fortran_order and shape")
     shape = fields["shape"]
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
         raise ValueError(f"the .npy header holds shape {shape!r}")
-    dtype = _to_dtype(fields["descr"])
-    return ArrayLayout(first + header_bytes, shape, dtype, bool(fields["fortran_order"]))
+    return shape, bool(fields["fortran_order"]), _to_dtype(fields["descr"])
 
 
 class NpyArray:
-    """A `.npy` file. Only its header is read at first, then the bytes of each window.
+    """A `.npy` file, of which the header and then only the bytes of each window are read.
 
-    Thread-safe and picklable. Raises SampleError for a file that is no such array, or became
-    another one, and otherwise as `RangedFile` does.
+    Thread-safe and picklable. Raises SampleError for a malformed file, or one that was replaced by another
+    array, and otherwise as `RangedFile`.
     """
 
     chunks: tuple[int, ...] | None = None
@@ -98,32 +105,34 @@ class NpyArray:
         self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
         self._remote, self._path = remote, path
         self.shown = shown
-        self._known = patiently(self._look)  # swapped as one: other threads read meanwhile
-        self.shape, self.dtype = self._known[1].shape, self._known[1].dtype
+        self._version = patiently(
+            self._read_header
+        )  # replaced as one value: other threads read at the same time
+        self.shape, self.dtype = self._version[1].shape, self._version[1].dtype
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """The window `size` at `start`, C-contiguous, in native byte order."""
-        file, layout = self._known
+        """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
+        file, layout = self._version
         try:
             return read_window(file, layout, start, size, self._gap_bytes)
         except ChangedError:
-            file, layout = self._look()
+            file, layout = self._read_header()
         if (layout.shape, layout.dtype) != (self.shape, self.dtype):
             raise SampleError(
-                f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead of "
-                f"{self.dtype}{list(self.shape)}); start again with a new source"
+                f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead "
+                f"of {self.dtype}{list(self.shape)}); start again with a new source"
             )
-        self._known = file, layout
+        self._version = file, layout
         return read_window(file, layout, start, size, self._gap_bytes)
 
-    def _look(self) -> tuple[RangedFile, ArrayLayout]:
+    def _read_header(self) -> tuple[RangedFile, ArrayLayout]:
         file = RangedFile(self._remote, self._path, self.shown)
         try:
             found = parse_header(file.head(HEAD_BYTES))
             if isinstance(found, int):
                 found = parse_header(file.head(found))
             if isinstance(found, int):
-                raise ValueError("the header is truncated")  # noqa: TRY004  of the file, not of an argument
+                raise ValueError("the header is truncated")  # noqa: TRY004  not of an argument
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, Warning) as error:
             raise SampleError(f"{self.shown}: not a usable .npy file: {error}") from error
         have = file.look().size_bytes - found.offset

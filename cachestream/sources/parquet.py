@@ -1,14 +1,15 @@
-"""Parquet files, row group by row group: only the chosen columns are fetched, rows come in small batches."""
+"""Parquet files read one row group at a time: only the chosen columns, in small batches of rows."""
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
@@ -20,56 +21,115 @@ from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
 from cachestream.schema import IntArray
 from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
-from cachestream.sources.base import Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.fingerprint import check_columns
-from cachestream.sources.tar_groups import Problems
-from cachestream.sources.thrift import ColumnChunk, column_chunks
 from cachestream.transport.file_object import SpanFile
 from cachestream.transport.ranges import RangedFile, patiently
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
 
 TAIL_BYTES: Final = 64 << 10
 MAX_FOOTER_BYTES: Final = 256 << 20
-KEPT_BYTES: Final = 32 << 20  # of footers as they are stored
+KEPT_BYTES: Final = 32 << 20  # of cached footers, by their size in the file
 _MAGIC: Final = b"PAR1"
+PARQUET_ENDINGS: Final = (".parquet", ".pq")
+FOOTERS_AT_ONCE: Final = 16
+PREFETCH_BYTES: Final = 16 << 20  # row groups up to this size are fetched at once, larger ones in pieces
+PIECE_BYTES: Final = 4 << 20
+BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
+BATCH_BYTES: Final = 8 << 20
+MAX_BATCH_ROWS: Final = 4096
+_Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
+_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class ColumnChunk:
+    """One column of one row group: its bytes in the file, and its size when unpacked."""
+
+    start: int
+    stop: int
+    unpacked_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Footer:
-    """What is known of one version of one file: `raw` is its footer, `metadata` pyarrow's reading of it."""
+    """The footer of one version of a file; `leaves` are the indices of the chosen leaf columns."""
 
     file: RangedFile
-    raw: bytes
     metadata: Any
     columns: Columns
     names: tuple[str, ...]
+    leaves: tuple[int, ...]
 
     @property
     def group_rows(self) -> list[int]:
-        """How many rows each row group has."""
+        """The number of rows in each row group."""
         return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def chunks(self, group: int) -> list[ColumnChunk]:
-        """The column chunks of a row group that are read."""
-        groups = self._groups
-        if len(groups) <= group:
-            raise SampleError(f"{self.file.shown}: malformed: row group {group} of {len(groups)}")
-        return [chunk for chunk in groups[group] if any(_is_inside(chunk.path, name) for name in self.names)]
+        """The chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
+        self._check(group)
+        row_group = self.metadata.row_group(group)
+        return [self._chunk(row_group.column(leaf)) for leaf in self.leaves]
 
-    @cached_property
-    def _groups(self) -> list[list[ColumnChunk]]:
+    def _check(self, group: int) -> None:
+        """Open the column readers of a row group without reading. Raises SampleError for damaged metadata.
+
+        `RowGroupMetaData.column` aborts the process where the metadata of a column chunk are damaged: pyarrow
+        (26) does not catch the C++ exception there. The readers construct the same objects, and pyarrow does
+        catch their exceptions.
+        """
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
+        unread = _UnreadableFile(self.file.look().size_bytes)
         try:
-            return column_chunks(self.raw)
-        except ValueError as error:
-            raise SampleError(f"{self.file.shown}: malformed: {error}") from error
+            # Without a buffer, columns would be read when they are opened.
+            table = parquet.ParquetFile(unread, metadata=self.metadata, buffer_size=1, pre_buffer=False)
+            next(table.iter_batches(1, [group], list(self.names), use_threads=False), None)
+        except Exception as error:
+            if not unread.was_asked:
+                raise malformed(self.file.shown, error) from error
+
+    def _chunk(self, column: Any) -> ColumnChunk:
+        start, nbytes = column.data_page_offset, column.total_compressed_size
+        if 0 < (column.dictionary_page_offset or 0) < start:  # 0: some writers set it where there is none
+            start = column.dictionary_page_offset
+        if start < len(_MAGIC) or nbytes < 0:
+            where = self.file.shown
+            raise SampleError(f"{where}: malformed: a column chunk of {nbytes} bytes at byte {start}")
+        return ColumnChunk(start, start + nbytes, max(0, column.total_uncompressed_size))
+
+
+class _UnreadableFile(io.RawIOBase):
+    """A file of `size_bytes` whose first read fails."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes, self._position = size_bytes, 0
+        self.was_asked = False
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = (0, self._position, self._size_bytes)[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        self.was_asked = True
+        raise EOFError(f"{size} bytes")
 
 
 class Footers:
-    """The footers of the files of `files`. `columns_of` makes what reads the columns of a schema.
+    """An LRU cache of the footers of `files`. `columns_of(schema, shown)` returns a file's columns and names.
 
-    Thread-safe, picklable. Raises SampleError for what is no Parquet file, and the driver's errors.
+    Thread-safe, picklable. Raises SampleError for a file that is not Parquet, and the driver's errors.
     """
 
     def __init__(
@@ -91,7 +151,7 @@ class Footers:
         self._reset()
 
     def get(self, index: int) -> Footer:
-        """The footer of file `index`."""
+        """Return the footer of file `index`, from the cache or the remote."""
         with self._lock:
             known = self._kept.get(index)
             if known is not None:
@@ -99,19 +159,19 @@ class Footers:
                 return known[0]
         footer, nbytes = patiently(lambda: self._read(index))
         with self._lock:
-            self._forget(index)
+            self._drop(index)
             self._kept[index] = footer, nbytes
             self._kept_bytes += nbytes
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._forget(next(iter(self._kept)))
+                self._drop(next(iter(self._kept)))
         return footer
 
-    def forget(self, index: int) -> None:
-        """Read the footer of file `index` anew when it is next needed."""
+    def drop(self, index: int) -> None:
+        """Drop the footer of file `index` from the cache."""
         with self._lock:
-            self._forget(index)
+            self._drop(index)
 
-    def _forget(self, index: int) -> None:
+    def _drop(self, index: int) -> None:
         known = self._kept.pop(index, None)
         if known is not None:
             self._kept_bytes -= known[1]
@@ -127,35 +187,30 @@ class Footers:
             raise SampleError(f"{where}: malformed: a footer of {nbytes} bytes")
         if nbytes > len(tail):
             tail = file.tail(nbytes)
-        arrow, parquet = (
-            require("pyarrow", "parquet", "Parquet"),
-            require("pyarrow.parquet", "parquet", "Parquet"),
-        )
+        arrow = require("pyarrow", "parquet", "Parquet")
+        parquet = require("pyarrow.parquet", "parquet", "Parquet")
         try:
             metadata = parquet.read_metadata(arrow.BufferReader(tail[-nbytes:]))
             columns, names = self._columns_of(metadata.schema.to_arrow_schema(), where)
+            leaves = _leaves(metadata.schema, names)
         except CacheStreamError:
             raise
         except Exception as error:
-            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
-        return Footer(file, bytes(tail[-nbytes:-8]), metadata, columns, names), nbytes
+            raise malformed(where, error) from error
+        return Footer(file, metadata, columns, names, leaves), nbytes
 
 
-def _is_inside(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
+def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
+    """The indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
+    chosen = set(names)
+    paths = [schema.column(leaf).path + "." for leaf in range(len(schema))]
+    ends = ((leaf, dot.start()) for leaf, path in enumerate(paths) for dot in re.finditer(r"\.", path))
+    return tuple(dict.fromkeys(leaf for leaf, end in ends if paths[leaf][:end] in chosen))
 
 
-PARQUET_ENDINGS: Final = (".parquet", ".pq")
-LOOKED_AT_ONCE: Final = 16
-PREFETCH_BYTES: Final = 16 << 20  # of a row group's columns, fetched together; larger ones in pieces
-PIECE_BYTES: Final = 4 << 20
-BUFFER_BYTES: Final = 32 << 20  # of all columns together, in pieces
-BATCH_BYTES: Final = 8 << 20
-MAX_BATCH_ROWS: Final = 4096
-_Batch = tuple[
-    int, dict[str, Values], dict[int, Unusable]
-]  # of rows: how many, their fields, the unusable ones
-_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
+def malformed(where: str, error: Exception) -> SampleError:
+    """The SampleError for a file that pyarrow refused with `error`."""
+    return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
 
 
 class ParquetSource:
@@ -172,16 +227,17 @@ class ParquetSource:
 
     columns: those to read, by name, or "struct.member"; only they are fetched. None: all of them.
 
-    fields: a default for each optional field, `{"caption": ""}`: for null, and for columns that some files lack.
+    fields: a default for each optional field, `{"caption": ""}`: it replaces nulls, and columns that some
+    files lack.
 
-    nulls: what stands for null, by field; nothing is said of columns that are not there. A row with any other null is skipped and counted, as is one
-    whose image is broken or whose lists make no array.
+    nulls: a replacement for nulls, by field; columns that are missing remain an error. A row with any other
+    null is skipped and counted, as is a row with a broken image or with lists of unequal lengths.
 
-    decode_images: False leaves images as bytes; names of columns of bytes are decoded, too.
+    decode_images: False leaves images as bytes. A list of names decodes these binary columns, too.
 
-    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+    resize, crop: the size of decoded images, see `ImageOptions`.
 
-    Raises ConfigError for columns that are not there or cannot be stored, and otherwise as
+    Raises ConfigError for columns that are missing or cannot be stored, and otherwise as
     `FileSource`. Needs pyarrow: `pip install 'cachestream[parquet]'`.
     """
 
@@ -198,7 +254,7 @@ class ParquetSource:
         fields: Mapping[str, Any] | None = None,
     ) -> None:
         self._defaults = Defaults(fields)
-        self._made = ImageOptions(resize, crop)
+        self._image_options = ImageOptions(resize, crop)
         check_columns(columns)
         check_mapping("nulls", nulls, "{'age': -1}")
         if isinstance(decode_images, str):
@@ -206,11 +262,11 @@ class ParquetSource:
         require("pyarrow.parquet", "parquet", "Parquet")
         self._chosen = None if columns is None else tuple(columns)
         self._nulls = self._defaults.values | dict(nulls or {})
-        self._images = () if isinstance(decode_images, bool) else tuple(decode_images)
+        self._image_columns = () if isinstance(decode_images, bool) else tuple(decode_images)
         self._decode_images = bool(decode_images)
         self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
         self._footers = Footers(self._files, self._columns_of)
-        self._ends, self._rows = self._look_at_all()
+        self._ends, self._rows = self._read_footers()
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
         options = {
@@ -219,7 +275,7 @@ class ParquetSource:
             "decode_images": decode_images,
         }
         shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
-        shown += [*self._made.identity, *self._defaults.identity]
+        shown += [*self._image_options.identity, *self._defaults.identity]
         self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
 
     @property
@@ -228,33 +284,33 @@ class ParquetSource:
 
     @property
     def num_rows(self) -> int:
-        """How many rows all files hold, the unusable ones among them."""
+        """The number of rows in all files, including unusable ones."""
         return int(self._rows.sum())
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the rows of a row group, in their order. Raises as `Source.read` says."""
+        """Yield the rows of a row group in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """The same, in columns where every row can be used and has the same shapes."""
+        """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
         check_unit(self, unit, self.num_units)
         index = int(np.searchsorted(self._ends, unit, side="right"))
         first = int(self._ends[index - 1]) if index else 0
         row, key = int(self._rows[first:unit].sum()), self._files.key(index)
         problems = Problems(self._files.where(index))
-        for num_rows, fields, bad in self._tables_of(index, unit - first, int(self._rows[unit])):
+        for num_rows, fields, bad in self._read_group(index, unit - first, int(self._rows[unit])):
             keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
             yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
             row += num_rows
         problems.raise_any()
 
-    def _tables_of(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
-        """Row group `group` of file `index`."""
+    def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
+        """Yield the batches of row group `group` of file `index`, with errors mapped."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
             try:
                 footer = self._footers.get(index)
-            except ConfigError as error:  # once its columns were as asked
+            except ConfigError as error:  # the file was replaced since the source was made
                 raise SampleError(str(error)) from error
         if footer.metadata.num_row_groups <= group or footer.metadata.row_group(group).num_rows != num_rows:
             raise SampleError(f"{where}: was replaced by another table; start again with a new source")
@@ -264,14 +320,14 @@ class ParquetSource:
                 with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
                     batch = next(batches, None)
             except CacheStreamError:
-                self._footers.forget(index)  # it may have been replaced
+                self._footers.drop(index)  # it may have been replaced
                 raise
             if batch is None:
                 return
             yield batch
 
     def _batches(self, footer: Footer, group: int, where: str) -> Iterator[_Batch]:
-        """Some rows at a time; those of one batch are in memory together."""
+        """Yield the rows of a row group in batches of at most about BATCH_BYTES."""
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)
         packed = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -285,7 +341,7 @@ class ParquetSource:
                 file,
                 metadata=footer.metadata,
                 buffer_size=max(64 << 10, min(PIECE_BYTES, BUFFER_BYTES // max(1, len(chunks)))),
-                pre_buffer=False,
+                pre_buffer=False,  # it reads in threads of pyarrow's, whose bytes are accounted to no unit
                 page_checksum_verification=True,
             )
             for batch in table.iter_batches(
@@ -300,21 +356,21 @@ class ParquetSource:
                 raise file.error from None
             if isinstance(error, CacheStreamError | ChangedError) or classify(error) != "other":
                 raise
-            raise SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500]) from error
+            raise malformed(where, error) from error
 
     def _columns_of(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
-        """What reads the chosen columns of a file's schema, and their names."""
+        """Return the converter for the chosen columns of `schema`, and the columns' names."""
         arrow = require("pyarrow", "parquet", "Parquet")
-        require("pyarrow.compute", "parquet", "Parquet")  # from now on arrow.compute
+        require("pyarrow.compute", "parquet", "Parquet")  # makes arrow.compute available
         names = self._chosen
         if names is None:
             names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
         optional = self._defaults.values
-        names = tuple(name for name in names if name not in optional or _is_there(arrow, schema, name))
+        names = tuple(name for name in names if name not in optional or _has_column(arrow, schema, name))
         for name in names:
-            if not _is_there(arrow, schema, name):
+            if not _has_column(arrow, schema, name):
                 raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
-        for field in doubled_fields(arrow, schema):  # the driver would read all of them under one name
+        for field in doubled_fields(arrow, schema):  # pyarrow reads all columns that match a name
             if any(f"{field}.".startswith(f"{name}.") for name in names):
                 raise ConfigError(
                     f"{where}: several columns become the field '{field}': give each a name of its own"
@@ -326,13 +382,13 @@ class ParquetSource:
             part,
             nulls=self._nulls,
             decode_images=self._decode_images,
-            images=self._images,
-            made=self._made,
+            images=self._image_columns,
+            made=self._image_options,
         )
         return columns, names
 
     def _unit_names(self) -> Names:
-        """What the row groups are found by again when files have come or gone: their file, and the rows of it."""
+        """Names that identify row groups when files come or go: file name, first row, number of rows."""
         ends = [0, *self._ends.tolist()]
         rows = self._rows.tolist()
 
@@ -345,15 +401,15 @@ class ParquetSource:
 
         return Names(named())
 
-    def _look_at_all(self) -> tuple[IntArray, IntArray]:
-        """Where the units of each file end, and how many rows each unit has."""
+    def _read_footers(self) -> tuple[IntArray, IntArray]:
+        """Read all footers. Return the cumulative number of units by file, and the number of rows by unit."""
 
         def look(index: int) -> list[int]:
             with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
                 return self._footers.get(index).group_rows
 
-        look(0)  # what is wrong with the options shows in the first
-        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+        look(0)  # wrong options fail here, before all other files are asked
+        with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
             rows = list(pool.map(look, range(len(self._files))))
         ends = np.cumsum([len(one) for one in rows], dtype=np.int64)
         flat = np.array([count for one in rows for count in one], np.int64)
@@ -365,8 +421,8 @@ class ParquetSource:
         return f"<ParquetSource {self._files.shown}, {self.num_units:,} row groups, {self.num_rows:,} rows>"
 
 
-def _is_there(arrow: Any, schema: Any, name: str) -> bool:
-    """Whether `name` is a column, or a member of a struct: "column.member"."""
+def _has_column(arrow: Any, schema: Any, name: str) -> bool:
+    """Return whether `name` is a column of `schema`, or a member of a struct column ("column.member")."""
     if name in schema.names:
         return True
     top, _, rest = name.partition(".")

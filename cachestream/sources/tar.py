@@ -1,4 +1,4 @@
-"""WebDataset's tars, read as a stream: files that lie together and share a name are one sample."""
+"""WebDataset's tar files, read as a stream: adjacent files that share a name are one sample."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import AnyNames, Names
+from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.images import AS_THEY_ARE, Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_json_value, decode_value, decode_with
 from cachestream.sources.defaults import Defaults
 from cachestream.sources.functions import fingerprint_of
-from cachestream.sources.tar_format import BLOCK, find_header
-from cachestream.sources.tar_groups import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member
+from cachestream.sources.tar_format import (
+    BLOCK,
+    LOOK_BACK_BYTES,
+    Group,
+    Part,
+    find_header,
+    read_groups,
+    seek_member,
+)
 from cachestream.sources.user_code import decode_by_user
 from cachestream.transport import bounds
 from cachestream.transport.network_stream import open_stream, size_of
@@ -30,10 +38,18 @@ Decoder = Callable[[bytes], Any]
 _INTEGERS: Final = frozenset({"cls", "cls2", "class", "count", "id", "index", "inx"})
 _JSON: Final = frozenset({"json", "jsn"})
 _TEXTS: Final = {"text": ".txt", "transcript": ".txt"}
+TAR_ENDINGS: Final = (
+    ".tar",
+    *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
+    *(ending for ending in ENDINGS if ending.startswith(".t")),
+)
+LEAST_PART_BYTES: Final = 256 << 10  # to read a part fetches about 16 KiB and half a sample beyond its bytes
+# To estimate the size of samples, the first tar is read until one of these is reached: (samples, bytes).
+PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
 
 def decode_integer(data: Buffer) -> int:
-    """The number that a text holds."""
+    """Return the integer in a text. Raises ValueError if it has more than 64 bits."""
     value = int(bytes(data))
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer beyond 64 bits")
@@ -41,7 +57,7 @@ def decode_integer(data: Buffer) -> int:
 
 
 def decode_gzip(data: Buffer) -> bytes:
-    """The bytes that gzip has packed."""
+    """Unpack gzip. Raises TooLargeError above the bound for one object."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
         found = file.read(bounds.most_bytes() + 1)
     bounds.check(len(found))
@@ -49,12 +65,12 @@ def decode_gzip(data: Buffer) -> bytes:
 
 
 class Decoders:
-    """What is made of a file by its extension; `own` are the user's functions of bytes, by extension.
+    """Decodes a file by its extension; `own` are the user's functions of bytes, by extension.
 
-    The longest part of an extension that has a function of the user's decides: "seg.png" before
-    "png". Nothing is unpickled unless such a function does it. What gzip has packed ("json.gz") is unpacked before, and
-    keeps its name, as in WebDataset. `images` says what is made of images that
-    none of them decodes.
+    The longest suffix of an extension that has a function of the user takes precedence: "seg.png" before
+    "png". Nothing is unpickled unless such a function does it. Files packed by gzip ("json.gz") are unpacked
+    first and keep their name, as in WebDataset. `images` applies to images that no function of the user
+    decodes.
     """
 
     def __init__(self, own: Mapping[str, Decoder] | None, images: ImageOptions = AS_THEY_ARE) -> None:
@@ -72,7 +88,7 @@ class Decoders:
         )
 
     def sample(self, group: Group, where: str) -> dict[str, Any]:
-        """The fields of a sample; `where` names its archive in messages. Raises SampleError."""
+        """Return the fields of a sample; `where` names its archive in messages. Raises SampleError."""
         sample: dict[str, Any] = {}
         for extension, data in group.files.items():
             value = self._value(extension, data, f"{where}#{group.shown_key}.{extension}")
@@ -106,41 +122,31 @@ class Decoders:
         return decode_value(data, _TEXTS.get(last, f".{last}"), where, self._images)
 
 
-TAR_ENDINGS: Final = (
-    ".tar",
-    *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
-    *(ending for ending in ENDINGS if ending.startswith(".t")),
-)
-LEAST_PART_BYTES: Final = 256 << 10  # a part costs some 16 KiB and half a sample more than its own bytes
-PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))  # enough, if so many samples begin in them
-
-
 class TarSource:
     """The samples in tars, as WebDataset writes them, plain or packed by gzip, bzip2, xz or zstd.
 
     urls: a URL, a `{000000..001281}` range, a wildcard, a folder, or a list of these.
 
-    Files that follow one another and have the same name up to the first dot are one sample: a dict
-    with a field for each extension. Images (Pillow) are uint8 `[3, H, W]` RGB; "cls", "id", "index"
-    and the like int; "json" the value, or the text of an object; "npy" the array; the arrays of an
-    "npz" fields "npz.name"; "txt" and other text str; anything else bytes. The key is
-    "path/of.tar#name".
+    Adjacent files with the same name up to the first dot are one sample: a dict with a field for each
+    extension. Images (Pillow) are uint8 `[3, H, W]` RGB; "cls", "id", "index" and the like int; "json"
+    the value, or the text of an object; "npy" the array; the arrays of an "npz" fields "npz.name"; "txt"
+    and other text str; anything else bytes. The key is "path/of.tar#name".
 
-    decoders: functions of bytes by extension, that come before those: `{"pkl": pickle.loads}`,
-    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled but by them.
+    decoders: functions of bytes by extension, which take precedence: `{"pkl": pickle.loads}`, or
+    `{"jpg": bytes}` to keep files as they are. Nothing is unpickled except by these functions.
 
-    samples_per_visit: read about so many samples of a tar at a time, and then of others, so that
-    early epochs hold something of many tars; the tars must not be packed, nor hold tars themselves.
-    A unit is such a visit; 0: a whole tar. None: a whole tar, or as large a part of one as lets a
-    small cache hold something of 64 tars (of all, where there are fewer).
+    samples_per_visit: the approximate number of samples to read of a tar before the next tar is read, so
+    that early epochs hold samples of many tars. The tars must not be packed, nor hold tars themselves. A
+    unit is one such visit; 0: a whole tar. None: a whole tar, or the largest part of one that lets a small
+    cache hold parts of 64 tars (of all, where there are fewer).
 
-    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it.
+    fields: a default for each optional field, `{"caption": ""}`, for samples that lack the field.
 
-    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+    resize, crop: the size of decoded images, see `ImageOptions`.
 
-    Tars are read from begin to end in bounded memory and never unpacked to the disk. A tar that is
-    damaged gives the samples before the damage, and is then counted as a failure, with the reason.
-    Other arguments, and errors, as for `FileSource`.
+    Tars are read from begin to end in bounded memory and never unpacked to the disk. A damaged tar gives
+    the samples before the damage, and is then counted as a failure, with the reason. Other arguments, and
+    errors, as for `FileSource`.
     """
 
     def __init__(
@@ -164,7 +170,7 @@ class TarSource:
             require_unpacker(self._files.key(index))
         self._sizes: dict[int, int] = {}
         self._per_visit = samples_per_visit
-        self._visits = self._plan(samples_per_visit) if samples_per_visit else 1
+        self._visits = self._plan_visits(samples_per_visit) if samples_per_visit else 1
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
         options = [f"decoders={self._decoders.identity}"] if decoders else []
@@ -177,17 +183,21 @@ class TarSource:
         return len(self._files) * self._visits
 
     def _unit_names(self) -> AnyNames:
-        """What the units are found by again when tars have come or gone: with other visits they are others."""
+        """Names that identify units when tars come or go. They depend on the number of visits."""
         names, visits = self._files.names, self._visits
         if visits == 1:
             return names
         files = len(names)
         return Names(
-            f"{names[index]}#{visit}/{visits}" for index, visit in map(self._place, range(files * visits))
+            f"{names[index]}#{visit}/{visits}"
+            for index, visit in map(self._tar_and_visit, range(files * visits))
         )
 
-    def _place(self, unit: int) -> tuple[int, int]:
-        """The tar of a unit, and its visit to it: one visit a round, to another place in each tar."""
+    def _tar_and_visit(self, unit: int) -> tuple[int, int]:
+        """Return the tar of a unit, and the part of it to visit.
+
+        Each round visits every tar once, and different parts of neighbouring tars.
+        """
         turn, index = divmod(unit, len(self._files))
         return index, (turn + index) % self._visits
 
@@ -196,10 +206,10 @@ class TarSource:
         return self._visits
 
     def part_limit(self) -> tuple[int, int]:
-        """The bytes of the first tar, and the parts that it may be read in: see `DivisibleSource`.
+        """Return the bytes of the first tar, and the most parts to read it in: see `DivisibleSource`.
 
-        Tars are read whole where `samples_per_visit` says so, and where the first is packed, or of the old format
-        whose headers cannot be told from data.
+        Tars are read whole if `samples_per_visit` is given, if any is packed, and if the first is of the old
+        format, whose headers cannot be told from data.
         """
         files = self._files
         packed = any(files.key(index).lower().endswith(tuple(ENDINGS)) for index in range(len(files)))
@@ -209,12 +219,12 @@ class TarSource:
             with open_stream(files.remote, files.path(0), files.where(0), 0, BLOCK) as stream:
                 size_bytes, begin = self._size(0), bytes(stream.read(BLOCK))
         except SourceError:
-            return 0, 1  # the worker will say what is wrong with it
+            return 0, 1  # reading the unit will report the error
         can_divide = len(begin) == BLOCK and find_header(begin, 0) == 0
         return size_bytes, max(1, size_bytes // LEAST_PART_BYTES) if can_divide else 1
 
     def divided(self, parts: int) -> TarSource:
-        """The same tars, each in so many parts of about the same length in bytes."""
+        """Return a source of the same tars, each divided in `parts` of about equal length in bytes."""
         made = copy.copy(self)
         made._visits = parts
         made.first_names = made._unit_names()
@@ -222,12 +232,16 @@ class TarSource:
         return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the samples of a tar, or of one visit to it, in their order. Raises as `Source.read` says."""
+        """Yield the samples of a tar, or of one visit to it, in order. Raises as `Source.read`."""
         check_unit(self, unit, self.num_units)
-        index, visit = self._place(unit)
+        index, visit = self._tar_and_visit(unit)
         where, prefix = self._files.where(index), self._files.key(index)
         problems = Problems(where)
-        groups = self._whole(index, problems) if self._visits == 1 else self._part(index, visit, problems)
+        groups = (
+            self._read_whole(index, problems)
+            if self._visits == 1
+            else self._read_part(index, visit, problems)
+        )
         for group in groups:
             if group.problem:
                 problems.add(f"{where}#{group.shown_key}: {group.problem}")
@@ -240,19 +254,21 @@ class TarSource:
             yield f"{prefix}#{group.shown_key}", self._defaults.fill(sample)
         problems.raise_any()
 
-    def _whole(self, index: int, problems: Problems) -> Iterator[Group]:
+    def _read_whole(self, index: int, problems: Problems) -> Iterator[Group]:
         files = self._files
         with open_stream(files.remote, files.path(index), files.where(index)) as stream:
             yield from read_groups(unpacked(stream), problems)
 
-    def _part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
+    def _read_part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
         size_bytes = self._size(index)
         begin, end = (size_bytes * i // self._visits // BLOCK * BLOCK for i in (visit, visit + 1))
         files, where = self._files, self._files.where(index)
         start = max(0, begin - LOOK_BACK_BYTES)
-        with open_stream(files.remote, files.path(index), where, start, self._likely(begin, end)) as stream:
+        with open_stream(
+            files.remote, files.path(index), where, start, self._likely_end(begin, end)
+        ) as stream:
             if begin == 0 and unpacked(stream) is not stream:
-                raise self._packed(where)
+                raise self._packed_error(where)
             if begin == 0 or seek_member(stream, begin, end):
                 last = visit == self._visits - 1
                 part = Part(begin, None if last else end)
@@ -261,8 +277,8 @@ class TarSource:
                 self._sizes.pop(index, None)
                 raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")
 
-    def _likely(self, begin: int, end: int) -> int:
-        """Where a visit to the bytes from `begin` to `end` most often ends: with the sample that lies at its end."""
+    def _likely_end(self, begin: int, end: int) -> int:
+        """Estimate where a visit to `begin:end` stops reading: at the end of its last sample."""
         if not self._per_visit:
             return end + 2 * BLOCK
         return end + 3 * (end - begin) // (2 * self._per_visit) + 2 * BLOCK
@@ -274,19 +290,19 @@ class TarSource:
             size_bytes = self._sizes[index] = size_of(files.remote, files.path(index), files.where(index))
         return size_bytes
 
-    def _packed(self, where: str) -> ConfigError:
+    def _packed_error(self, where: str) -> ConfigError:
         return ConfigError(f"{where}: a packed tar can only be read from its begin; give samples_per_visit=0")
 
-    def _plan(self, samples_per_visit: int) -> int:
-        """Visits to each tar, from the size of the first tar's first samples."""
+    def _plan_visits(self, samples_per_visit: int) -> int:
+        """Return the number of visits to each tar, estimated from the first samples of the first tar."""
         files = self._files
         for index in range(len(files)):
             if files.key(index).lower().endswith(tuple(ENDINGS)):
-                raise self._packed(files.where(index))
+                raise self._packed_error(files.where(index))
         where, size_bytes = files.where(0), self._size(0)
         with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES[0][1]) as stream:
             if unpacked(stream) is not stream:
-                raise self._packed(where)
+                raise self._packed_error(where)
             problems = Problems(where)
             count, used_bytes = 0, 1
             for _ in read_groups(stream, problems):

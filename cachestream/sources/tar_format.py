@@ -1,14 +1,19 @@
-"""Tar archives in one pass: headers to members, in bounded memory, whatever the bytes are.
+"""The tar format, read in one pass and in bounded memory: headers, members, and groups of members.
 
 Reads ustar, pax and GNU archives (POSIX.1-2017 "pax", and GNU tar's manual, "Basic Tar Format"). The
-standard library's tarfile reads extended headers of any size into memory, and at half the speed.
+standard library's tarfile has half the speed, and reads extended headers of any size into memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
+from cachestream.errors import SampleError
+from cachestream.sources.base import Problems
+from cachestream.transport import bounds
 from cachestream.transport.stream import Stream
 
 BLOCK: Final = 512
@@ -19,19 +24,22 @@ _ZEROS: Final = bytes(BLOCK)
 _FILES: Final = b"0\x007"
 _EXTENSIONS: Final = b"xXgLK"
 _WITHOUT_DATA: Final = b"123456"  # links, devices, folders, pipes
+MAX_NAME: Final = 4096  # Linux' PATH_MAX
+LOOK_BACK_BYTES: Final = 16 << 10  # for extended headers that precede the first header of a part
+SCAN_BYTES: Final = 64 << 10
 
 
 class TarError(ValueError):
-    """The archive makes no sense from here on."""
+    """The archive is malformed from here on."""
 
 
 class TruncatedTarError(TarError):
-    """The archive ends before its end."""
+    """The archive ends early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One header block: `size_bytes` is that of the data that follow."""
+    """One header block; `size_bytes` of data follow it."""
 
     name: bytes
     kind: int
@@ -41,9 +49,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file, folder, link or device in an archive. `offset` is that of its own header block.
+    """A file, folder, link or device in an archive. `offset` is the position of its own header block.
 
-    `problem` says why a file cannot be read as it is.
+    `problem` is the reason why a file cannot be read, or "".
     """
 
     name: str
@@ -55,7 +63,7 @@ class Member:
 
 
 def _number(field: bytes) -> int:
-    if field[0] & 0x80:  # GNU: binary, for what octal digits cannot say
+    if field[0] & 0x80:  # GNU: a binary number, too large for octal digits
         if field[0] != 0x80:
             raise TarError("a header with a negative size")
         return int.from_bytes(field[1:], "big")
@@ -71,12 +79,12 @@ def _number(field: bytes) -> int:
 
 
 def _checksum(block: bytes) -> int:
-    """The sum of all bytes, those of the checksum itself taken for spaces."""
+    """Return the sum of all bytes, with spaces in place of the checksum itself."""
     return sum(block) - sum(block[148:156]) + 8 * 0x20
 
 
 def parse_header(block: bytes) -> Header | None:
-    """The header in a block of 512 bytes; None for a block of zeros. Raises TarError for anything else."""
+    """Parse a block of 512 bytes; None for a block of zeros. Raises TarError if it is no header."""
     if block == _ZEROS:
         return None
     excess = _checksum(block) - _number(block[148:156])
@@ -92,7 +100,7 @@ def parse_header(block: bytes) -> Header | None:
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
-    """The records of a pax header: each its length, a space, key=value and a line feed."""
+    """Parse the records of a pax header: each is a length, a space, key=value and a line feed."""
     records: dict[str, bytes] = {}
     start = 0
     while start < len(data):
@@ -108,7 +116,10 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
 
 
 def find_header(data: bytes, start: int) -> int | None:
-    """Where the first ustar header at or after `start` begins in `data`; both at multiples of a block."""
+    """Return the offset of the first ustar header in `data[start:]`, or None.
+
+    `start` and the offset are multiples of BLOCK.
+    """
     found = data.find(_USTAR, start + _USTAR_AT)
     while found >= 0:
         offset = found - _USTAR_AT
@@ -118,8 +129,8 @@ def find_header(data: bytes, start: int) -> int | None:
     return None
 
 
-def begin_of_member(data: bytes, header: int) -> int:
-    """Where the extended headers begin that belong to the header at `header` in `data`; else `header`."""
+def first_extended_header(data: bytes, header: int) -> int:
+    """Return the offset of the first extended header that belongs to the header at `header`, or `header`."""
     begin = header
     for offset in range(header - BLOCK, -1, -BLOCK):
         found = _header_at(data, offset)
@@ -145,31 +156,31 @@ def _padded(nbytes: int) -> int:
 
 
 class TarReader:
-    """The members of the archive in `stream`, from where it stands; what is not read of one is skipped."""
+    """Reads the members of the archive in `stream` from its position on; unread data are skipped."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._global: dict[str, bytes] = {}
-        self._left = 0  # bytes of this member's data not read yet
+        self._unread_bytes = 0  # bytes of this member's data not read yet
         self._padding = 0
-        self._begun = False
-        self.is_unmarked = False  # it ended after a member, without the mark
+        self._seen_member = False
+        self.lacks_end_mark = False  # the archive ended after a member, without the end mark
 
     def next(self) -> Member | None:
-        """The next member, or None at the mark that ends the archive.
+        """Return the next member, or None at the mark that ends the archive.
 
-        Some archivers write no mark: the end of a whole file after a whole member is one, too
-        (`is_unmarked`). Raises TruncatedTarError where the file ends elsewhere, TarError where no header is.
+        Some archivers write no mark: the end of the file after a complete member counts as one, too
+        (`lacks_end_mark`). Raises TruncatedTarError if the file ends elsewhere, TarError for a bad header.
         """
-        self._skip(self._left + self._padding)
-        self._left = self._padding = 0
+        self._skip(self._unread_bytes + self._padding)
+        self._unread_bytes = self._padding = 0
         extended: dict[str, bytes] = {}
-        is_boundary = self._begun
+        is_boundary = self._seen_member
         while True:
             offset = self._stream.position
             block = self._stream.read(BLOCK)
             if not block and is_boundary and self._stream.is_whole:
-                self.is_unmarked = True
+                self.lacks_end_mark = True
                 return None
             is_boundary = False
             if len(block) < BLOCK:
@@ -178,7 +189,7 @@ class TarReader:
             if header is None:
                 return None
             if header.kind not in _EXTENSIONS:
-                self._begun = True
+                self._seen_member = True
                 return self._member(header, {**self._global, **extended}, bytes(block), offset)
             data = self._extension(header)
             if header.kind in b"xX":
@@ -214,19 +225,19 @@ class TarReader:
                 more = block[504] if len(block) == BLOCK else 0
         elif is_file and any(key.startswith("GNU.sparse") for key in extended):
             problem = "sparse"
-        folder = header.kind == 0 and name.endswith(b"/")  # as archives of before 1988 have them
+        folder = header.kind == 0 and name.endswith(b"/")  # in archives of before 1988
         if header.kind not in _WITHOUT_DATA and not folder:
-            self._left, self._padding = size_bytes, _padded(size_bytes) - size_bytes
+            self._unread_bytes, self._padding = size_bytes, _padded(size_bytes) - size_bytes
         text = name.decode("utf-8", "surrogateescape")
-        return Member(text, self._left, offset, is_file, header.is_ustar, problem)
+        return Member(text, self._unread_bytes, offset, is_file, header.is_ustar, problem)
 
     def data(self) -> memoryview:
-        """The data of the member that `next` returned, writable. Raises TruncatedTarError."""
+        """Return the data of the member that `next` returned, writable. Raises TruncatedTarError."""
         total = self._stream.size_bytes
-        if total is None or self._stream.position + self._left <= total:
-            data = self._stream.read(self._left)
-            if len(data) == self._left:
-                self._left = 0
+        if total is None or self._stream.position + self._unread_bytes <= total:
+            data = self._stream.read(self._unread_bytes)
+            if len(data) == self._unread_bytes:
+                self._unread_bytes = 0
                 return data
         raise TruncatedTarError(f"truncated: it ends after {total or self._stream.position:,} bytes")
 
@@ -236,3 +247,153 @@ class TarReader:
             raise TruncatedTarError(f"truncated: it ends after {total:,} bytes")
         if nbytes and self._stream.skip(nbytes) < nbytes:
             raise TruncatedTarError(f"truncated: it ends after {self._stream.position:,} bytes")
+
+
+# --- groups of members, each one sample --------------------------------------------------------
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Split a file's name into its sample's name and its extension: "a/b.seg.PNG" gives "a/b", "seg.png".
+
+    WebDataset's rule: the sample's name ends at the first dot after the last slash. None for files that
+    belong to no sample: no extension, hidden, or an entry of WebDataset's own ("__…__").
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    if not stem or not extension:
+        return None
+    first = name.partition("/")[0]
+    if first.startswith("__") and first.endswith("__") and len(first) >= 4:
+        return None
+    return f"{folder}{slash}{stem}", extension.lower()
+
+
+def name_problem(name: str) -> str:
+    """Return the reason to refuse `name`, or "". Users may write files by their keys."""
+    if len(name) > MAX_NAME:
+        return f"a name of {len(name):,} characters"
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        return "a name that leads out of the archive"
+    return ""
+
+
+@dataclass(slots=True)
+class Group:
+    """The files of one sample by extension; `problem` is the reason why it cannot be used, or ""."""
+
+    key: str
+    files: dict[str, memoryview] = field(default_factory=dict)
+    nbytes: int = 0
+    problem: str = ""
+
+    @property
+    def shown_key(self) -> str:
+        """The key as valid Unicode, whatever bytes the name holds."""
+        return self.key if self.key.isascii() else os.fsencode(self.key).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The bytes `begin` to `end` (None: the end) of an archive, cut without regard to samples.
+
+    The sample of the first file at or after a cut belongs to the part before the cut. So each part finds
+    its own first sample, and all parts together give every sample once.
+    """
+
+    begin: int
+    end: int | None
+
+
+def read_groups(stream: Stream, problems: Problems, part: Part | None = None) -> Iterator[Group]:
+    """Yield the complete samples of the archive in `stream`, or of a part of it.
+
+    Damage is added to `problems`. The sample at a truncation is left out, and so is the last sample of an
+    archive without an end mark if it lacks an extension of the sample before: it may be truncated.
+    """
+    reader = TarReader(stream)
+    end = None if part is None else part.end
+    skip_first = part is not None and part.begin > 0  # the first sample belongs to the previous part
+    group: Group | None = None
+    previous_extensions: frozenset[str] = frozenset()  # the extensions of the sample before
+    is_last = False
+    try:
+        for member, key, extension in _sample_files(reader, stream, part):
+            if group is None or group.key != key:
+                if group is not None:
+                    if not skip_first:
+                        yield group
+                    skip_first = False
+                    previous_extensions = frozenset(group.files)
+                if is_last:
+                    return
+                group = Group(key)
+            is_last = is_last or (end is not None and member.offset >= end)
+            if not skip_first:
+                _read_file(group, extension, member, reader, stream)
+    except (TarError, SampleError) as error:
+        problems.add(str(error))
+        return
+    if group is None or skip_first:
+        return
+    if reader.lacks_end_mark and not group.problem and not previous_extensions <= group.files.keys():
+        problems.add(
+            f"#{group.shown_key}: truncated: it ends after {stream.position:,} bytes, without the end mark"
+        )
+    else:
+        yield group
+
+
+def _sample_files(reader: TarReader, stream: Stream, part: Part | None) -> Iterator[tuple[Member, str, str]]:
+    """Yield the members that are files of samples, each with its sample's key and its extension."""
+    while (member := reader.next()) is not None:
+        if part is not None and not member.is_ustar:
+            raise TarError("headers without 'ustar' cannot be read in parts; give samples_per_visit=0")
+        names = split_name(member.name) if member.is_file else None
+        if names is not None:
+            yield member, *names
+    if part is not None and part.begin > 0 and any(bytes(stream.read(SCAN_BYTES))):
+        raise TarError("it holds a tar itself, and cannot be read in parts; give samples_per_visit=0")
+
+
+def _read_file(group: Group, extension: str, member: Member, reader: TarReader, stream: Stream) -> None:
+    """Read a file into its group, or record why the group cannot be used."""
+    problem = member.problem and f"its .{extension} is a {member.problem} file"
+    problem = name_problem(member.name) or problem
+    if extension in group.files:
+        problem = problem or f"two files with the extension .{extension}"
+    group.nbytes += member.size_bytes
+    try:
+        bounds.check(group.nbytes)
+    except bounds.TooLargeError as error:
+        if stream.size_bytes is None:  # a packed tar: to skip the sample, all of it would be unpacked
+            raise TarError(f"#{group.shown_key}, in a packed tar: {error}") from error
+        problem = problem or str(error)
+    group.problem = group.problem or problem
+    if group.problem:
+        group.files.clear()
+    else:
+        group.files[extension] = reader.data()
+
+
+def seek_member(stream: Stream, begin: int, end: int) -> bool:
+    """Advance `stream`, which stands before `begin`, to the first member with a header at or after `begin`.
+
+    Returns False if no such header begins before `end`.
+    """
+    origin = stream.position
+    window = bytes(stream.read(begin - origin))
+    scanned = begin
+    while scanned < end:
+        more = stream.read(max(BLOCK, min(SCAN_BYTES, end - scanned)))
+        if len(more) < BLOCK:
+            return False
+        window += bytes(more)
+        found = find_header(window, scanned - origin)
+        if found is not None:
+            member = first_extended_header(window[: found + BLOCK], found)
+            stream.push_back(memoryview(bytearray(window[member:])))
+            return origin + found < end
+        scanned = origin + len(window) // BLOCK * BLOCK
+        drop = max(0, len(window) - LOOK_BACK_BYTES) // BLOCK * BLOCK
+        window, origin = window[drop:], origin + drop
+    return False

@@ -1,10 +1,11 @@
-"""`tf.train.Example` messages → the values of their features, one at a time or many at once.
+"""A parser of `tf.train.Example` messages, one at a time or many at once.
 
-Reads protobuf's wire format (protobuf.dev/programming-guides/encoding) of tensorflow/core/example/feature.proto:
-lists of bytes, of float32 and of int64, packed or not.
+It reads protobuf's wire format (protobuf.dev/programming-guides/encoding) of
+tensorflow/core/example/feature.proto: lists of bytes, of float32 and of int64, packed or not.
 
-Only what writers of TFRecords make is read here: each feature one packed list of numbers, or one string of bytes.
-`parse_example` reads everything else; what both read, both read alike.
+`parse_example` reads any message. `parse_examples` reads many at once, if each is in the form that TFRecord
+writers produce (every feature a single packed list of numbers, or a single string of bytes), and gives the
+same values.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-_MAX_BYTES: Final = 10
-_FEW: Final = 24  # bytes that a loop decodes faster than numpy
+# The values of a bytes_list, a float_list or an int64_list, in order.
+Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+_VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5  # wire types
+_FLOATS, _INTEGERS = 2, 3  # numbers of float_list and int64_list in Feature
+_MAX_ORDERS: Final = 4  # different orders of the features in one batch, at most: maps have no order
+_MAX_LENGTH_BYTES: Final = 5
+_Positions = npt.NDArray[np.int64]
+_MAX_VARINT_BYTES: Final = 10
+_FEW: Final = 24  # up to this many bytes, a loop is faster than numpy
 _SIGN: Final = 1 << 63
-_BLOCK: Final = 8192  # numbers at a time: what is between lies in the processor's cache
-# Of words of 4 and of 8 bytes: the bits that say that a number goes on, those of its value, and how the groups of
-# 7 bits are moved together, two by two.
+_BLOCK: Final = 8192  # numbers decoded at a time, so that temporary arrays fit the processor's cache
+# For words of 4 and of 8 bytes: the continuation bits, the value bits, and the (mask, shift) steps that join
+# neighbouring groups of 7, then 14, then 28 bits.
 _WORDS: Final[tuple[tuple[Any, Any, tuple[tuple[Any, Any], ...]], ...]] = (
     (
         np.uint32(0x80808080),
@@ -41,7 +50,7 @@ _WORDS: Final[tuple[tuple[Any, Any, tuple[tuple[Any, Any], ...]], ...]] = (
 
 
 def one_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, not signed, that begins at `at`, and where the next byte is. Raises IndexError at the end of `data`."""
+    """Return the unsigned number at `at`, and the position after it. Raises IndexError at the end."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -55,24 +64,24 @@ def one_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def last_bytes(packed: bytes) -> npt.NDArray[np.int64]:
-    """Where the last byte of each number in `packed` lies."""
+    """Return the position of the last byte of each number in `packed`."""
     return np.flatnonzero(np.frombuffer(packed, np.uint8) < 0x80)
 
 
 def decode_varints(packed: bytes, ends: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-    """The numbers that lie in `packed`; `ends` are their `last_bytes`, if known.
+    """Return the numbers in `packed`; `ends` are their `last_bytes`, if known.
 
-    Raises ValueError where one is cut off, or longer than 10 bytes.
+    Raises ValueError if a number is truncated, or longer than 10 bytes.
     """
     if not packed:
         return np.empty(0, np.int64)
     if packed[-1] >= 0x80:
         raise ValueError("malformed: a number is cut off")
     if len(packed) <= _FEW:
-        return _few(packed)
+        return _decode_few(packed)
     data = np.frombuffer(packed, np.uint8)
     ends = last_bytes(packed) if ends is None else ends
-    if len(ends) == len(data):  # small numbers all
+    if len(ends) == len(data):  # one byte each
         return data.astype(np.int64)
     found = np.empty(len(ends), np.int64)
     starts = np.empty(min(_BLOCK, len(ends)), np.int64)
@@ -83,12 +92,12 @@ def decode_varints(packed: bytes, ends: npt.NDArray[np.int64] | None = None) -> 
         begins, stops = starts[: len(out)], ends[first : first + len(out)]
         begins[0] = 0
         np.subtract(stops[:-1], base - 1, out=begins[1:])
-        if not _words(padded, base, begins, out):
-            _long(data[base:], begins, stops - base, out)
+        if not _decode_words(padded, base, begins, out):
+            _decode_long(data[base:], begins, stops - base, out)
     return found
 
 
-def _few(packed: bytes) -> npt.NDArray[np.int64]:
+def _decode_few(packed: bytes) -> npt.NDArray[np.int64]:
     found, at = [], 0
     while at < len(packed):
         value, at = one_varint(packed, at)
@@ -97,12 +106,18 @@ def _few(packed: bytes) -> npt.NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
-def _words(padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> bool:
-    """The numbers that begin at `starts` after `base`, each out of a word; False where one is of more than 8 bytes."""
+def _decode_words(
+    padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDArray[np.int64]
+) -> bool:
+    """Decode the numbers at `base + starts`, each from one word of 4 or 8 bytes; False if one is longer.
+
+    The steps are SWAR ("SIMD within a register"): the bytes after a number are masked away, and its groups of
+    7 bits are joined two by two.
+    """
     for more_bits, value_bits, folds in _WORDS:
         if starts[-1] > more_bits.itemsize * len(starts):
             continue
-        # `take` copies what overlaps: no more than these numbers' own bytes.
+        # `every` are overlapping words, one at each byte: `take` copies only those that begin a number.
         kind = more_bits.dtype.newbyteorder("<")
         every: npt.NDArray[Any] = np.ndarray((int(starts[-1]) + 1,), kind, padded, base, (1,))
         words = every.take(starts)
@@ -123,16 +138,16 @@ def _words(padded: bytes, base: int, starts: npt.NDArray[np.int64], out: npt.NDA
     return False
 
 
-def _long(
+def _decode_long(
     data: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Numbers of any length that begin at `starts`, byte by byte."""
+    """Decode numbers of any length, which begin at `starts`, byte by byte."""
     lengths = ends - starts
     longest = int(lengths.max()) + 1
-    if longest > _MAX_BYTES:
+    if longest > _MAX_VARINT_BYTES:
         raise ValueError("malformed: a number of more than 64 bits")
     values = np.zeros(len(starts), np.uint64)
     for place in range(longest):
@@ -143,16 +158,10 @@ def _long(
     out[:] = values.view(np.int64)
 
 
-# bytes_list, float_list or int64_list: what the feature holds, in its order.
-Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
-
-_VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5
-
-
 def parse_example(data: bytes) -> dict[str, Feature]:
-    """The features of a serialized Example by name; those without any list are left out.
+    """Return the features of a serialized Example by name; features without a list are left out.
 
-    Raises ValueError for what is none, a SequenceExample among it.
+    Raises ValueError, or IndexError at the end of `data`, for anything else, such as a SequenceExample.
     """
     features: dict[str, Feature] = {}
     for number, kind, start, stop in _fields(data, 0, len(data)):
@@ -162,58 +171,62 @@ def parse_example(data: bytes) -> dict[str, Feature]:
             raise ValueError("no tf.train.Example")
         for inner, entry_kind, first, last in _fields(data, start, stop):
             if inner == 1 and entry_kind == _BYTES:
-                name, feature = _entry(data, first, last)
+                name, feature = _parse_entry(data, first, last)
                 if feature is not None:
                     features[name] = feature
     return features
 
 
 def layout_of(data: bytes) -> list[tuple[str, int]] | None:
-    """The features of a serialized Example in their order, each with the number of its kind: 1 bytes, 2 float32, 3 int64.
+    """Return the features of a serialized Example in order, each with its kind: 1 bytes, 2 float32, 3 int64.
 
-    None for one that is empty or malformed, that has a feature twice, or one that is not a single packed list of numbers,
-    or a single string of bytes.
+    None if the Example is empty or malformed, has a feature twice, or a feature that is neither a single
+    packed list of numbers nor a single string of bytes.
     """
     try:
-        features = _only(data, 0, len(data), 1)
+        features = _only_field(data, 0, len(data), 1)
         found: dict[str, int] = {}
         for number, kind, start, stop in _fields(data, *features):
             (name_at, value_at) = [(first, last) for _, _, first, last in _fields(data, start, stop)]
-            ((which, _, first, last),) = _fields(data, *value_at)
-            _only(data, first, last, 1)
+            ((list_kind, _, first, last),) = _fields(data, *value_at)
+            _only_field(data, first, last, 1)
             name = data[slice(*name_at)].decode()
             tags = number, kind, data[start], data[name_at[1]], data[value_at[0]]
-            if name in found or which not in _LISTS or tags != (1, _BYTES, 0x0A, 0x12, which << 3 | _BYTES):
+            if (
+                name in found
+                or list_kind not in _LISTS
+                or tags != (1, _BYTES, 0x0A, 0x12, list_kind << 3 | _BYTES)
+            ):
                 return None
-            found[name] = which
+            found[name] = list_kind
     except (ValueError, IndexError):
         return None
     return list(found.items()) or None
 
 
-def _only(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
-    """Where the one field of a message lies, which has the number `wanted`; raises ValueError if it is another."""
+def _only_field(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
+    """Return the range of the only field of a message. Raises ValueError unless its number is `wanted`."""
     ((number, kind, first, last),) = _fields(data, start, stop)
     if (number, kind) != (wanted, _BYTES):
         raise ValueError(f"field {number} of type {kind}")
     return first, last
 
 
-def _entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
-    """One entry of the map of features."""
+def _parse_entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
+    """Parse one entry of the map of features."""
     name, feature = "", None
     for number, kind, first, last in _fields(data, start, stop):
         if kind == _BYTES and number == 1:
             name = data[first:last].decode()
         elif kind == _BYTES and number == 2:
-            for which, inner, begin, end in _fields(data, first, last):
-                if inner == _BYTES and which in _LISTS:
-                    feature = _LISTS[which](data, begin, end)
+            for list_kind, inner, begin, end in _fields(data, first, last):
+                if inner == _BYTES and list_kind in _LISTS:
+                    feature = _LISTS[list_kind](data, begin, end)
     return name, feature
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a message: number, wire type, and where the value lies; (value, 0) for a varint."""
+    """Yield the fields of a message: number, wire type, and the range of the value's bytes."""
     at = start
     while at < stop:
         tag = data[at]
@@ -273,28 +286,24 @@ def _int64_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
 _LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}
 
 
-_ORDERS: Final = 4  # of the features in the records of a batch: maps have none
-_LENGTH_BYTES: Final = 5
-_FLOATS, _INTEGERS = 2, 3
-_Places = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureColumn:
-    """One feature of n examples: the numbers of all of them, int64 or float32, those of i from ends[i - 1] to ends[i];
-    or the bytes of each, `ends` then None.
+    """One feature of n examples.
+
+    `values` are the int64 or float32 numbers of all examples, and `values[ends[i - 1]:ends[i]]` those of
+    example i; or the bytes of each example, and `ends` is None.
     """
 
     values: npt.NDArray[Any] | list[bytes]
-    ends: _Places | None
+    ends: _Positions | None
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return len(self.values if self.ends is None else self.ends)
 
     @property
     def each(self) -> int | None:
-        """How many numbers each example has; None where they differ."""
+        """The number of values in each example; None if it differs between examples, or for bytes."""
         if self.ends is None:
             return None
         first = int(self.ends[0])
@@ -302,7 +311,7 @@ class FeatureColumn:
 
     @property
     def features(self) -> Iterator[Feature]:
-        """The feature of each example, as `parse_example` gives it."""
+        """The feature of each example, as `parse_example` returns it."""
         if isinstance(self.values, list):
             yield from ([value] for value in self.values)
         elif self.ends is not None:
@@ -315,63 +324,63 @@ class FeatureColumn:
 def parse_examples(
     data: bytes, starts: Sequence[int], stops: Sequence[int]
 ) -> dict[str, FeatureColumn] | None:
-    """The features of the examples that lie from starts[i] to stops[i] in `data`, at least one.
+    """Return the features of the examples `data[starts[i]:stops[i]]`, of which there is at least one.
 
-    None where they do not all have the same features, or one of them is not as writers make it: `parse_example`
-    reads them then, or says what is wrong.
+    None if the examples have different features, or one is not in the usual form: `parse_example` then reads
+    them, or reports the error.
     """
     first, last = np.array(starts, np.int64), np.array(stops, np.int64)
-    spans: dict[tuple[str, int], tuple[_Places, _Places]] = {}
-    left: _Places = np.arange(len(first))
-    for _ in range(_ORDERS):
+    spans: dict[tuple[str, int], tuple[_Positions, _Positions]] = {}
+    left: _Positions = np.arange(len(first))
+    for _ in range(_MAX_ORDERS):
         one = int(left[0])
         layout = layout_of(data[starts[one] : stops[one]])
         if layout is None:
             return None
-        fits, found = _side_by_side(data, first[left], last[left], layout)
+        matches, found = _match_layout(data, first[left], last[left], layout)
         if not spans:
             spans = {feature: (np.empty_like(first), np.empty_like(first)) for feature in layout}
-        if spans.keys() != set(layout) or not fits[0]:
+        if spans.keys() != set(layout) or not matches[0]:
             return None
         for feature, ends in zip(layout, found, strict=True):
             for whole, part in zip(spans[feature], ends, strict=True):
-                whole[left[fits]] = part[fits]
-        left = left[~fits]
+                whole[left[matches]] = part[matches]
+        left = left[~matches]
         if not len(left):
             return _columns(data, spans)
     return None
 
 
 def rows_of(columns: Mapping[str, FeatureColumn]) -> Iterator[dict[str, Feature]]:
-    """The features of each example, as `parse_example` gives them."""
+    """Yield the features of each example, as `parse_example` returns them."""
     for features in zip(*(column.features for column in columns.values()), strict=True):
         yield dict(zip(columns, features, strict=True))
 
 
 def _columns(
-    data: bytes, spans: dict[tuple[str, int], tuple[_Places, _Places]]
+    data: bytes, spans: dict[tuple[str, int], tuple[_Positions, _Positions]]
 ) -> dict[str, FeatureColumn] | None:
     found = {}
-    for (name, which), (begins, ends) in spans.items():
+    for (name, list_kind), (begins, ends) in spans.items():
         parts = [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        if which not in (_FLOATS, _INTEGERS):
+        if list_kind not in (_FLOATS, _INTEGERS):
             found[name] = FeatureColumn(parts, None)
             continue
-        column = _numbers(b"".join(parts), ends - begins, which)
+        column = _numbers(b"".join(parts), ends - begins, list_kind)
         if column is None:
             return None
         found[name] = column
     return found
 
 
-def _numbers(packed: bytes, nbytes: _Places, which: int) -> FeatureColumn | None:
-    """The numbers that lie in `packed`, `nbytes` of each example; None where one of them is cut off."""
+def _numbers(packed: bytes, nbytes: _Positions, list_kind: int) -> FeatureColumn | None:
+    """Decode the numbers in `packed`, `nbytes[i]` bytes for example i; None if one is truncated."""
     ends = np.cumsum(nbytes)
-    if which == _FLOATS:
+    if list_kind == _FLOATS:
         return None if (nbytes % 4).any() else FeatureColumn(np.frombuffer(packed, "<f4"), ends // 4)
     stops = last_bytes(packed)
     count_ends = np.searchsorted(stops, ends)
-    # The last byte of each example's numbers is the last of a number.
+    # The bytes of each example must end with the last byte of a number.
     if not np.array_equal(np.concatenate([[-1], stops])[count_ends], ends - 1):
         return None
     try:
@@ -380,34 +389,38 @@ def _numbers(packed: bytes, nbytes: _Places, which: int) -> FeatureColumn | None
         return None
 
 
-def _side_by_side(
-    data: bytes, starts: _Places, stops: _Places, layout: Sequence[tuple[str, int]]
-) -> tuple[npt.NDArray[np.bool_], list[tuple[_Places, _Places]]]:
-    """Which of the examples have the features of `layout` in this order, and where the values of each of these lie."""
-    at = _Cursors(data, starts)
-    at.expect(b"\x0a")  # Example.features
-    end = at.length() + at.places
-    at.fits &= end == stops
+def _match_layout(
+    data: bytes, starts: _Positions, stops: _Positions, layout: Sequence[tuple[str, int]]
+) -> tuple[npt.NDArray[np.bool_], list[tuple[_Positions, _Positions]]]:
+    """Match the examples against `layout`, all in step.
+
+    Returns a mask of the examples that have these features in this order, and for each feature the ranges of
+    its values.
+    """
+    cursors = _Cursors(data, starts)
+    cursors.expect(b"\x0a")  # Example.features
+    end = cursors.length() + cursors.positions
+    cursors.matches &= end == stops
     found = []
-    for number, (name, which) in enumerate(layout):
+    for number, (name, list_kind) in enumerate(layout):
         encoded = name.encode()
-        at.expect(b"\x0a")  # Features.feature: an entry of the map
-        entry_end = at.length() + at.places
-        at.expect(b"\x0a" + _length(len(encoded)) + encoded + b"\x12")  # key, value
-        ends = [at.length() + at.places]
-        for tag in (which << 3 | 2, 0x0A):  # the kind of list; what is in it
-            at.expect(bytes([tag]))
-            ends.append(at.length() + at.places)
+        cursors.expect(b"\x0a")  # Features.feature: an entry of the map
+        entry_end = cursors.length() + cursors.positions
+        cursors.expect(b"\x0a" + _encode_length(len(encoded)) + encoded + b"\x12")  # key, value
+        ends = [cursors.length() + cursors.positions]
+        for tag in (list_kind << 3 | 2, 0x0A):  # the kind of list, the list's values
+            cursors.expect(bytes([tag]))
+            ends.append(cursors.length() + cursors.positions)
         for inner in ends:
-            at.fits &= inner == entry_end
-        found.append((at.places, entry_end))
-        at.places = entry_end
+            cursors.matches &= inner == entry_end
+        found.append((cursors.positions, entry_end))
+        cursors.positions = entry_end
         if number == len(layout) - 1:
-            at.fits &= entry_end == end
-    return at.fits, found
+            cursors.matches &= entry_end == end
+    return cursors.matches, found
 
 
-def _length(value: int) -> bytes:
+def _encode_length(value: int) -> bytes:
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)
@@ -416,35 +429,35 @@ def _length(value: int) -> bytes:
 
 
 class _Cursors:
-    """Places in `data` that go forward together; `fits` says which of them found what was expected so far."""
+    """Positions in `data` that advance in step; `matches` is True for those that have matched so far."""
 
-    def __init__(self, data: bytes, places: _Places) -> None:
+    def __init__(self, data: bytes, positions: _Positions) -> None:
         self._data = np.frombuffer(data, np.uint8)
-        self.places = places
-        self.fits = np.ones(len(places), np.bool_)
+        self.positions = positions
+        self.matches = np.ones(len(positions), np.bool_)
 
     def expect(self, pattern: bytes) -> None:
-        """Go past `pattern`."""
+        """Advance past `pattern`; positions without it no longer fit."""
         if len(pattern) > len(self._data):
-            self.fits[:] = False
+            self.matches[:] = False
         elif len(pattern) == 1:
-            self.fits &= self._data.take(self.places, mode="clip") == pattern[0]
+            self.matches &= self._data.take(self.positions, mode="clip") == pattern[0]
         else:
             every = np.lib.stride_tricks.sliding_window_view(self._data, len(pattern))
-            windows = every[np.minimum(self.places, len(every) - 1)]
-            self.fits &= (windows == np.frombuffer(pattern, np.uint8)).all(axis=1)
-        self.places = self.places + len(pattern)
+            windows = every[np.minimum(self.positions, len(every) - 1)]
+            self.matches &= (windows == np.frombuffer(pattern, np.uint8)).all(axis=1)
+        self.positions = self.positions + len(pattern)
 
-    def length(self) -> _Places:
-        """Go past a length, of at most five bytes; what it says."""
-        value = np.zeros(len(self.places), np.int64)
-        more = np.ones(len(self.places), np.bool_)
-        for place in range(_LENGTH_BYTES):
-            byte = self._data.take(self.places, mode="clip")
+    def length(self) -> _Positions:
+        """Advance past a length of at most five bytes, and return it."""
+        value = np.zeros(len(self.positions), np.int64)
+        more = np.ones(len(self.positions), np.bool_)
+        for place in range(_MAX_LENGTH_BYTES):
+            byte = self._data.take(self.positions, mode="clip")
             value |= np.where(more, byte & 0x7F, 0).astype(np.int64) << 7 * place
-            self.places = self.places + more
+            self.positions = self.positions + more
             more &= byte >= 0x80
             if not more.any():
                 return value
-        self.fits &= ~more
+        self.matches &= ~more
         return value

@@ -1,44 +1,53 @@
-"""TFRecord files of `tf.train.Example`s, read as a stream, checksums checked, without TensorFlow.
+"""TFRecord files of `tf.train.Example`s, read as a stream without TensorFlow.
 
-(tensorflow/core/lib/io/record_writer.h: length, its checksum, the record, its checksum.)
+A record is stored as its length, the length's checksum, the data, and the data's checksum
+(tensorflow/core/lib/io/record_writer.h).
 """
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.config import require
+from cachestream.config import check_mapping, require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
-from cachestream.sources.base import Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.compression import UnpackedStream
-from cachestream.sources.decode.images import ImageOptions, Size
+from cachestream.sources.decode.images import AS_THEY_ARE, ImageOptions, Size, decode_image
+from cachestream.sources.decode.values import decode_with, looks_like_image
 from cachestream.sources.defaults import Defaults
-from cachestream.sources.tar_groups import Problems
-from cachestream.sources.tf_example import Feature, parse_example, parse_examples, rows_of
-from cachestream.sources.tf_features import Kind, as_it_is, as_kind, checked_kinds, columns_of
+from cachestream.sources.tf_example import Feature, FeatureColumn, parse_example, parse_examples, rows_of
 from cachestream.transport import bounds
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.stream import Stream
 
-MAX_RECORD_BYTES: Final = 2 << 30  # as protobuf has it
+MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
 TOGETHER_BYTES: Final = 512 << 10
-SMALL_BYTES: Final = 32 << 10  # records that are on the average no larger come together
+SMALL_BYTES: Final = 32 << 10  # records up to this average size are read many at once
 _HEAD: Final = struct.Struct("<QI")
 HEAD_BYTES: Final = _HEAD.size
 _TAIL_BYTES: Final = 4
 Checksum = Callable[[bytes], int]
+Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
+_KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
+Column = npt.NDArray[Any] | list[str] | list[bytes]
+TFRECORD_ENDINGS: Final = tuple(
+    ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
+)
+_COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Records that follow one another: `data` from starts[i] to stops[i] holds record `number` + i of its file."""
+    """Consecutive records: `data[starts[i]:stops[i]]` is record `number` + i of its file."""
 
     number: int
     data: bytes
@@ -53,7 +62,7 @@ class Records:
 
 
 def unpacked_records(stream: Stream, kind: str | None, checksum: Checksum | None) -> Stream:
-    """`stream`, or what is packed in it by `kind`: "gzip", "zlib", None, or "auto": as it begins."""
+    """Return `stream`, unpacked as `kind` says: "gzip", "zlib", None, or "auto" (by the first bytes)."""
     if kind == "auto":
         head = stream.read(HEAD_BYTES)
         stream.push_back(head)
@@ -62,20 +71,20 @@ def unpacked_records(stream: Stream, kind: str | None, checksum: Checksum | None
 
 
 def read_records(stream: Stream, checksum: Checksum | None, problems: Problems) -> Iterator[Records]:
-    """The records that are whole, in their order: small ones as many together as have come, others one by one."""
+    """Yield the undamaged records in order: small ones as they arrive together, others one by one."""
     number = 0
     while True:
         piece = stream.take()
-        ends = _ends(piece)
+        ends = _record_ends(piece)
         together = len(ends) > 1 and ends[-1] <= SMALL_BYTES * len(ends)
         if together:
-            whole = yield from _together(number, piece, ends, checksum, problems)
+            whole = yield from _read_together(number, piece, ends, checksum, problems)
             number += whole
             piece = piece[ends[whole - 1] if whole else 0 :]
         stream.push_back(piece)
-        # With the record that the piece ends in, or whose length is damaged.
+        # Also read the record that the piece ends in, or whose length is damaged.
         for _ in range(1 if together else len(ends) + 1):
-            record = _next(stream, number, checksum, problems)
+            record = _read_record(stream, number, checksum, problems)
             if record is None:
                 return
             if len(record):
@@ -83,8 +92,8 @@ def read_records(stream: Stream, checksum: Checksum | None, problems: Problems) 
             number += 1
 
 
-def _ends(piece: memoryview) -> list[int]:
-    """Where each record ends that lies in `piece` as a whole."""
+def _record_ends(piece: memoryview) -> list[int]:
+    """Return the end of each record that is complete in `piece`."""
     ends: list[int] = []
     at, most = 0, min(len(piece), TOGETHER_BYTES)
     while at + HEAD_BYTES <= most:
@@ -96,21 +105,24 @@ def _ends(piece: memoryview) -> list[int]:
     return ends
 
 
-def _together(
+def _read_together(
     number: int, piece: memoryview, ends: list[int], checksum: Checksum | None, problems: Problems
 ) -> Generator[Records, None, int]:
-    """The records that end at `ends` of `piece`, but for damaged ones; returns how many precede a damaged length."""
+    """Yield the undamaged records of `piece`, which end at `ends`.
+
+    Returns the number of records before the first damaged length.
+    """
     data = bytes(piece[: ends[-1]])
     heads = [0, *ends[:-1]]
     starts, stops = [head + HEAD_BYTES for head in heads], [end - _TAIL_BYTES for end in ends]
     whole, damaged = len(ends), []
     if checksum is not None:
-        lengths = _fit(
+        lengths = _crcs_match(
             data, [checksum(data[head : head + 8]) for head in heads], [head + 8 for head in heads]
         )
         whole = whole if lengths.all() else int(lengths.argmin())
         contents = [checksum(data[start:stop]) for start, stop in zip(starts, stops, strict=True)]
-        damaged = np.flatnonzero(~_fit(data, contents, stops)[:whole]).tolist()
+        damaged = np.flatnonzero(~_crcs_match(data, contents, stops)[:whole]).tolist()
     first = 0
     for bad in [*damaged, whole]:
         if bad > first:
@@ -121,16 +133,18 @@ def _together(
     return whole
 
 
-def _fit(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool_]:
-    """Whether the checksums stored at `places` are those of `crcs`."""
+def _crcs_match(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[np.bool_]:
+    """Return for each of `crcs` whether it matches the masked checksum stored at its place in `data`."""
     every = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), 4)
     stored = every[places].view("<u4").reshape(-1)
     fits: npt.NDArray[np.bool_] = _masked(np.array(crcs, np.uint32)) == stored
     return fits
 
 
-def _next(stream: Stream, number: int, checksum: Checksum | None, problems: Problems) -> Records | None:
-    """The next record; none where it is damaged, None at the end of what can be read."""
+def _read_record(
+    stream: Stream, number: int, checksum: Checksum | None, problems: Problems
+) -> Records | None:
+    """Read the next record; empty Records if it is damaged, None at the end of the readable data."""
     head = bytes(stream.read(HEAD_BYTES))
     if not head:
         if isinstance(stream, UnpackedStream) and not stream.is_whole:
@@ -141,10 +155,15 @@ def _next(stream: Stream, number: int, checksum: Checksum | None, problems: Prob
         return None
     length, length_crc = _HEAD.unpack(head)
     if checksum is not None and _masked(checksum(head[:8])) != length_crc:
-        problems.add(f"record {number}: the checksum of its length does not fit: this is no TFRecord, or damaged from here on")  # fmt: skip
+        problems.add(
+            f"record {number}: the checksum of its length does not fit: "
+            "this is no TFRecord, or damaged from here on"
+        )
         return None
     if length > MAX_RECORD_BYTES:
-        problems.add(f"record {number}: a length of {length} bytes: this is no TFRecord, or damaged from here on")  # fmt: skip
+        problems.add(
+            f"record {number}: a length of {length} bytes: this is no TFRecord, or damaged from here on"
+        )
         return None
     try:
         bounds.check(length)
@@ -164,27 +183,164 @@ def _next(stream: Stream, number: int, checksum: Checksum | None, problems: Prob
 
 
 def _masked(crc: Any) -> Any:
-    """`crc`, or uint32 of many, as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
+    """Mask a CRC, or an array of uint32 CRCs, as TFRecords store it (tensorflow/core/lib/hash/crc32c.h)."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _compression_of(head: bytes, checksum: Checksum | None) -> str | None:
-    """How a file that begins with `head` is packed. A length may look like any magic number: it has a checksum."""
+    """Return the compression of a file that begins with `head`.
+
+    A record's length may look like any magic number, so its checksum is tried first.
+    """
     if len(head) == HEAD_BYTES and checksum is not None:
         _, crc = _HEAD.unpack(head)
         if _masked(checksum(head[:8])) == crc:
             return None
     if head[:3] == b"\x1f\x8b\x08":
         return "gzip"
-    # A first record of fewer than 16 MB has zeros where zlib has data.
+    # If the file is not packed and its first record is below 16 MB, bytes 3 to 7 are zeros.
     is_zlib = head[:1] == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 and any(head[3:8])
     return "zlib" if is_zlib else None
 
 
-TFRECORD_ENDINGS: Final = tuple(
-    ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
-)
-_COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
+# --- features as fields ------------------------------------------------------------------------
+
+
+def checked_kinds(features: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return `features` with shapes as tuples. Raises ConfigError for an unknown kind."""
+    check_mapping("features", features, "{'label': 'scalar', 'image': 'image'}")
+    checked = {name: tuple(kind) if isinstance(kind, list) else kind for name, kind in features.items()}
+    for name, kind in checked.items():
+        if not isinstance(name, str) or not (_is_shape(kind) or kind in _KINDS):
+            raise ConfigError(f"features={{{name!r}: {kind!r}}}: give a shape, or one of {', '.join(_KINDS)}")
+    if not checked:
+        raise ConfigError("features={}: give at least one, or None for all")
+    return checked
+
+
+def _is_shape(kind: Any) -> bool:
+    return (
+        isinstance(kind, tuple)
+        and all(type(length) is int and length >= -1 for length in kind)
+        and kind.count(-1) <= 1
+    )
+
+
+def as_kind(name: str, feature: Feature, kind: Any, images: ImageOptions = AS_THEY_ARE) -> Any:
+    """Convert a feature to `kind`. Raises SampleError if it holds something else."""
+    if kind == "texts":
+        return as_texts(name, feature)
+    if kind == "scalar":
+        return _single(name, feature)
+    if kind == "array" or isinstance(kind, tuple):
+        if not isinstance(feature, np.ndarray):
+            raise SampleError(f"feature '{name}' holds bytes, no numbers")
+        return feature if kind == "array" else _reshaped(name, feature, kind)
+    if isinstance(feature, np.ndarray):
+        raise SampleError(f"feature '{name}' holds numbers, no bytes")
+    data: bytes = _single(name, feature)
+    if kind == "image":
+        return _image(name, data, images)
+    if kind == "str":
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise SampleError(f"feature '{name}' is no UTF-8: {error}") from error
+    return data
+
+
+def _image(name: str, data: bytes, images: ImageOptions) -> Any:
+    return decode_with(partial(decode_image, options=images), data, "image", f"feature '{name}'")
+
+
+def _single(name: str, feature: Any) -> Any:
+    if len(feature) != 1:
+        raise SampleError(f"feature '{name}' holds {len(feature)} values, not one")
+    return feature[0]
+
+
+def _reshaped(name: str, feature: Any, shape: tuple[int, ...]) -> Any:
+    try:
+        return feature.reshape(shape)
+    except ValueError as error:
+        raise SampleError(f"feature '{name}': {len(feature)} values do not make the shape {shape}") from error
+
+
+def as_texts(name: str, feature: Feature) -> str:
+    """Return the strings of a feature as a JSON list. Raises SampleError if they are not UTF-8."""
+    if isinstance(feature, np.ndarray):
+        raise SampleError(f"feature '{name}' holds numbers, no texts")
+    try:
+        return json.dumps([one.decode() for one in feature], ensure_ascii=False)
+    except UnicodeDecodeError as error:
+        raise SampleError(
+            f"feature '{name}' holds {len(feature)} strings of bytes, which are no texts; "
+            "choose others with features="
+        ) from error
+
+
+def as_inferred(name: str, feature: Feature, decode_images: bool, images: ImageOptions = AS_THEY_ARE) -> Any:
+    """Convert a feature that the user gave no kind for."""
+    if isinstance(feature, np.ndarray):
+        return feature[0] if len(feature) == 1 else feature
+    if len(feature) != 1:
+        return as_texts(name, feature)
+    if decode_images and looks_like_image(feature[0]):
+        return _image(name, feature[0], images)
+    return feature[0]
+
+
+def columns_of(
+    found: Mapping[str, FeatureColumn], kinds: Mapping[str, Kind] | None, *, decode_images: bool
+) -> dict[str, Column] | None:
+    """Convert the features of many examples as `as_kind` does, or `as_inferred` if `kinds` is None.
+
+    None if the examples differ in shape, hold images, or cannot all be used: the caller then converts them
+    one by one.
+    """
+    columns: dict[str, Column] = {}
+    for name in found if kinds is None else kinds:
+        feature = found.get(name)
+        if feature is None:
+            return None
+        kind = "as it is" if kinds is None else kinds[name]
+        values = feature.values
+        column = _bytes(values, kind, decode_images) if isinstance(values, list) else _numbers(feature, kind)
+        if column is None:
+            return None
+        columns[name] = column
+    return columns
+
+
+def _numbers(feature: FeatureColumn, kind: Any) -> Column | None:
+    values, each = feature.values, feature.each
+    if each is None or not isinstance(values, np.ndarray):
+        return None
+    if each == 1 and kind in ("as it is", "scalar"):
+        return values
+    if kind in ("as it is", "array"):
+        return values.reshape(len(feature), each)
+    if isinstance(kind, tuple):
+        try:
+            shape = values[:each].reshape(kind).shape
+        except ValueError:
+            return None
+        return values.reshape(len(feature), *shape)
+    return None
+
+
+def _bytes(values: list[bytes], kind: Any, decode_images: bool) -> Column | None:
+    if kind == "str":
+        try:
+            return [value.decode() for value in values]
+        except UnicodeDecodeError:
+            return None
+    if kind == "as it is" and not (decode_images and any(map(looks_like_image, values))):
+        return values
+    return values if kind == "bytes" else None
+
+
+# --- the source --------------------------------------------------------------------------------
 
 
 class TFRecordSource:
@@ -193,24 +349,24 @@ class TFRecordSource:
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
 
     A sample is a dict of the features: one number is an int64 or float32 scalar, any other count of
-    numbers an array `[count]`, one string of bytes is bytes, several are a JSON text. Images among the
-    bytes, told by how they begin, are decoded to uint8 `[3, H, W]` RGB unless `decode_images=False`.
-    The key is "file#record".
+    numbers an array `[count]`, one string of bytes is bytes, several are a JSON text. Bytes that begin
+    like an image are decoded to uint8 `[3, H, W]` RGB unless `decode_images=False`. The key is
+    "file#record".
 
-    features: those to read, and what each is to be, so that all samples are alike whatever a record
-    holds: "scalar", "array", a shape such as (28, 28) or (-1, 2), "bytes", "str", "image", or "texts" (a
-    JSON text of all strings). A record without one of them is skipped and counted. None: all there are.
+    features: the features to read, with the kind of each, so that all samples are alike: "scalar", "array",
+    a shape such as (28, 28) or (-1, 2), "bytes", "str", "image", or "texts" (a JSON text of all strings). A
+    record that lacks one of them is skipped and counted. None: all features of each record.
 
-    compression: "gzip", "zlib", None, or "auto": as the files begin.
+    compression: "gzip", "zlib", None, or "auto": by the first bytes of each file.
 
-    check_crc: check the CRC-32C of every record. One that does not fit is skipped and counted, one of a
-    length ends its file. Needs google-crc32c: `pip install 'cachestream[tfrecord]'`.
+    check_crc: check the CRC-32C of every record. A record with a wrong checksum is skipped and counted; a
+    wrong checksum of a length ends its file. Needs google-crc32c: `pip install 'cachestream[tfrecord]'`.
 
-    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it.
+    fields: a default for each optional field, `{"caption": ""}`, for samples that lack the field.
 
-    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+    resize, crop: the size of decoded images, see `ImageOptions`.
 
-    Other arguments, and errors, as for `FileSource`. A file that ends early gives the records before.
+    Other arguments, and errors, as for `FileSource`. A truncated file gives the records before its end.
     """
 
     def __init__(
@@ -235,7 +391,7 @@ class TFRecordSource:
         if check_crc:
             _checksum()
         self._files = FileList(urls, storage_options, owner="TFRecordSource", preferred=TFRECORD_ENDINGS)
-        self.first_names = self._files.names  # by these units are found again when files have come or gone
+        self.first_names = self._files.names  # these identify units when files come or go
         self.listing_digest = self._files.digest
         options = {
             "features": self._features,
@@ -252,11 +408,11 @@ class TFRecordSource:
         return len(self._files)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the records of a file, in their order. Raises as `Source.read` says."""
+        """Yield the records of a file in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """The same, in columns where small records that follow one another have the same shapes."""
+        """Yield the same records, as `Rows` where small consecutive ones have the same shapes."""
         check_unit(self, unit, self.num_units)
         files, where, key = self._files, self._files.where(unit), self._files.key(unit)
         problems = Problems(where)
@@ -267,12 +423,10 @@ class TFRecordSource:
                 yield from self._defaults.fill_all(self._samples(records, key, problems))
         problems.raise_any()
 
-    # --- samples
-
     def _samples(
         self, records: Records, key: str, problems: Problems
     ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-        """What `records` hold, in columns where all of them are alike."""
+        """Yield the samples in `records`, as one `Rows` where all of them are alike."""
         numbers = range(records.number, records.number + len(records))
         found = None
         if len(records) > 1:
@@ -293,12 +447,12 @@ class TFRecordSource:
             yield f"{key}#{number}", sample
 
     def _sample(self, found: dict[str, Feature]) -> dict[str, Any]:
-        """The sample of an example with the features `found`."""
+        """Convert the features of one example. Raises ValueError and SampleError if it cannot be used."""
         if self._features is None:
             if not found and not self._defaults.values:
                 raise ValueError("it has no features")
             return {
-                name: as_it_is(name, feature, self._decode_images, self._images)
+                name: as_inferred(name, feature, self._decode_images, self._images)
                 for name, feature in found.items()
             }
         sample = {}
@@ -316,7 +470,7 @@ class TFRecordSource:
 
 
 def _checksum() -> Checksum:
-    """CRC-32C of bytes."""
+    """Return the function that computes CRC-32C."""
     module = require("google_crc32c", "tfrecord", "checking TFRecords (leave it out with check_crc=False)")
     found: Checksum = module.value
     return found

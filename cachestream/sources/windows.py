@@ -1,7 +1,4 @@
-"""Windows of an array: the axes they cut, the places they take, the bytes they touch.
-
-Pure: numbers in, numbers out.
-"""
+"""The geometry of array windows: their positions in the array, and their bytes in a file. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -19,14 +16,15 @@ MAX_BAND_BYTES: Final = 16 << 20
 
 
 def window_of(window: Any, ndim: int, name: str) -> Sizes:
-    """`window` as one size an axis, None for a whole axis; raises ConfigError where it does not fit."""
+    """Return `window` as one size for each axis, None for a whole axis. Raises ConfigError."""
     given = tuple(window) if isinstance(window, tuple | list) else (window,)
     for size in given:
         if size is not None and (
             isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
         ):
             raise ConfigError(
-                f"window={window!r}: give a length along the first axis, or one for each axis, None for all of it"
+                f"window={window!r}: give a length along the first axis, or one for each axis, "
+                "None for all of it"
             )
     if len(given) > ndim:
         raise ConfigError(f"window={window!r} has {len(given)} axes, {name} has {ndim}")
@@ -37,7 +35,7 @@ def window_of(window: Any, ndim: int, name: str) -> Sizes:
 
 
 def _per_axis(value: Any, name: str, count: int, least: int) -> tuple[int, ...]:
-    """`value`, an int for all axes or one int each."""
+    """Return `value`, an int for all axes or one for each, as a tuple. Raises ConfigError below `least`."""
     given = tuple(value) if isinstance(value, tuple | list) else (value,) * count
     if len(given) != count or any(
         isinstance(one, bool) or not isinstance(one, int | np.integer) or one < least for one in given
@@ -50,10 +48,10 @@ def _per_axis(value: Any, name: str, count: int, least: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WindowGrid:
-    """Where windows of `sizes` may begin along the cut axes: at multiples of `strides`.
+    """The positions where windows of `sizes` may begin along the cut axes: multiples of `strides`.
 
-    The last place of each axis is flush with its end, so that no element is out of reach. At random
-    each is then moved by up to `jitter`, inside the array.
+    The last position of each axis is flush with its end, so that every element can be reached. A drawn
+    position is moved at random by up to `jitter`, within the array.
     """
 
     lengths: tuple[int, ...]
@@ -63,7 +61,7 @@ class WindowGrid:
 
     @classmethod
     def of(cls, lengths: Sequence[int], sizes: Sequence[int], stride: Any, jitter: Any) -> WindowGrid:
-        """Raises ConfigError for strides or jitter that cannot be."""
+        """Make a grid. Raises ConfigError for invalid strides or jitter."""
         count = len(sizes)
         strides = _per_axis(stride, "stride", count, 1)
         return cls(tuple(lengths), tuple(sizes), strides, _per_axis(jitter or 0, "jitter", count, 0))
@@ -74,16 +72,16 @@ class WindowGrid:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many places there are along each axis."""
-        rooms = zip(self.lengths, self.sizes, self.strides, strict=True)
-        return tuple(max(0, -(-(length - size) // stride) + 1) for length, size, stride in rooms)
+        """The number of positions along each axis."""
+        axes = zip(self.lengths, self.sizes, self.strides, strict=True)
+        return tuple(max(0, -(-(length - size) // stride) + 1) for length, size, stride in axes)
 
     @property
     def count(self) -> int:
         return math.prod(self.counts) if self.fits else 0
 
     def at(self, number: int) -> tuple[int, ...]:
-        """The start of place `number`, in C order."""
+        """Return the start of position `number`, in C order."""
         index = []
         for count in reversed(self.counts):
             number, one = divmod(number, count)
@@ -91,30 +89,30 @@ class WindowGrid:
         return self._start(reversed(index))
 
     def draw(self, rng: np.random.Generator) -> tuple[int, ...]:
-        """The start of a place, each as likely as any other."""
+        """Draw a position uniformly, move it by the jitter, and return its start."""
         return self.move(self._start(int(rng.integers(count)) for count in self.counts), rng)
 
     def move(self, start: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
-        """`start` moved by the jitter."""
+        """Return `start` moved by the jitter."""
         if not any(self.jitter):
             return start
-        rooms = zip(start, self.jitter, self.lengths, self.sizes, strict=True)
+        axes = zip(start, self.jitter, self.lengths, self.sizes, strict=True)
         return tuple(
             min(max(one + int(rng.integers(-most, most + 1)), 0), length - size)
-            for one, most, length, size in rooms
+            for one, most, length, size in axes
         )
 
     def _start(self, index: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
-        rooms = zip(index, self.strides, self.lengths, self.sizes, strict=True)
-        return tuple(min(one * stride, length - size) for one, stride, length, size in rooms)
+        axes = zip(index, self.strides, self.lengths, self.sizes, strict=True)
+        return tuple(min(one * stride, length - size) for one, stride, length, size in axes)
 
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """The parts of a C-ordered array's bytes that hold a window: bands of equal length and layout.
+    """The byte ranges of a C-ordered array that hold a window: bands of equal length and layout.
 
-    A band holds the window's elements along the axes from `axis` on, `shape` of them, `strides` bytes
-    apart; `starts` are the bytes where the bands begin, in C order of the axes before.
+    A band covers the window along the axes from `axis` on: elements of `shape`, with `strides` in bytes.
+    `starts` are the byte offsets of the bands, in C order of the axes before `axis`.
     """
 
     axis: int
@@ -124,16 +122,16 @@ class Bands:
     strides: tuple[int, ...]
 
     def is_dense(self, itemsize: int) -> bool:
-        """Whether a band is nothing but the window's bytes, in order."""
+        """Return whether a band holds only bytes of the window, in order."""
         return self.nbytes == math.prod(self.shape) * itemsize
 
 
 def plan_bands(
     shape: Sequence[int], itemsize: int, start: Sequence[int], size: Sequence[int], gap_bytes: int
 ) -> Bands:
-    """The bands of the window `size` at `start` in an array of `shape`.
+    """Return the bands of the window of shape `size` at `start` in an array of `shape`.
 
-    Bytes between the window's own are read along where they are fewer than `gap_bytes` in a row.
+    Gaps of up to `gap_bytes` between bytes of the window become part of a band.
     """
     ndim = len(shape)
     strides = [itemsize] * ndim

@@ -1,8 +1,8 @@
 """Windows of Zarr arrays, v2 and v3: only the chunks that a window touches are fetched.
 
-The format and its codecs are zarr-python's. The bytes come by our own requests, and all of zarr's work
-for a window is done in the thread that reads it, on a small event loop of that thread: so threads
-do not queue for zarr's one loop, and what is fetched counts for the unit that asked for it.
+zarr-python parses the format and decodes chunks; cachestream's transport fetches the bytes. All of this
+runs in the thread that reads the window, on an event loop of that thread. Threads therefore do not queue for
+zarr's single loop, and bytes are accounted to the unit that asked for them.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
 
 T = TypeVar("T")
-LIFE_S: Final = 0.5
+SIGN_OF_LIFE_S: Final = 0.5
 MAX_CHUNK_BYTES: Final = 4 << 30
 MAX_METADATA_BYTES: Final = 16 << 20
 
 
 def zarr_library() -> Any:
-    """The module zarr, version 3; ConfigError says how to get it."""
+    """Return the module zarr, version 3. Raises ConfigError with the way to install it."""
     zarr = require("zarr", "zarr", "a Zarr array (from Python 3.11 on)")
     if int(zarr.__version__.partition(".")[0]) < 3:
         raise ConfigError(f"zarr {zarr.__version__} is too old: zarr 3 is needed (for Python 3.11 or newer)")
     return zarr
 
 
-# --- a loop for each thread --------------------------------------------------------------------
+# --- one event loop per thread -----------------------------------------------------------------
 
 
 class _Inline(concurrent.futures.ThreadPoolExecutor):
-    """Runs what zarr would hand to threads in the calling one: units are read by many threads already."""
+    """An executor that runs a call in the calling thread: many threads read units already."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001  whoever waits for the future gets it
+        except Exception as error:  # noqa: BLE001  the future raises it
             future.set_exception(error)
         return future
 
 
 class _Loop:
-    """An event loop of one thread in one process; it goes with the thread."""
+    """An event loop of one thread in one process; it is closed with the thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -67,11 +67,11 @@ class _Loop:
         self._loop.set_default_executor(_Inline(1))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What `coroutine` returns; shows life meanwhile. Each request in it has its own deadline."""
+        """Run `coroutine` to its end, with regular signs of life. Requests have their own deadlines."""
         task = self._loop.create_task(coroutine)
         try:
             while not task.done():
-                self._loop.run_until_complete(asyncio.wait({task}, timeout=LIFE_S))
+                self._loop.run_until_complete(asyncio.wait({task}, timeout=SIGN_OF_LIFE_S))
                 metering.fetched(0)
         finally:
             if not task.done():
@@ -80,7 +80,7 @@ class _Loop:
         return task.result()
 
     def __del__(self) -> None:
-        if self.pid == os.getpid():  # a fork shares the parent's selector
+        if self.pid == os.getpid():  # a forked child shares the parent's selector
             self._loop.close()
 
 
@@ -94,17 +94,17 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     return loop.run(coroutine)
 
 
-# --- bytes for zarr ----------------------------------------------------------------------------
+# --- the store ---------------------------------------------------------------------------------
 
 
-class _Came(threading.local):
-    """How many objects came in this thread, since it was set to 0."""
+class _FetchCount(threading.local):
+    """The number of objects that this thread has fetched for its window."""
 
     count: int = 0
 
 
 class _Files(AsyncFileSystem):  # type: ignore[misc]
-    """What zarr's FsspecStore reads from: our requests, with our errors, each byte reported."""
+    """The filesystem for zarr's FsspecStore: reads by cachestream's transport, with its accounting."""
 
     cachable = False
     async_impl = True
@@ -112,12 +112,12 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
     def __init__(self, remote: Remote, shown: str, max_bytes: int) -> None:
         super().__init__(asynchronous=True)
         self._remote, self._shown, self._max_bytes = remote, shown, max_bytes
-        self.came = _Came()
+        self.fetched = _FetchCount()
 
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
     ) -> bytes | memoryview:
-        """Bytes of one object; FileNotFoundError for one that is not there: a chunk of fill values."""
+        """Return the bytes of one object. FileNotFoundError tells zarr of a chunk of fill values."""
         try:
             if not self._remote.is_local:
                 data: bytes | memoryview = await fetch_object(self._remote, path, start, end)
@@ -137,7 +137,7 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
                 raise
         if len(data) > self._max_bytes:
             raise SampleError(f"{self._shown}: a chunk of {len(data)} bytes, {self._max_bytes} at most")
-        self.came.count += 1
+        self.fetched.count += 1
         return data
 
     async def _info(self, path: str, **options: Any) -> dict[str, Any]:
@@ -148,16 +148,16 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
 
 
 class ZarrArray:
-    """A Zarr array. Its metadata are read at first, then the chunks (or parts of shards) of each window.
+    """A Zarr array, of which the metadata and then the chunks (or parts of shards) of each window are read.
 
-    Thread-safe, fork-safe and picklable. A chunk that is not there holds the fill value, as the
-    format has it. Raises SampleError for what is malformed, and otherwise as `map_errors` does.
+    Thread-safe, fork-safe and picklable. A missing chunk holds the fill value, as the format defines.
+    Raises SampleError for malformed data, and otherwise as `map_errors`.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str) -> None:
         zarr_library()
         self._remote, self._path, self.shown = remote, path.rstrip("/"), shown
-        self._metadata = self._look()
+        self._metadata = self._read_metadata()
         with self._malformed("its metadata make no array"):
             self._max_bytes = 2 * _chunk_bytes(self._metadata) + MAX_METADATA_BYTES
             array, _ = self._opened = self._open()
@@ -173,16 +173,16 @@ class ZarrArray:
         self._opened = self._open()
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """The window `size` at `start`, C-contiguous, in native byte order."""
+        """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
         array, files = self._opened
         window = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
-        files.came.count = 0
+        files.fetched.count = 0
         with self._malformed("a chunk cannot be decoded"):
             found = np.asarray(_run(array.getitem(window)))
         if found.shape != tuple(size):
             raise SampleError(f"{self.shown}: a window of {found.shape} came, not {tuple(size)}")
-        if not files.came.count:
-            self._look()  # where nothing is there, neither may the array be: then these are no fill values
+        if not files.fetched.count:
+            self._read_metadata()  # no chunk exists: raise if the array is gone, too
         return np.ascontiguousarray(found, self.dtype.newbyteorder("="))
 
     def _open(self) -> tuple[Any, _Files]:
@@ -201,13 +201,13 @@ class ZarrArray:
             reason = f"{type(error).__name__}: {error}"[:300]
             raise SampleError(f"{self.shown}: {what}: {reason}") from error
 
-    def _look(self) -> dict[str, Any]:
-        """The metadata document of the array."""
+    def _read_metadata(self) -> dict[str, Any]:
+        """Read the metadata document of the array. Raises SourceError if there is none."""
         for name in ("zarr.json", ".zarray"):
             document = self._document(name)
             if document is not None and document.get("node_type") != "group":
                 return document
-        raise SourceError(f"{self.shown}: {self._what_is_there()}")
+        raise SourceError(f"{self.shown}: {self._describe_path()}")
 
     def _document(self, name: str) -> dict[str, Any] | None:
         path = f"{self._path}/{name}"
@@ -224,8 +224,8 @@ class ZarrArray:
                 raise TypeError(f"a {type(found).__name__}")
         return found
 
-    def _what_is_there(self) -> str:
-        """Why there is no array: nothing at all, or a group, whose arrays are named."""
+    def _describe_path(self) -> str:
+        """Describe a path that holds no array: nothing, or a group with the names of its arrays."""
         group = self._document("zarr.json") or self._document(".zgroup")
         if group is None:
             return "no Zarr array here (neither zarr.json nor .zarray); check the path"
@@ -245,7 +245,7 @@ class ZarrArray:
 
 
 def _chunk_bytes(metadata: dict[str, Any]) -> int:
-    """How many bytes a chunk (the largest thing that is decoded as one) takes, by its metadata."""
+    """Return an upper bound of a decoded chunk's bytes: 16 for each element."""
     shape = metadata.get("chunks") or metadata["chunk_grid"]["configuration"]["chunk_shape"]
     nbytes = math.prod(int(length) for length in shape) * 16
     if nbytes > 16 * MAX_CHUNK_BYTES:

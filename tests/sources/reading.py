@@ -1,4 +1,4 @@
-"""What sources give: their samples in order, and why others are missing."""
+"""Helpers that read sources: samples in order, and the reasons for missing ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["keys", "read", "read_all", "read_unit"]
 
 
 def read(source: Source, unit: int) -> list[tuple[str, Any]]:
-    """The samples of a unit of which none is missing."""
+    """Return the samples of a unit. Raises if any is missing."""
     return list(source.read(unit, np.random.default_rng(0)))
 
 
 def read_all(source: Source) -> list[tuple[str, Any]]:
-    """The samples of all units, none of which is missing."""
+    """Return the samples of all units. Raises if any is missing."""
     assert source.num_units is not None
     return [item for unit in range(source.num_units) for item in read(source, unit)]
 
 
 def read_unit(source: Source, unit: int = 0) -> tuple[list[tuple[str, Any]], str]:
-    """The samples of a unit, and the reason why others are missing."""
+    """Return the samples of a unit, and the reason for missing ones, or an empty text."""
     found: list[tuple[str, Any]] = []
     try:
         found.extend(source.read(unit, np.random.default_rng(0)))  # keeps what came before an error
@@ -35,5 +35,5 @@ def read_unit(source: Source, unit: int = 0) -> tuple[list[tuple[str, Any]], str
 
 
 def keys(source: FileSource) -> list[str]:
-    """The keys of all units, without reading them."""
+    """Return the keys of all units, without reading them."""
     return [source.key(unit) for unit in range(source.num_units)]

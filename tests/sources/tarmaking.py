@@ -1,4 +1,4 @@
-"""Tars for tests: plain ones made quickly, and what is read back of any."""
+"""Helpers that write plain tars, and read samples back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Files = Iterable[tuple[str, bytes]]
 
 
 def tar_bytes(files: Files, form: int = tarfile.PAX_FORMAT) -> bytes:
-    """A tar of (name, content) in one of tarfile's formats."""
+    """Return a tar of (name, content) in one of tarfile's formats."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as archive:
         for name, content in files:
@@ -28,7 +28,7 @@ def tar_bytes(files: Files, form: int = tarfile.PAX_FORMAT) -> bytes:
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes = b"", **attributes: Any) -> None:
-    """One member; `attributes` are those of its TarInfo."""
+    """Return one member as bytes; `attributes` are set on its TarInfo."""
     member = tarfile.TarInfo(name)
     member.size = len(content)
     for attribute, value in attributes.items():
@@ -37,7 +37,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes = b"", **attributes:
 
 
 def numbered(count: int, nbytes: int = 1000) -> list[tuple[str, bytes]]:
-    """Two files a sample: its number, and bytes that depend on it."""
+    """Return two files for each sample: its number, and bytes that depend on it."""
     return [
         file
         for n in range(count)
@@ -46,7 +46,7 @@ def numbered(count: int, nbytes: int = 1000) -> list[tuple[str, bytes]]:
 
 
 def read_all(source: TarSource) -> dict[str, Mapping[str, Any]]:
-    """All samples by key; each came once, and none was refused."""
+    """Return all samples by key. Asserts that each came once, and that none was refused."""
     found: dict[str, Mapping[str, Any]] = {}
     for unit in range(source.num_units):
         samples, problem = read_unit(source, unit)
@@ -57,7 +57,7 @@ def read_all(source: TarSource) -> dict[str, Mapping[str, Any]]:
 
 
 def read_unit(source: TarSource, unit: int = 0) -> tuple[dict[str, Mapping[str, Any]], str]:
-    """The samples of a unit, and the text of the SampleError at their end, if there was one."""
+    """Return the samples of a unit, and the text of the SampleError at their end, or an empty text."""
     found: dict[str, Mapping[str, Any]] = {}
     samples = source.read(unit, RNG)
     try:
@@ -70,6 +70,6 @@ def read_unit(source: TarSource, unit: int = 0) -> tuple[dict[str, Mapping[str, 
 
 
 def make(path: Path, files: Files, form: int = tarfile.PAX_FORMAT) -> Path:
-    """A tar of (name, content) at `path`."""
+    """Write a tar of (name, content) to `path`."""
     path.write_bytes(tar_bytes(files, form))
     return path

@@ -1,4 +1,4 @@
-"""ArraySource on files that numpy, zarr and h5py wrote: what windows hold, and which bytes they cost."""
+"""ArraySource on files written by numpy, zarr and h5py: the windows' values, and the bytes fetched."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_hdf5(path: Path, array: npt.NDArray[Any], **options: Any) -> None:
         file.create_dataset("image", data=array, **options)
 
 
-# How IMAGE is written, by the name of the file.
+# The functions that write IMAGE, by the name of the file.
 WRITERS: Final[dict[str, Callable[[Path], object]]] = {
     "c.npy": lambda path: np.save(path, IMAGE),
     "fortran.npy": lambda path: np.save(path, np.asfortranarray(IMAGE)),
@@ -76,7 +76,7 @@ CHUNKED: Final = [name for name in WRITERS if name not in ("c.npy", "fortran.npy
 
 @pytest.fixture(scope="module", autouse=True)
 def zarr_has_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The threads that zarr starts when it first writes, and keeps, are not a test's."""
+    """Start the threads that zarr keeps from its first write on, before tests look for leaked threads."""
     if zarr is not None:
         write_zarr(tmp_path_factory.mktemp("zarr") / "a.zarr", MASK, (10, 10))
 
@@ -99,7 +99,7 @@ def read(source: ArraySource, unit: int = 0, seed: int | None = None) -> tuple[s
 
 
 class Fetched:
-    """Counts the bytes that are reported."""
+    """Count the bytes that are reported."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -228,7 +228,7 @@ def test_num_units_makes_passes_of_random_windows(written: Path) -> None:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    """Three images, the third twice as high, and a mask for each."""
+    """Write three images, the third twice as high, and a mask for each."""
     for number in range(3):
         image = np.concatenate([IMAGE] * 2) if number == 2 else IMAGE
         np.save(tmp_path / f"image{number}.npy", np.moveaxis(image, 2, 0) + number)
@@ -262,7 +262,7 @@ def test_arrays_of_a_dict_are_read_at_one_place(pairs: Path) -> None:
 )
 def test_weights_say_how_often_an_array_is_drawn(pairs: Path, weights: Any, shares: list[float]) -> None:
     source = ArraySource(f"{pairs}/mask*.zarr", window=(64, 32), weights=weights)
-    drawn = [source._place(unit, rng(unit))[0] for unit in range(2000)]
+    drawn = [source._locate_window(unit, rng(unit))[0] for unit in range(2000)]
     np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 2000, shares, atol=0.04)
 
 
@@ -511,7 +511,7 @@ def test_a_file_that_is_replaced_is_read_as_it_is_now_or_refused(tmp_path: Path,
         if fits:
             _, sample = read(source)
             (start,) = sample["start"]
-            if name != "lzf.h5":  # HDF5 itself reads that one, from the file that it holds open
+            if name != "lzf.h5":  # HDF5 itself reads this file, which it keeps open
                 np.testing.assert_array_equal(sample["array"], IMAGE[start : start + 10] + 1)
         elif name != "lzf.h5":
             with pytest.raises(SampleError, match="replaced by another array"):
@@ -522,19 +522,19 @@ def test_a_file_that_is_replaced_is_read_as_it_is_now_or_refused(tmp_path: Path,
 
 
 def damaged(data: bytes, generator: np.random.Generator) -> bytes:
-    """`data` cut short, or with some bits flipped."""
+    """Return `data` truncated, or with some bits flipped."""
     if generator.random() < 0.3:
         return data[: int(generator.integers(0, len(data)))]
     broken = bytearray(data)
     for _ in range(int(generator.integers(1, 4))):
-        # The first bytes hold what the rest means.
+        # Damage is most harmful in the first bytes, which hold the header.
         at = int(generator.integers(0, min(len(broken), 400) if generator.random() < 0.7 else len(broken)))
         broken[at] ^= 1 << int(generator.integers(0, 8))
     return bytes(broken)
 
 
 def read_damaged(path: Path) -> str:
-    """Read some windows; the error that came, which may only be one of ours."""
+    """Read some windows. Return the text of the CacheStreamError, or the path if there was none."""
     try:
         source = ArraySource(path, window=(20, 20))
         for unit in range(3):
@@ -595,7 +595,7 @@ print("done")
 
 @pytest.mark.parametrize("packing", [{}, {"chunks": (25, 30), "compression": "gzip"}], ids=["plain", "gzip"])
 def test_a_damaged_hdf5_file_brings_errors_of_ours_alone(tmp_path: Path, packing: dict[str, Any]) -> None:
-    """In a process of its own: HDF5 is a library in C that reads what it is told."""
+    """In a process of its own: HDF5 is a C library, and damaged files may crash it."""
     write_hdf5(tmp_path / "a.h5", SMALL, **packing)
     done = subprocess.run(
         [sys.executable, "-c", FUZZ_HDF5, str(tmp_path / "a.h5"), "120"],
@@ -628,7 +628,7 @@ def test_zarr_arrays_of_texts_are_refused_as_other_dtypes_are(
     tmp_path: Path, zarr_format: int, dtype: Any
 ) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a type that the format does not name yet
+        warnings.simplefilter("ignore")  # about a data type that the Zarr specification does not contain yet
         array = zarr.create_array(
             str(tmp_path / "a.zarr"), shape=(4,), chunks=(2,), dtype=dtype, zarr_format=zarr_format
         )

@@ -48,7 +48,7 @@ ARRAYS: Final = ("a.npy", "a.zarr", "s.zarr", "a.h5::/plain", "a.h5::/gzip", "a.
 
 @pytest.fixture(scope="module", autouse=True)
 def zarr_has_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The threads that zarr starts when it first writes, and keeps, are not a test's."""
+    """Start the threads that zarr keeps from its first write on, before tests look for leaked threads."""
     write_all(tmp_path_factory.mktemp("arrays"))
 
 
@@ -64,7 +64,7 @@ def open_through(
     source = ArraySource(
         f"s3://{bucket.name}/{name}", window=window, storage_options=server.options_through(proxy.port)
     )
-    read(source)  # HDF5 looks for chunks when it first needs them
+    read(source)  # HDF5 reads the index of chunks when it first needs it
     proxy.requests = 0
     return source
 
@@ -113,7 +113,7 @@ def test_a_window_costs_few_requests_and_little_beside_its_chunks(
     source = open_through(s3_proxy, s3_server, bucket, name)
     fetched.clear()
     read(source, 1)
-    band_bytes = 40 * 500 * 4 if name == "a.npy" else 0  # rows closer than a request is worth come as one
+    band_bytes = 40 * 500 * 4 if name == "a.npy" else 0  # rows with small gaps are fetched in one request
     assert s3_proxy.requests <= requests
     assert sum(fetched) <= max(band_bytes, 4 * 60 * 50 * 4) + nbytes
 
@@ -274,7 +274,7 @@ def test_secrets_show_in_no_text(s3_server: S3Server, s3_proxy: FaultyProxy, buc
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
-    """A server that knows no ranges and always sends all."""
+    """Start a server without range requests, which always sends the whole file."""
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -294,7 +294,7 @@ def plain_server(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def ranging_server(tmp_path: Path) -> Iterator[str]:
-    """The file server of aiohttp: ranges, ETags."""
+    """Start aiohttp's file server, which has range requests and ETags."""
     write_all(tmp_path)
     loop = asyncio.new_event_loop()
     application = web.Application()

@@ -1,4 +1,4 @@
-"""Folders of `save_to_disk`, Arrow files, and Hugging Face's datasets: the same rows as of Parquet."""
+"""Folders of `save_to_disk`, Arrow files and Hugging Face's datasets give the same rows as Parquet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def png(level: int) -> bytes:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # a thread that progress bars leave behind
+    monkeypatch.setattr(
+        "tqdm.std.tqdm.monitor_interval", 0
+    )  # no monitor thread, which would outlive the test
     features = datasets.Features(
         {
             "i": datasets.Value("int64"),

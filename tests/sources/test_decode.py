@@ -1,4 +1,4 @@
-"""Bytes and an extension to the fields of a sample, and what is refused."""
+"""Decoding of files by extension to the fields of a sample, and refused files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saved(array: np.ndarray[Any, Any]) -> bytes:
 
 @pytest.fixture
 def gradient() -> np.ndarray[Any, Any]:
-    """uint8 [20, 30, 3], different in every corner."""
+    """Return uint8 [20, 30, 3], different in every corner."""
     rows, columns = np.mgrid[0:20, 0:30]
     return np.stack([rows * 12, columns * 8, (rows + columns) * 5], axis=-1).astype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""Images: the two JPEG decoders, resize and crop, exotic modes, and files made to harm."""
+"""Images: the two JPEG decoders, resize and crop, unusual modes, and malicious files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACE: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 def photograph(width: int, height: int) -> Image.Image:
-    """Smooth and coloured, as photographs are."""
+    """Return smooth and coloured pixels, like those of a photograph."""
     noise = np.random.default_rng(width * height).integers(0, 256, (9, 12, 3), np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -56,7 +56,7 @@ def difference(one: Pixels, other: Pixels) -> int:
 
 @pytest.fixture
 def no_turbo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where simplejpeg is not installed."""
+    """Make simplejpeg look as if it were not installed."""
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     images._turbo.cache_clear()
     yield
@@ -137,7 +137,7 @@ def test_what_pillow_forgives_is_forgiven_with_simplejpeg_too() -> None:
 
 @pytest.mark.parametrize(
     ("size", "resize", "expected"),
-    [  # width and height; what torchvision's Resize makes of them
+    [  # width and height, and the size that torchvision's Resize gives
         ((640, 480), 256, (341, 256)),
         ((480, 640), 256, (256, 341)),
         ((500, 375), 224, (298, 224)),
@@ -162,7 +162,7 @@ def test_resize_takes_the_shorter_side_or_height_and_width_and_rounds_as_torchvi
     [
         (8, slice(6, 14), slice(11, 19)),
         ((10, 30), slice(5, 15), slice(0, 30)),
-        ((5, 7), slice(8, 13), slice(12, 19)),  # halves are rounded to the even one, as torchvision does
+        ((5, 7), slice(8, 13), slice(12, 19)),  # halves are rounded to even, as in torchvision
         ((20, 30), slice(0, 20), slice(0, 30)),
     ],
 )

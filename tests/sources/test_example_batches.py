@@ -1,4 +1,4 @@
-"""Examples parsed many at once, held against the parser that reads one; TFRecords of small examples in columns."""
+"""The parser of many examples against the parser of one, and TFRecords of small examples in columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from cachestream.errors import SampleError
 from cachestream.sources import tf_example
 from cachestream.sources.base import Rows
 from cachestream.sources.tf_example import Feature, decode_varints, parse_example, parse_examples, rows_of
-from cachestream.sources.tf_features import as_it_is
-from cachestream.sources.tfrecord import TFRecordSource
+from cachestream.sources.tfrecord import TFRecordSource, as_inferred
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")
 
@@ -44,7 +43,7 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def entry(name: str, which: int, value: Any) -> bytes:
-    """A feature as writers make it: `which` 1 is a string of bytes, 2 a list of floats, 3 one of integers."""
+    """Encode a feature as writers do: `which` is 1 for a string of bytes, 2 for floats, 3 for integers."""
     content = value
     if which == 2:
         content = struct.pack(f"<{len(value)}f", *value)
@@ -58,7 +57,7 @@ def example(*entries: bytes) -> bytes:
 
 
 def together(records: Sequence[bytes]) -> list[dict[str, Feature]] | None:
-    """What `parse_examples` finds in `records`, with other bytes between them."""
+    """Parse `records` by `parse_examples`, with other bytes between them."""
     data, starts, stops = b"", [], []
     for record in records:
         data += b"\x0a\x80between"
@@ -85,7 +84,7 @@ def expect_alike(found: Sequence[dict[str, Feature]], records: Sequence[bytes]) 
 
 @st.composite
 def alike_examples(draw: st.DrawFn) -> list[bytes]:
-    """Examples with the same features, in at most three orders."""
+    """Draw examples with the same features, in at most three orders."""
     kinds = draw(st.dictionaries(st.text(max_size=150), st.sampled_from((1, 2, 3)), min_size=1, max_size=4))
     orders = [draw(st.permutations(list(kinds))) for _ in range(3)]
     return [
@@ -114,7 +113,7 @@ def test_damaged_examples_are_parsed_together_as_alone_or_not_at_all(
     records[one] = bytes(broken[: data.draw(st.integers(0, len(broken)))])
     found = together(records)
     if found is not None:
-        expect_alike(found, records)  # which raises where one of them cannot be parsed alone
+        expect_alike(found, records)  # raises if one of them cannot be parsed alone
 
 
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))
@@ -209,7 +208,7 @@ def write(path: Path, records: Sequence[bytes]) -> None:
 
 
 def read(source: TFRecordSource) -> tuple[list[Rows], list[tuple[str, dict[str, Any]]], str]:
-    """What came in columns, all samples, and why others are missing."""
+    """Return the Rows, all samples, and the reason for missing ones."""
     rows: list[Rows] = []
     samples: list[tuple[str, dict[str, Any]]] = []
     try:
@@ -227,7 +226,7 @@ def read(source: TFRecordSource) -> tuple[list[Rows], list[tuple[str, dict[str, 
 def expect_samples(samples: Sequence[tuple[str, dict[str, Any]]], records: dict[int, bytes]) -> None:
     assert [key for key, _ in samples] == [f"a.tfrecord#{number}" for number in records]
     for (_, sample), record in zip(samples, records.values(), strict=True):
-        expected = {name: as_it_is(name, one, True) for name, one in parse_example(record).items()}
+        expected = {name: as_inferred(name, one, True) for name, one in parse_example(record).items()}
         assert sample.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(sample[name], value)

@@ -1,4 +1,4 @@
-"""TarSource: what webdataset's library writes is read as that library reads it; whole and in visits."""
+"""TarSource against the webdataset library, on whole tars and in visits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from webdataset.tariterators import base_plus_ext
 
 from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.sources.tar import TarSource
-from cachestream.sources.tar_format import TarReader
-from cachestream.sources.tar_groups import split_name
+from cachestream.sources.tar_format import TarReader, split_name
 from cachestream.transport import metering
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote import Remote

@@ -1,4 +1,4 @@
-"""TarSource on tars that are damaged or made to harm: good samples come, the rest is told, nothing else happens."""
+"""TarSource on damaged and malicious tars: good samples come, and all else is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GOOD: Final = {f"1.tar#{n:05d}": {"cls": n, "bin": bytes([n]) * 700} for n in ra
 
 @pytest.fixture(autouse=True)
 def nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test after which there are files beside those it made itself."""
+    """Fail a test that leaves files other than those it made itself."""
     inside = tmp_path / "inside"
     inside.mkdir()
     monkeypatch.chdir(inside)
@@ -51,7 +51,7 @@ def read(tmp_path: Path, data: bytes, **options: Any) -> tuple[dict[str, Any], s
 
 
 def header(name: str, size: bytes | int, kind: bytes = b"0") -> bytes:
-    """A header block with a right checksum; `size` may be the 12 bytes of the field."""
+    """Return a header block with a valid checksum; `size` may be the 12 bytes of the field."""
     field = size if isinstance(size, bytes) else b"%011o\0" % size
     block = bytearray(BLOCK)
     block[:100] = name.encode().ljust(100, b"\0")
@@ -72,10 +72,10 @@ def test_a_tar_cut_anywhere_gives_the_whole_samples_before_the_cut_and_says_so(t
     end = 8 * sample_bytes
     first_file = 2 * BLOCK
     for cut in [*range(0, end + 2 * BLOCK, BLOCK // 2), 1, 511, 513, end - 1]:
-        if cut == first_file:  # nothing tells it from a whole archive of one file
+        if cut == first_file:  # it cannot be told from a whole archive of one file
             continue
         found, problem = read(tmp_path, data[:cut])
-        # Only what follows tells that a sample is whole, or the end with all that the one before has.
+        # A sample is known to be complete by the next one, or at the end by the extensions of the previous one.
         whole = 8 if cut >= end + BLOCK else max(0, -(-(cut - BLOCK + 1) // sample_bytes) - 1)
         unmarked = cut > 0 and cut % sample_bytes == 0
         assert found == dict(list(GOOD.items())[: cut // sample_bytes if unmarked else whole]), cut
@@ -84,7 +84,7 @@ def test_a_tar_cut_anywhere_gives_the_whole_samples_before_the_cut_and_says_so(t
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
 def test_a_tar_without_the_mark_at_its_end_is_read_to_the_end(tmp_path: Path, pack: Any) -> None:
-    """As the standard library, GNU tar and webdataset do; but a file that was cut is not taken for one."""
+    """The standard library, GNU tar and webdataset do so, too; here a truncated file is no complete sample."""
     unmarked = tar_bytes(FILES)[: 8 * 5 * BLOCK]
     assert read(tmp_path, pack(unmarked)) == (GOOD, "")
     assert (
@@ -108,7 +108,7 @@ def test_a_packed_tar_cut_anywhere_gives_samples_from_its_begin(tmp_path: Path, 
     most = 0
     for cut in range(0, len(data), len(data) // 40):
         found, problem = read(tmp_path, data[:cut])
-        assert problem or len(found) == 20  # only the end was cut off
+        assert problem or len(found) == 20  # only the end is missing
         assert list(found) == [f"1.tar#{n:03d}" for n in range(len(found))]
         assert all(
             sample["bin"] == content for sample, (_, content) in zip(found.values(), files, strict=False)
@@ -129,7 +129,7 @@ def test_flipped_bits_cost_samples_and_nothing_else(
     path.write_bytes(data)
     try:
         source = TarSource(path, samples_per_visit=3 if in_visits else None)
-    except (SampleError, SourceError):  # nothing in it can be read
+    except (SampleError, SourceError):  # no sample can be read
         return
     found = {}
     for unit in range(source.num_units):
@@ -163,7 +163,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
 def test_headers_of_any_content_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """With a right checksum, so that what lies behind it is reached."""
+    """The checksum is valid, so that the parser gets to the data behind it."""
     blocks = b""
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from([bytes([n]) for n in b"01234567xgLKSXDVM\0\xff"]))
@@ -226,7 +226,7 @@ def test_links_devices_pipes_and_folders_are_left_out(tmp_path: Path) -> None:
 
 def test_sparse_files_are_refused_and_left_out(tmp_path: Path) -> None:
     old = bytearray(header("s.bin", 512, b"S"))
-    old[482] = 1  # one block more of the map of holes
+    old[482] = 1  # one more block of the sparse map
     old[148:156] = b" " * 8
     old[148:156] = b"%06o\0 " % sum(old)
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""TarSource over a real S3 server and web servers, through a network that fails, and through a worker that is killed."""
+"""TarSource over S3 and web servers, with a failing network, and in a worker that is killed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def source_through(proxy: FaultyProxy, server: S3Server, bucket: Path, **options
 
 
 def fetched_while(read: Any) -> tuple[Any, int]:
-    """What `read()` returns, and how many bytes were reported meanwhile."""
+    """Return the result of `read()`, and the number of bytes reported during the call."""
     seen: list[int] = []
     metering.install(seen.append)
     try:
@@ -164,7 +164,7 @@ def test_a_tar_that_is_overwritten_is_not_mixed_from_two(
     s3_proxy.truncate(times=1, after_bytes=5 << 20)
     samples = source.read(0, RNG)
     next(samples)
-    (bucket / "a.tar").unlink()  # the server goes on with the one it has open
+    (bucket / "a.tar").unlink()  # the server keeps the file open
     make(bucket / "a.tar", numbered(SAMPLES, 50_001))
     found: list[int] = []
     with pytest.raises(SourceUnavailableError, match="overwritten"):
@@ -200,7 +200,10 @@ def test_reads_that_are_given_up_leave_no_request_behind(
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Knows ranges unless `without_ranges`; answers break off after as many bytes as `breaks` holds, from its end on."""
+    """A handler with range requests unless `without_ranges`.
+
+    Answers break off after the numbers of bytes in `breaks`, the last one first.
+    """
 
     without_ranges = False
     breaks: Final[list[int]] = []
@@ -214,7 +217,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(data) - start))
         self.send_header("ETag", f'"{len(data)}"')
-        if self.path.partition("?")[0].endswith(".gz"):  # stored packed, as some stores hold files
+        if self.path.partition("?")[0].endswith(".gz"):  # stored packed, as in some object stores
             self.send_header("Content-Encoding", "gzip")
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
@@ -223,7 +226,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         try:
             self.wfile.write(data[start:stop])
         except OSError:
-            pass  # the reader has hung up
+            pass  # the reader has closed the connection
         self.close_connection = stop < len(data)
 
     def log_message(self, *_: object) -> None:
@@ -232,7 +235,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
-    """A web server over a folder with a tar."""
+    """Start a web server over a folder with a tar."""
     make(tmp_path / "a.tar", FILES)
     Handler.requests.clear()
     server = http.server.ThreadingHTTPServer(
@@ -322,7 +325,7 @@ def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_
                 cache.wait(goal, timeout_s=180)
                 for pid in sampling_pids(cache):
                     if pid not in killed:
-                        with suppress(ProcessLookupError):  # it has just ended by itself
+                        with suppress(ProcessLookupError):  # it has already ended
                             os.kill(pid, signal.SIGKILL)
                             killed.add(pid)
             assert worker.wait(timeout_s=180)

@@ -1,4 +1,4 @@
-"""TFRecordSource on files that the tfrecord package wrote, held against what its reader decodes."""
+"""TFRecordSource against the reader of the tfrecord package, on files that the package wrote."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def png(value: int) -> bytes:
 
 
 def write(path: Path, count: int, first: int = 0) -> list[dict[str, Any]]:
-    """A file of `count` examples, by the tfrecord package; what they hold."""
+    """Write a file of `count` examples by the tfrecord package; return their features."""
     generator = np.random.default_rng(first)
     examples = [
         {
@@ -67,7 +67,7 @@ def write(path: Path, count: int, first: int = 0) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
-    """How many bytes were in use at most, above those before."""
+    """Measure the peak of allocated bytes in the block, above those before it."""
     found: list[int] = []
     tracemalloc.start()
     try:
@@ -249,7 +249,7 @@ def test_packed_files_are_told_by_how_they_begin(tmp_path: Path, kind: Any, comp
 
 
 def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
-    """1f 8b 08 is how gzip begins, and how a length of 559,903 bytes is written."""
+    """1f 8b 08 begins a gzip file, and also a record of 559,903 bytes."""
     writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
     room = 559_903 - len(example("x", 1, field(1, b""))) - 12
     for grow in range(16):

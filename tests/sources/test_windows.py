@@ -1,4 +1,4 @@
-"""Where windows lie and which bytes they touch, held against numpy."""
+"""The positions and bytes of windows, against numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cachestream.sources.windows import WindowGrid, plan_bands, window_of
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """The shape of an array, and the start and the size of a window in it."""
+    """Draw the shape of an array, and the start and the size of a window in it."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     size = [draw(st.integers(1, length)) for length in shape]
     start = [draw(st.integers(0, length - one)) for length, one in zip(shape, size, strict=True)]

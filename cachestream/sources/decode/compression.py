@@ -1,4 +1,4 @@
-"""Compressed streams unpacked as they are read: gzip, bzip2, xz, and zstd where zstandard is installed."""
+"""Decompression of streams as they are read: gzip, bzip2, xz, and zstd if zstandard is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.transport import metering
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
-MEMORY_BYTES: Final = 256 << 20  # of a decompressor; a header may ask for 4 GiB
+MEMORY_BYTES: Final = 256 << 20  # limit of one decompressor; a header may ask for 4 GiB
 _INPUT_BYTES: Final = 256 << 10
 _MAGICS: Final[dict[str, bytes]] = {
     "gzip": b"\x1f\x8b\x08",
@@ -42,7 +42,7 @@ class _Unpacker(Protocol):
 
 
 class _Gzip:
-    """zlib's object with the interface that those of bz2 and lzma have."""
+    """Gives zlib's decompressor the interface of those in bz2 and lzma."""
 
     def __init__(self, wbits: int = 31) -> None:
         self._inner = zlib.decompressobj(wbits=wbits)
@@ -62,7 +62,7 @@ class _Gzip:
 
 
 def require_unpacker(path: str) -> None:
-    """Raise ConfigError if `path` ends as files do that nothing installed here can unpack."""
+    """Raise ConfigError if `path` has the extension of a format that no installed library unpacks."""
     for ending, kind in ENDINGS.items():
         if kind == "zstd" and path.lower().endswith(ending) and not _has_zstandard():
             raise ConfigError(f"{path}: to read zstd, install it: pip install zstandard")
@@ -73,7 +73,7 @@ def _has_zstandard() -> bool:
 
 
 def unpacked(stream: Stream) -> Stream:
-    """`stream`, or what is packed in it, as its first bytes tell. It stands at its first byte."""
+    """Return `stream`, unpacked if it begins with a known magic number. It stands at its first byte."""
     head = stream.read(10)
     stream.push_back(head)
     start = bytes(head)
@@ -84,7 +84,7 @@ def unpacked(stream: Stream) -> Stream:
     return stream
 
 
-def _make(kind: str) -> _Unpacker:
+def _make_unpacker(kind: str) -> _Unpacker:
     if kind in ("gzip", "zlib"):
         return _Gzip(31 if kind == "gzip" else zlib.MAX_WBITS)
     if kind == "bzip2":
@@ -93,29 +93,29 @@ def _make(kind: str) -> _Unpacker:
 
 
 class UnpackedStream(Stream):
-    """What `kind` ("gzip", "zlib", "bzip2", "xz") packed into `inner`, which whoever opened it must close."""
+    """Unpacks `inner` by `kind` ("gzip", "zlib", "bzip2", "xz"). The caller that opened `inner` closes it."""
 
     def __init__(self, inner: Stream, kind: str) -> None:
         super().__init__(inner.where)
         self._inner = inner
         self._kind = kind
-        self._unpacker = _make(kind)
+        self._unpacker = _make_unpacker(kind)
 
     @property
     def is_whole(self) -> bool:
-        """Whether what was packed has come to its own end, and not only its file."""
+        """Return whether the compressed data are complete: their own end was read, not only the file's."""
         return self._unpacker.eof
 
     def _next_piece(self) -> memoryview:
-        """At most PIECE_BYTES, however small what they are packed in; empty at the end, also a sudden one."""
+        """Return at most PIECE_BYTES, however well they are packed; empty at the end, and at a truncation."""
         found, data = b"", b""
         while not found:
             unpacker = self._unpacker
-            if unpacker.eof:  # another archive may follow, or padding
+            if unpacker.eof:  # another compressed stream may follow, or padding
                 data = unpacker.unused_data or bytes(self._inner.read(_INPUT_BYTES))
                 if not data.strip(b"\0"):
                     return memoryview(b"")
-                self._unpacker = unpacker = _make(self._kind)
+                self._unpacker = unpacker = _make_unpacker(self._kind)
             elif unpacker.needs_input:
                 data = bytes(self._inner.read(_INPUT_BYTES))
                 if not data:
@@ -123,12 +123,12 @@ class UnpackedStream(Stream):
             else:
                 data = b""
             found = unpacker.decompress(data, PIECE_BYTES)
-            metering.fetched(0)  # much may come of few bytes fetched
+            metering.fetched(0)  # a sign of life: few bytes may unpack to many
         return memoryview(bytearray(found))
 
 
 class _ZstdStream(Stream):
-    """`inner` must be closed by whoever opened it."""
+    """Unpacks `inner` by zstd. The caller that opened `inner` closes it."""
 
     def __init__(self, inner: Stream) -> None:
         super().__init__(inner.where)
@@ -145,7 +145,7 @@ class _ZstdStream(Stream):
 
 
 class _ReadOnlyFile:
-    """A stream with the one method of a file that zstandard uses."""
+    """Adapts a stream to the one file method that zstandard calls."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

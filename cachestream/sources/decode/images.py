@@ -1,7 +1,7 @@
-"""Encoded images → uint8 `[3, H, W]`, RGB, upright, resized and cropped where that is asked for.
+"""Decoding of images to uint8 `[3, H, W]` RGB, upright, with resizing and cropping.
 
-What arrives is untrusted: only listed formats are opened, and what would unpack to too much is
-refused before it is unpacked. Raises what Pillow raises on malformed data: see `decode.decode_with`.
+The data are untrusted: only the listed formats are opened, and images that would be too large are refused
+before they are decoded. Malformed data raise Pillow's errors, which `values.decode_with` maps.
 """
 
 from __future__ import annotations
@@ -23,59 +23,16 @@ from cachestream.errors import ConfigError
 from cachestream.transport import bounds
 
 JPEG_FORMATS: Final = ("JPEG", "MPO")
-# Each scan of a progressive JPEG goes over all of its pixels, and may be a few bytes long: without a limit
-# a small file takes minutes. (libjpeg-turbo, "Two Issues with the JPEG Standard".)
+# Each scan of a progressive JPEG updates all pixels, and may be a few bytes long: without a limit, a small
+# file can take minutes (libjpeg-turbo, "Two Issues with the JPEG Standard").
 MAX_SCANS: Final = 100
 _START_OF_SCAN: Final = b"\xff\xda"
-
-
-@lru_cache(maxsize=1)
-def _turbo() -> Any:
-    """simplejpeg, or None."""
-    try:
-        return importlib.import_module("simplejpeg")
-    except ImportError:
-        return None
-
-
-def check_scans(image: Image.Image, data: bytes | bytearray | memoryview) -> None:
-    """Raise ValueError for a progressive JPEG of more scans than any encoder writes."""
-    if image.info.get("progressive"):
-        count = bytes(data).count(_START_OF_SCAN)
-        if count > MAX_SCANS:
-            raise ValueError(f"a JPEG of {count} scans, {MAX_SCANS} at most")
-
-
-def decode_turbo(
-    data: bytes | bytearray | memoryview, image: Image.Image, scale: int
-) -> npt.NDArray[np.uint8] | None:
-    """uint8 `[H, W, 3]` RGB at 1/`scale` of the size; None where Pillow is to decode it.
-
-    That is without simplejpeg, in other colours than RGB and grey, and for all that is damaged: so
-    the same files are refused, for the same reasons, with and without it.
-    """
-    turbo = _turbo()
-    if turbo is None or image.mode not in ("RGB", "L"):
-        return None
-    least = {} if scale == 1 else {"min_height": -(-image.height // scale), "min_width": -(-image.width // scale)}  # fmt: skip
-    try:
-        found: npt.NDArray[np.uint8] = turbo.decode_jpeg(data, "RGB", **least)
-    except ValueError:
-        return None
-    expected = (-(-image.height // scale), -(-image.width // scale), 3)
-    return found if found.shape == expected else None
-
-
-Pixels = npt.NDArray[np.uint8]
-Size = int | tuple[int, int]
-Buffer = bytes | bytearray | memoryview
-
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
-# A JPEG is unpacked at 1/2, 1/4 or 1/8 of its size where that leaves this many times what is asked for:
-# the resize has the last word on every pixel. (Pillow's own default for thumbnails.)
+# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the result is at least this many times the target size,
+# so that the resize filter still determines every pixel. (Pillow's default for thumbnails.)
 REDUCING_GAP: Final = 2
 _RAW_MODES: Final = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "I", "I;16")
-# What Pillow's and numpy's parsers raise on malformed input, as their fuzzers found.
+# The exceptions of Pillow's and numpy's parsers for malformed input, as found by their fuzzers.
 MALFORMED: Final = (
     OSError,
     SyntaxError,
@@ -91,7 +48,7 @@ MALFORMED: Final = (
     struct.error,
     zlib.error,
     Image.DecompressionBombError,
-    Warning,  # Pillow's, where they are made errors
+    Warning,  # Pillow's, if the user turns warnings into errors
 )
 _ORIENTATION_TAG: Final = 0x0112
 _TRANSPOSE: Final[dict[int, Image.Transpose]] = {
@@ -104,9 +61,50 @@ _TRANSPOSE: Final[dict[int, Image.Transpose]] = {
     8: Image.Transpose.ROTATE_90,
 }
 
+Pixels = npt.NDArray[np.uint8]
+Size = int | tuple[int, int]
+Buffer = bytes | bytearray | memoryview
 
-def _checked(name: str, size: Any) -> Size | None:
-    """`size` in plain numbers, two as a tuple. Raises ConfigError unless it is None, a number above 0, or two."""
+
+@lru_cache(maxsize=1)
+def _turbo() -> Any:
+    """Return the module simplejpeg, or None if it is not installed."""
+    try:
+        return importlib.import_module("simplejpeg")
+    except ImportError:
+        return None
+
+
+def check_scans(image: Image.Image, data: bytes | bytearray | memoryview) -> None:
+    """Raise ValueError for a progressive JPEG with more scans than any encoder writes."""
+    if image.info.get("progressive"):
+        count = bytes(data).count(_START_OF_SCAN)
+        if count > MAX_SCANS:
+            raise ValueError(f"a JPEG of {count} scans, {MAX_SCANS} at most")
+
+
+def decode_turbo(
+    data: bytes | bytearray | memoryview, image: Image.Image, scale: int
+) -> npt.NDArray[np.uint8] | None:
+    """Decode a JPEG to uint8 `[H, W, 3]` RGB at 1/`scale` of its size; None if Pillow has to decode it.
+
+    Pillow decodes if simplejpeg is missing, other colours than RGB and grey, and damaged images: so the same
+    files are refused, for the same reasons, with and without simplejpeg.
+    """
+    turbo = _turbo()
+    if turbo is None or image.mode not in ("RGB", "L"):
+        return None
+    height, width = -(-image.height // scale), -(-image.width // scale)
+    least = {} if scale == 1 else {"min_height": height, "min_width": width}
+    try:
+        found: npt.NDArray[np.uint8] = turbo.decode_jpeg(data, "RGB", **least)
+    except ValueError:
+        return None
+    return found if found.shape == (height, width, 3) else None
+
+
+def _check_size(name: str, size: Any) -> Size | None:
+    """Return `size` as an int or a tuple of two. Raises ConfigError unless it is None or above 0."""
     if size is None:
         return None
     is_pair = isinstance(size, list | tuple)
@@ -118,33 +116,34 @@ def _checked(name: str, size: Any) -> Size | None:
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """What is made of each image once it is decoded, as torchvision's `Resize` and `CenterCrop` do.
+    """The size of decoded images, as in torchvision's `Resize` and `CenterCrop`.
 
-    resize: `(height, width)`, or the length of the shorter side, the other one in proportion (rounded
-    down). Bilinear, with antialiasing, as they are for PIL images, to within rounding. None: as it is.
+    resize: `(height, width)`, or the length of the shorter side, with the other side in proportion (rounded
+    down). Bilinear with antialiasing, equal to torchvision's result for PIL images to within rounding. None:
+    the size of the file.
 
-    crop: `(height, width)`, or the side of a square, from the middle; a smaller image is padded with
-    black on all sides. None: all of it.
+    crop: `(height, width)`, or the side of a square, from the middle; a smaller image is padded with black
+    on all sides. None: no crop.
 
-    Raises ConfigError for sizes that are none. Also a transform: called on a sample it does the same
-    to each field that is an image, uint8 `[3, H, W]`.
+    Raises ConfigError for invalid sizes. Also a transform: called on a sample, it resizes and crops each
+    field that is an image, uint8 `[3, H, W]`.
     """
 
     resize: Size | None = None
     crop: Size | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "resize", _checked("resize", self.resize))
-        object.__setattr__(self, "crop", _checked("crop", self.crop))
+        object.__setattr__(self, "resize", _check_size("resize", self.resize))
+        object.__setattr__(self, "crop", _check_size("crop", self.crop))
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What names the options in a fingerprint; empty where images remain as they are."""
+        """The options as parts of a fingerprint; empty if images keep their size."""
         named = (("resize", self.resize), ("crop", self.crop))
         return tuple(f"{name}={value}" for name, value in named if value is not None)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height that an image of `width` and `height` is resized to."""
+        """Return the width and height after the resize of an image of `width` and `height`."""
         if self.resize is None:
             return width, height
         if isinstance(self.resize, tuple):
@@ -153,7 +152,7 @@ class ImageOptions:
         return (self.resize, long) if width <= height else (long, self.resize)
 
     def middle(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of what the crop leaves of an image."""
+        """Return the box of the crop in an image: left, top, right, bottom."""
         if self.crop is None:
             return 0, 0, width, height
         wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
@@ -162,7 +161,7 @@ class ImageOptions:
         return left, top, left + wide, top + tall
 
     def cropped(self, pixels: Pixels) -> Pixels:
-        """The middle of `pixels`, `[3, H, W]`; a view where it can be."""
+        """Return the crop of `pixels`, `[3, H, W]`; a view if no padding is needed."""
         if self.crop is None:
             return pixels
         wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
@@ -174,7 +173,7 @@ class ImageOptions:
         return pixels
 
     def apply(self, pixels: Pixels) -> Pixels:
-        """`pixels`, uint8 `[3, H, W]`, resized and cropped; contiguous."""
+        """Return `pixels`, uint8 `[3, H, W]`, resized and cropped; contiguous."""
         _, height, width = pixels.shape
         size = self.resized(width, height)
         if size != (width, height):
@@ -191,11 +190,11 @@ AS_THEY_ARE: Final = ImageOptions()
 
 
 def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
-    """uint8 `[3, H, W]`, RGB, contiguous, turned upright as its EXIF data say; the first frame."""
+    """Decode the first frame to uint8 `[3, H, W]` RGB, contiguous, turned upright by its EXIF orientation."""
     with Image.open(io.BytesIO(data), formats=_formats()) as image:
         _check_pixels(image.width, image.height)
         if image.format == "TIFF":
-            image.load()  # Pillow turns these upright; what size they have before depends on its version
+            image.load()  # Pillow turns a TIFF upright here; the size before that depends on its version
         orientation = 1 if image.format == "TIFF" else _orientation(image)
         width, height = image.size
         upright = (width, height) if orientation < 5 else (height, width)
@@ -203,28 +202,28 @@ def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
         _check_pixels(*size)
         size = size if orientation < 5 else size[::-1]  # as the image is stored
         if image.format not in JPEG_FORMATS:
-            return _finished(_to_rgb(image), (width, height), size, orientation, options)
+            return _finish(_to_rgb(image), (width, height), size, orientation, options)
         check_scans(image, data)
-        scale = 1 if size == (width, height) else _scale((width, height), size)
+        scale = 1 if size == (width, height) else _jpeg_scale((width, height), size)
         found = decode_turbo(data, image, scale)
         if found is not None and scale == 1 and size == (width, height) and orientation == 1:
             return np.ascontiguousarray(options.cropped(found.transpose(2, 0, 1)))
         if found is None:
             image.draft(None, (width // scale, height // scale))
         rgb = _to_rgb(image) if found is None else Image.fromarray(found)
-        return _finished(rgb, (width / scale, height / scale), size, orientation, options)
+        return _finish(rgb, (width / scale, height / scale), size, orientation, options)
 
 
 def decode_raw_image(
     mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions = AS_THEY_ARE
 ) -> Pixels:
-    """The same of pixels that Pillow's `tobytes()` gave: `size` is width and height."""
+    """Convert the output of Pillow's `tobytes()` as `decode_image` does; `size` is width and height."""
     if mode not in _RAW_MODES:
         raise ValueError(f"pixels of the mode {mode[:20]!r}")
     _check_pixels(*size)
     target = options.resized(*size)
     _check_pixels(*target)
-    return _finished(_to_rgb(Image.frombytes(mode, size, data)), size, target, 1, options)
+    return _finish(_to_rgb(Image.frombytes(mode, size, data)), size, target, 1, options)
 
 
 # --- steps -------------------------------------------------------------------------------------
@@ -250,22 +249,22 @@ def _check_pixels(width: int, height: int) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """From 1, upright, to 8."""
+    """Return the EXIF orientation, from 1 (upright) to 8; 1 if it is missing or malformed."""
     try:
         found = int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except MALFORMED:  # broken metadata do not spoil the pixels
+    except MALFORMED:  # the pixels may still be intact
         return 1
     return found if found in _TRANSPOSE else 1
 
 
-def _scale(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """The part of an image's size, 1/8 to 1/1, that JPEGs are unpacked at."""
+def _jpeg_scale(have: tuple[int, int], want: tuple[int, int]) -> int:
+    """Return the scale, 1, 2, 4 or 8, by which a JPEG of size `have` is reduced in decoding for `want`."""
     most = min(one // (REDUCING_GAP * other) for one, other in zip(have, want, strict=True))
     return next((scale for scale in (8, 4, 2) if scale <= most), 1)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """`image` in mode RGB. Transparency is dropped; 16 bits a channel keep their upper 8."""
+    """Convert `image` to mode RGB. Transparency is dropped; 16-bit channels keep their upper 8 bits."""
     if image.mode == "RGB":
         return image
     if image.mode == "F":
@@ -285,18 +284,18 @@ def _planes(rgb: Image.Image) -> Pixels:
     return pixels
 
 
-def _finished(
+def _finish(
     rgb: Image.Image,
     extent: tuple[float, float],
     size: tuple[int, int],
     orientation: int,
     options: ImageOptions,
 ) -> Pixels:
-    """`rgb`, of which the image fills `extent` from the top left, resized to `size`, turned and cropped."""
+    """Resize to `size`, turn upright and crop `rgb`, whose top left part of size `extent` is the image."""
     if size != (rgb.width, rgb.height):
-        # Only what the crop leaves is computed: the same pixels but for rounding, in half the time.
+        # Only the crop is computed: the same pixels to within rounding, in half the time.
         left, top, right, bottom = options.middle(*size) if orientation == 1 else (0, 0, *size)
-        # A JPEG at 1/2 ends in the middle of its last pixel where its length is odd: `extent` says where.
+        # A JPEG of odd length at 1/2 ends in the middle of its last pixel, at `extent`.
         across, down = extent[0] / size[0], extent[1] / size[1]
         box = (left * across, top * down, min(right * across, rgb.width), min(bottom * down, rgb.height))
         rgb = rgb.resize((right - left, bottom - top), Image.Resampling.BILINEAR, box)

@@ -1,19 +1,18 @@
-"""Bytes of one remote file and its extension → the fields of a sample.
+"""Decoding of a file's bytes, by its extension, to the fields of a sample.
 
-What arrives is untrusted: only listed image formats are opened, nothing is unpickled, sizes are
-capped, and whatever is malformed raises SampleError with the path and the reason.
+The data are untrusted: only the listed image formats are opened, nothing is unpickled, sizes are bounded, and
+malformed data raise SampleError with the path and the reason.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import json
+import math
 import re
-import struct
 import zipfile
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -22,56 +21,36 @@ import numpy.typing as npt
 from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
 from cachestream.sources.decode.images import AS_THEY_ARE, MALFORMED, Buffer, ImageOptions, decode_image
+from cachestream.sources.npy import parse_header
 from cachestream.transport import bounds
 
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
-_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _Data = TypeVar("_Data", bound=Buffer)
-# An object's place in memory differs from file to file: reasons that hold it could not be counted together.
+# Object addresses are removed from reasons, so that equal reasons are counted together.
 _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
 
 # --- arrays ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def _npy_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    # Files of one data set mostly share one header; to evaluate it costs more than the read.
-    fields = ast.literal_eval(header.decode("latin1"))
-    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
-        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
-    dtype = _to_dtype(fields["descr"])
-    shape = fields["shape"]
-    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"the .npy header holds shape {shape!r}")
-    return shape, bool(fields["fortran_order"]), dtype
-
-
 def decode_npy(data: Buffer) -> npt.NDArray[Any]:
-    """The array of a .npy file: writable, C-contiguous, in native byte order; no copy where possible.
+    """Decode a .npy file to an array: writable, C-contiguous, native byte order, without a copy if possible.
 
-    Object arrays are refused. (The format: numpy.lib.format; versions 1 to 3.)
+    Reads versions 1 to 3 of numpy.lib.format. Object arrays are refused.
     """
     view = memoryview(data)
-    if bytes(view[:6]) != np.lib.format.MAGIC_PREFIX or len(view) < 12:
-        raise ValueError("does not begin as a .npy file")
-    wide = view[6] >= 2
-    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", view, 8)
-    start = 12 if wide else 10
-    if header_bytes > 1 << 16 or start + header_bytes > len(view):
-        raise ValueError(f"a .npy header of {header_bytes} bytes")
-    shape, fortran_order, dtype = _npy_header(bytes(view[start : start + header_bytes]))
+    layout = parse_header(view)
+    if isinstance(layout, int):
+        raise ValueError(f"a .npy header of {layout} bytes")  # noqa: TRY004  not of an argument
+    dtype, start = layout.dtype, layout.offset
     if dtype.hasobject:
         raise ValueError("object arrays need pickle, which is refused")
-    start += header_bytes
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(layout.shape)
     have, want = len(view) - start, count * dtype.itemsize
     if have < want:
         raise ValueError(f"truncated: {have} of {want} bytes")
     array = np.frombuffer(view, dtype, count, start) if count else np.empty(0, dtype)
-    array = array.reshape(shape, order="F" if fortran_order else "C")
+    array = array.reshape(layout.shape, order="F" if layout.fortran_order else "C")
     if not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
     if not array.flags.c_contiguous or not array.flags.writeable:
@@ -80,18 +59,16 @@ def decode_npy(data: Buffer) -> npt.NDArray[Any]:
 
 
 def decode_npz(data: Buffer) -> dict[str, Any]:
-    """The arrays of a .npz file by name; a 0-d text array as str."""
+    """Decode a .npz file to its arrays by name; a 0-d text array becomes a str."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         bounds.check(sum(member.file_size for member in members))
         fields: dict[str, Any] = {}
         for member in members:
-            if member.compress_type not in (
-                zipfile.ZIP_STORED,
-                zipfile.ZIP_DEFLATED,
-            ):  # unpacked without a bound
+            # zipfile unpacks other methods without a bound.
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("a member that is compressed otherwise than numpy does it")
-            # An entry may unpack to more than it declares: read no further than declared.
+            # A member may unpack to more than its declared size.
             with archive.open(member) as stream:
                 content = stream.read(member.file_size)
             array = decode_npy(content)
@@ -104,7 +81,7 @@ def decode_npz(data: Buffer) -> dict[str, Any]:
 
 
 def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
-    """`value` as an int64, float64 or bool array, if it is a rectangular list of such numbers."""
+    """Return a rectangular list of numbers or bools as an int64, float64 or bool array; None for others."""
     kinds: set[type] = set()
     pending: list[Any] = [value]
     while pending:
@@ -116,19 +93,20 @@ def _numbers(value: list[Any]) -> npt.NDArray[Any] | None:
     if not kinds <= {int, float} and kinds != {bool}:
         return None
     try:
-        array = np.array(value, dtype=bool if kinds == {bool} else np.int64 if kinds == {int} else np.float64)
+        dtype = bool if kinds == {bool} else np.int64 if kinds == {int} else np.float64
+        array = np.array(value, dtype)
     except (ValueError, OverflowError):  # not rectangular, or an integer beyond 64 bits
         return None
     return array
 
 
 def decode_json_value(data: Buffer) -> Any:
-    """The whole of a JSON text as one value, see `json_field`: an object remains JSON text."""
+    """Decode a JSON text to a single value as `json_field` does: an object remains JSON text."""
     return json_field(json.loads(bytes(data)))
 
 
 def json_field(value: Any) -> Any:
-    """A number, bool or str as it is, a rectangular list of numbers as an array, the rest as JSON text."""
+    """Return a number, bool or str unchanged, a rectangular list of numbers as an array, else JSON."""
     if isinstance(value, bool | int | float | str):
         return value
     array = _numbers(value) if isinstance(value, list) else None
@@ -136,8 +114,8 @@ def json_field(value: Any) -> Any:
 
 
 def decode_json(data: Buffer, encoding: str = "utf-8-sig") -> Any:
-    """A dict of the fields of a JSON object (not nested: see `json_field`), or the single value."""
-    # Without a name, JSON's own rule tells UTF-8, UTF-16 and UTF-32 apart.
+    """Decode a JSON object to a dict of its fields, or another value, as `json_field` does."""
+    # The default leaves it to json.loads to tell UTF-8, UTF-16 and UTF-32 apart.
     value = json.loads(bytes(data) if encoding == "utf-8-sig" else decode_text(data, encoding))
     if isinstance(value, dict):
         return {name: json_field(item) for name, item in value.items()}
@@ -163,11 +141,10 @@ _DECODERS: Final[dict[str, Callable[[Buffer], Any]]] = {
 def decode_value(
     data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
 ) -> Any:
-    """What `data` holds by `extension` (".jpg", …): an array, str or bytes, or a dict of such fields.
+    """Decode `data` by `extension` (".jpg", …) to an array, str or bytes, or a dict of such fields.
 
-    `images` says what is made of images; `encoding` is that of text and JSON.
-
-    Raises SampleError with `path` (already redacted) and the reason if it is malformed.
+    `images` resizes and crops images; `encoding` is that of text and JSON. Raises SampleError with `path`
+    (already redacted) and the reason if the data are malformed.
     """
     name = kind_of(extension)
     decoder = _DECODERS[name]
@@ -181,7 +158,7 @@ def decode_value(
 
 
 def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: str) -> Any:
-    """What `decoder` makes of `data`; SampleError with `path` and the reason if they are malformed."""
+    """Return `decoder(data)`. Raises SampleError with `path` and the reason if the data are malformed."""
     try:
         return decoder(data)
     except _MALFORMED as error:
@@ -193,27 +170,27 @@ def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: s
 def decode_fields(
     data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
 ) -> dict[str, Any]:
-    """The fields of the file `path`: "image", "array", "text", "data" (bytes), or a file's own fields."""
+    """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own."""
     value = decode_value(data, extension, path, images, encoding)
     return value if isinstance(value, dict) else {kind_of(extension): value}
 
 
-_BEGINNINGS: Final = (
+_IMAGE_MAGIC: Final = (
     b"\xff\xd8\xff",  # JPEG
     b"\x89PNG\r\n\x1a\n",
     b"GIF87a",
     b"GIF89a",
-    b"II*\x00",  # TIFF, either way round
+    b"II*\x00",  # TIFF, little-endian and big-endian
     b"MM\x00*",
     b"\x00\x00\x00\x0cjP  \r\n",  # JPEG 2000
 )
 
 
 def looks_like_image(data: Buffer) -> bool:
-    """Whether `data` begins as one of the usual image formats; BMP and PNM, which begin as text may, do not count."""
+    """Return whether `data` begin like an image; not for BMP and PNM, which texts may begin like."""
     head = bytes(data[:16])
     return (
-        head.startswith(_BEGINNINGS)
+        head.startswith(_IMAGE_MAGIC)
         or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
         or (head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis"))
     )

@@ -19,8 +19,8 @@ from cachestream.config import check_count, format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
+from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import unpacked
-from cachestream.sources.tar_groups import Problems
 from cachestream.transport import bounds
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote import Remote

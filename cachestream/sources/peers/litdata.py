@@ -15,6 +15,7 @@ from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import Url, check_unit
 from cachestream.sources.arrow import Columns, Unusable
+from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import unpacked
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fingerprint import check_columns, identity_of
@@ -30,7 +31,6 @@ from cachestream.sources.peers.index import (
     read_table,
 )
 from cachestream.sources.peers.litdata_leaves import Tree, leaf_names, leaf_reader
-from cachestream.sources.tar_groups import Problems
 from cachestream.sources.user_code import foreign_errors
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.stream import Stream
