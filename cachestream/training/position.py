@@ -98,6 +98,11 @@ def from_state(state: dict[str, Any]) -> Request:
         ) from error
 
 
+def _request_again(cursor: Cursor) -> Request:
+    """The request that the epoch of `cursor` began with."""
+    return Request(0, cursor.epoch) if cursor.loaded is None else from_state(cursor.loaded)
+
+
 _TELL_S: Final = 0.005
 
 
@@ -116,7 +121,8 @@ class TrainerPosition:
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
         self._job: ProcessGroup | None = None
-        self._taking = threading.RLock()  # a signal may leave it held: by the thread that goes on
+        # Reentrant: an interrupt between `acquire` and `try` leaves the lock with the thread that goes on.
+        self._taking = threading.RLock()
         self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
@@ -150,15 +156,23 @@ class TrainerPosition:
                 "which hands them on to the others, over a queue.Queue for one"
             )
         try:
-            return self._next(cursor)
+            batch, number = self._next(cursor)
+        except BaseException as error:
+            if cursor is self._running:
+                self._fail(cursor, error)
+            raise
         finally:
             self._taking.release()
+        # Last, and with no call after it: a batch that an interrupt keeps from the trainer does not count.
+        cursor.batches = number
+        return batch
 
-    def _next(self, cursor: Cursor) -> Any:
+    def _next(self, cursor: Cursor) -> tuple[Any, int]:
+        """The next batch, and how many batches of the epoch are done with it."""
         if cursor.failure:
             raise EpochError(
                 f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
-                "to begin it once more"
+                "to go on"
             )
         if cursor is not self._cursor:
             raise EpochError(
@@ -173,7 +187,7 @@ class TrainerPosition:
                 )
             raise StopIteration
         wait_s, parcel = 0.0, cursor.parcel
-        if parcel is None or not (parcel or parcel.is_end):  # there twice, where a signal came at the end
+        if not parcel:
             wait_s, parcel = self._fetch(cursor)
         if parcel.is_end:
             self.leave()
@@ -182,11 +196,22 @@ class TrainerPosition:
         delivery = parcel.take(self._timeout_s)
         if delivery is None:
             raise self._schedule.late(cursor.epoch, self._timeout_s)
-        cursor.batches = delivery.number
         self._meter.delivered(delivery.size, delivery.skipped, wait_s + parcel.waited_s)
         if parcel.is_flow:
-            self._tell(parcel)
-        return self._transfer.receive(delivery.staged)
+            self._tell(cursor, parcel, delivery.number)
+        return self._transfer.receive(delivery.staged), delivery.number
+
+    def _fail(self, cursor: Cursor, error: BaseException) -> None:
+        """End the iteration of `cursor` if its epoch could not be prepared, or was interrupted (KeyboardInterrupt).
+
+        The next iteration begins the epoch again if none of its batches was delivered.
+        """
+        if isinstance(error, Exception) and not (self._schedule.has_failed and cursor.segment is None):
+            return
+        cursor.failure = f"{type(error).__name__}: {error}"
+        if cursor.segment is None:
+            self._planned, self._cursor = _request_again(cursor), None
+            self._schedule.prepare_again()
 
     def leave(self) -> None:
         """The running epoch is over, at its end or before."""
@@ -212,22 +237,24 @@ class TrainerPosition:
         self._engine.stop(join=False)
         self.leave()
 
-    def _tell(self, parcel: BatchGroup) -> None:
+    def _tell(self, cursor: Cursor, parcel: BatchGroup, batches: int) -> None:
         """Tell the schedule now and then how far the trainer is."""
         self._untold += 1
         now_s = self._meter.last_s
         if now_s - self._told_s >= _TELL_S or parcel.turns_low:
             self._schedule.moved(self._untold)
-            self._check_company(self._cursor)
+            self._check_company(cursor, batches)
             self._untold, self._told_s = 0, now_s
 
     def _begin_next(self) -> Cursor:
         self.leave()
         self._look_for_ranks()
         self._apply_wanted_epoch()
-        request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
-        close_all(self._schedule.begin(None, request.epoch))
-        return Cursor(request.epoch, request.done, self._loaded if request.records else None)
+        request = self._planned
+        close_all(self._schedule.begin(request if self._schedule.has_failed else None, request.epoch))
+        cursor = Cursor(request.epoch, request.done, self._loaded if request.records else None)
+        self._planned, self._cursor = Request(0, request.epoch + 1), cursor
+        return cursor
 
     def _once_more(self) -> Cursor | None:
         """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
@@ -241,17 +268,8 @@ class TrainerPosition:
         """Wait for the next batches; returns how long that took, in seconds, and them."""
         began_s = self._meter.clock()
         self._look_for_ranks()
-        self._check_company(cursor)
-        try:
-            parcel = self._schedule.lost(cursor.epoch, cursor.parcel)
-            if parcel is None:
-                parcel = self._schedule.take(cursor.epoch, self._timeout_s)
-        except Exception as error:
-            if self._schedule.has_failed and cursor.segment is None:
-                # Nothing of it was delivered: the next iteration tries again.
-                self._planned, self._cursor = Request(0, cursor.epoch), None
-                cursor.failure = f"{type(error).__name__}: {error}"
-            raise
+        self._check_company(cursor, cursor.batches)
+        parcel = self._schedule.take(cursor.epoch, self._timeout_s)
         cursor.parcel = parcel  # first: a warning may be made an error
         if parcel.segment is not cursor.segment:
             self._enter(cursor, parcel.segment)
@@ -354,9 +372,10 @@ class TrainerPosition:
 
     def _apply_wanted_epoch(self) -> None:
         """Go where `want` has pointed, unless that is where the trainer goes anyway."""
-        wanted, self._wanted_epoch = self._wanted_epoch, None
+        wanted = self._wanted_epoch
         if wanted is not None and wanted != self._planned.epoch:
             self.jump(Request(0, wanted))
+        self._wanted_epoch = None
 
     def _look_for_ranks(self) -> None:
         """Join the job that there is by now, if it is another one: what is prepared is void, and asked for again.
@@ -372,13 +391,12 @@ class TrainerPosition:
         if cursor is None:
             self.jump(self._planned)
         else:
-            again = Request(0, cursor.epoch) if cursor.loaded is None else from_state(cursor.loaded)
-            close_all(self._schedule.begin(again, cursor.epoch))
+            close_all(self._schedule.begin(_request_again(cursor), cursor.epoch))
 
-    def _check_company(self, cursor: Cursor | None) -> None:
+    def _check_company(self, cursor: Cursor, batches: int) -> None:
         """Raise EpochError for an epoch that was begun alone, in a process that has company by now."""
-        segment = None if cursor is None else cursor.segment
-        if self._job is not None or cursor is None or segment is None or cursor.batches >= segment.total:
+        segment = cursor.segment
+        if self._job is not None or segment is None or batches >= segment.total:
             return
         job = find_job()
         if job is not None and job.size > 1:

@@ -134,13 +134,11 @@ class Schedule:
     def begin(self, request: Request | None, epoch: int) -> list[Segment]:
         """The trainer goes on to `epoch`, or jumps to `request`; returns the segments to close."""
         with self._lock:
-            if request is not None or self._raised:
+            if request is not None:
                 # A new generation gives the rounds that ranks agree in new names, also to try a failed one again.
-                failed = self._failure[0] if self._failure is not None else None
-                again = failed if failed is not None and failed.epoch == epoch else Request(0, epoch)
                 self._generation += 1
                 self._totals = {}
-                self._next = replace(request or again, generation=self._generation)
+                self._next = replace(request, generation=self._generation)
                 self._failure, self._raised = None, False
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
@@ -161,11 +159,6 @@ class Schedule:
         with self._lock:
             self._trained_epoch = request.epoch - 1
         return closing
-
-    def lost(self, epoch: int, had: BatchGroup | None) -> BatchGroup | None:
-        """What was taken of `epoch` and is not with the trainer, which `had` this last: a signal came in between."""
-        with self._lock:
-            return self._shelf.lost(epoch, had)
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
@@ -215,8 +208,12 @@ class Schedule:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the trainer was given an error that ends its epoch."""
+        """Whether the next epoch has to be requested again."""
         return self._raised
+
+    def prepare_again(self) -> None:
+        """Have the next epoch requested again: an interrupt may have lost its first batches."""
+        self._raised = True
 
     def passed(self, segment: Segment) -> list[Segment]:
         """The trainer has come to `segment`: the ones before it can be closed."""
@@ -389,9 +386,6 @@ class Schedule:
 
     def _await(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
         """Wait until what the trainer needs of `epoch` is `ready`; raises when it will not be, or is late."""
-        # A signal that ended a call of the trainer's may have taken what the others were to be told with it.
-        self._room.notify()
-        self._work.notify()
         left_s, generation = timeout_s, self._generation
         while not ready():
             if self._failure is not None and self._failure[0].epoch <= epoch:
