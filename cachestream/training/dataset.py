@@ -82,7 +82,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._lock = threading.Lock()
         self._pool = BufferPool(_KEEP_BUFFERS)
         self._gatherer: Gatherer | None = None
-        self._listing: SmallSnapshot | None = None
+        self._small_snapshot: SmallSnapshot | None = None
         self._columns: FixedColumns | None = None
 
     def __len__(self) -> int:
@@ -95,23 +95,23 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if hasattr(index, "__len__") and not _is_one_number(index):
-            return packed(self._gather(self._checked(index)), self.snapshot.schema)
-        columns = self._gather(self._checked([operator.index(index)]))  # type: ignore[arg-type]
+            return packed(self._gather(self._check_indices(index)), self.snapshot.schema)
+        columns = self._gather(self._check_indices([operator.index(index)]))  # type: ignore[arg-type]
         return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
 
     def __getitems__(self, indices: Indices) -> Sequence[Any]:
         """The samples at `indices`, gathered as one; what a DataLoader asks for."""
-        where = self._checked(indices)
+        where = self._check_indices(indices)
         return as_samples(self._gather(where), self.snapshot.schema, len(where))
 
     def keys(self, indices: Indices | None = None) -> list[str]:
         """The keys that the source gave the samples at `indices` (None: all of them, in order)."""
-        where = self._checked(range(len(self)) if indices is None else indices)
+        where = self._check_indices(range(len(self)) if indices is None else indices)
         found: list[str] = []
         for start in range(0, len(where), _KEYS_AT_ONCE):
             part = where[start : start + _KEYS_AT_ONCE]
-            with self._alone():
-                gatherer = self._opened()
+            with self._exclusive():
+                gatherer = self._open()
                 found += gatherer.keys(*_mapped(gatherer.maps, part))
         return found
 
@@ -120,7 +120,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._closed = True
         self._maps = None
         self._gatherer = None
-        self._listing = None
+        self._small_snapshot = None
         self._columns = None
         if self._lease is not None:
             self._lease.release()
@@ -141,7 +141,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         snapshot = state["snapshot"]
         self.__init__(snapshot, join_lease(snapshot.lease))  # type: ignore[misc]
 
-    def _checked(self, indices: Any) -> IntArray:
+    def _check_indices(self, indices: Any) -> IntArray:
         """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others, TypeError for no integers."""
         given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
@@ -158,8 +158,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return where
 
     def _gather(self, where: IntArray) -> Columns:
-        with self._alone():
-            gatherer = self._opened()
+        with self._exclusive():
+            gatherer = self._open()
             if self._columns is not None:
                 shards, rows = _mapped(gatherer.maps, where)
                 self._reading.reach(where)
@@ -167,21 +167,21 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             return gatherer.gather(self._block(gatherer, where), 0, len(where))
 
     def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
-        if (listing := self._listing) is not None:
+        if (small := self._small_snapshot) is not None:
             self._reading.reach(where)
-            return listing.block(where)
+            return small.block(where)
         block = gatherer.block(*_mapped(gatherer.maps, where))
         self._reading.reach(where)
-        self._listing = SmallSnapshot.of(gatherer.maps)
+        self._small_snapshot = SmallSnapshot.of(gatherer.maps)
         return block
 
-    def _alone(self) -> threading.Lock:
+    def _exclusive(self) -> threading.Lock:
         """The lock under which one thread at a time uses the gatherer."""
         if self._pid != os.getpid():
             self._follow_fork()
         return self._lock
 
-    def _opened(self) -> Gatherer:
+    def _open(self) -> Gatherer:
         """The gatherer, under the lock."""
         if self._closed:
             raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")

@@ -84,7 +84,7 @@ def _together(
     mine: Selection, settings: EpochSettings, request: Request, ranks: Ranks, cancelled: Cancelled
 ) -> Selection:
     """What the samplers of the group's ranks chose, each for itself, as the one order that gives each rank its own."""
-    answers = ranks.confer(
+    answers = ranks.agree_in_group(
         rounds_of(request)[0],
         {
             "drawn": _pack(mine.indices),

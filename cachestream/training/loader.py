@@ -128,16 +128,16 @@ class EpochLoader:
         self.batch_size = settings.batch_size
         folder = None if record is None else parse_path(record, "record")
         self._recorder = None if folder is None else Recorder(folder, settings.to_record())
-        self._engine = _make_engine(cache, settings, prefetch, device, batch_transform)
-        # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
-        weakref.finalize(self, self._engine.stop, join=False).atexit = False
-        self._course = TrainerPosition(self._engine, self._recorder, settings)
+        self._pipeline = _make_pipeline(cache, settings, prefetch, device, batch_transform)
+        # Not the loader but the pipeline is what the threads hold, so a forgotten loader ends them.
+        weakref.finalize(self, self._pipeline.stop, join=False).atexit = False
+        self._position = TrainerPosition(self._pipeline, self._recorder, settings)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch; one that was left early ends. One that no batch was taken of begins once more:
         frameworks call `iter()` to see whether they can.
         """
-        return _Batches(self, self._course, self._course.begin())
+        return _Batches(self, self._position, self._position.begin())
 
     # --- epochs
 
@@ -145,7 +145,7 @@ class EpochLoader:
         """Batches on each rank in the epoch that is being iterated, or else (after a `break`, too) in the next one, which is
         then prepared.
         """
-        return self._course.length()
+        return self._position.length()
 
     def peek(self) -> Any:
         """The batch that the next iteration begins with, to look at: a copy, which costs no epoch and moves nothing.
@@ -153,7 +153,7 @@ class EpochLoader:
         Prepares the next epoch as `len` does, together with the other ranks. Raises EpochError during an iteration, and
         what the first `next` would raise.
         """
-        return self._course.peek()
+        return self._position.peek()
 
     def __getitem__(self, index: object) -> NoReturn:
         """Not there: raises TypeError, that says what a DataLoader over this one should be instead."""
@@ -173,24 +173,24 @@ class EpochLoader:
     @property
     def epoch(self) -> int:
         """The running epoch, or else the next one; the first is 0."""
-        return self._course.epoch
+        return self._position.epoch
 
     @property
     def batches_done(self) -> int:
         """Batches of the running epoch that this rank was given, those before a checkpoint included; 0 between epochs."""
-        return self._course.batches_done or 0
+        return self._position.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one. Its order depends on the seed and this number."""
         number = whole_number(epoch)
         if number is None or number < 0:
             raise ConfigError(f"set_epoch({epoch!r}): give the number of an epoch, 0 or more")
-        self._course.want(number)
+        self._position.set_epoch(number)
 
     @property
     def dataset(self) -> EpochDataset:
         """The samples that the epoch is drawn from that is being iterated, or else the next one; good until that epoch ends."""
-        return self._course.segment().dataset
+        return self._position.segment().dataset
 
     def update_weights(self, keys: Sequence[str], values: Any) -> None:
         """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more): their losses,
@@ -204,7 +204,7 @@ class EpochLoader:
     @property
     def stats(self) -> LoaderStats:
         """What was delivered and waited for, up to now."""
-        return self._course.stats()
+        return self._position.stats()
 
     # --- state
 
@@ -216,7 +216,7 @@ class EpochLoader:
         if self._recorder is not None:
             self._recorder.flush()
         weights = self._settings.drawing.weights
-        state = self._course.to_state()
+        state = self._position.to_state()
         return state if weights is None else state | {"weights": weights.to_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class EpochLoader:
             record.check_split(self._settings.split)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
-        self._course.go_on_from(state, request)
+        self._position.resume_from(state, request)
 
     # --- the end
 
@@ -242,11 +242,11 @@ class EpochLoader:
         if self._pid != os.getpid():
             return
         try:
-            self._course.close()
+            self._position.close()
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            self._engine.stop()
+            self._pipeline.stop()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -261,7 +261,7 @@ class EpochLoader:
         self.close()
 
     def __repr__(self) -> str:
-        done = self._course.batches_done
+        done = self._position.batches_done
         running = "" if done is None else f" after {done} batches"
         return (
             f"<EpochLoader epoch {self.epoch}{running}, batch_size {self.batch_size}, of {self.cache.path}>"
@@ -271,17 +271,17 @@ class EpochLoader:
 class _Batches(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, loader: EpochLoader, course: TrainerPosition, cursor: Cursor) -> None:
+    def __init__(self, loader: EpochLoader, position: TrainerPosition, cursor: Cursor) -> None:
         self._loader = loader  # kept alive: the threads end when it is forgotten
-        self._course = course
+        self._position = position
         self._cursor = cursor
         cursor.iteration = weakref.ref(self)
 
     def __next__(self) -> Any:
-        return self._course.next(self._cursor)
+        return self._position.next(self._cursor)
 
 
-def _make_engine(
+def _make_pipeline(
     cache: Cache,
     settings: EpochSettings,
     prefetch: int,

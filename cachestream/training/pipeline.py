@@ -77,20 +77,20 @@ class Gathering:
         """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
         threads = self._threads(segment)
         # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
-        hands = 1 if self._transform is None else threads
-        self._copier.use(threads if hands == 1 and segment.batch_bytes >= LARGE_BYTES else 1)
-        crew = OrderedThreads(hands, self._finish, self._deliver)
+        num_threads = 1 if self._transform is None else threads
+        self._copier.use(threads if num_threads == 1 and segment.batch_bytes >= LARGE_BYTES else 1)
+        threads_in_order = OrderedThreads(num_threads, self._finish, self._deliver)
         assert segment.places is not None
         batches = read_batches(
             segment,
             segment.places,
             self._transfer.pool,
             lambda *damage: self._on_damage(segment, *damage),
-            crew.settle,
+            threads_in_order.settle,
             self.feed if can_flow(segment) else None,
         )
         # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
-        if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
+        if threads_in_order.run(map(functools.partial(_Work, segment), batches)) and segment.last:
             self._schedule.put(BatchGroup(segment, is_end=True))
 
     def _finish(self, work: _Work) -> tuple[BatchGroup, BaseException | None]:
@@ -98,23 +98,23 @@ class Gathering:
         segment, gathered = work
         if isinstance(gathered, Flow):
             return gathered, None
-        parcel = BatchGroup(segment)
+        group = BatchGroup(segment)
         try:
             for copy in gathered.copies:
                 self._copier.run(copy)
-            self._send(parcel, gathered)
+            self._send(group, gathered)
         except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
-            return parcel, error
-        return parcel, None
+            return group, error
+        return group, None
 
-    def _send(self, parcel: BatchGroup, gathered: Gathered) -> None:
-        segment, send = parcel.segment, self._transfer.send
+    def _send(self, group: BatchGroup, gathered: Gathered) -> None:
+        segment, send = group.segment, self._transfer.send
         schema, done = segment.snapshot.schema, segment.request.done + gathered.first
         for columns, size, skipped in zip(gathered.batches, gathered.sizes, gathered.skipped, strict=True):
             done += 1
             if size:
                 staged = send(packed(columns, schema), self._transform_of(segment, done))
-                parcel.batches.append(QueuedBatch(staged, done, size, skipped))
+                group.batches.append(QueuedBatch(staged, done, size, skipped))
             elif not self._preparer.alone:
                 raise CorruptShardError(
                     f"all samples of a batch of epoch {segment.request.epoch} lie in damaged shards, and the "
@@ -130,10 +130,10 @@ class Gathering:
         return lambda batch: transform(batch, lambda: torch.Generator(device).manual_seed(seed))
 
     def _deliver(self, finished: tuple[BatchGroup, BaseException | None]) -> bool:
-        parcel, error = finished
-        if isinstance(parcel, Flow):
-            return self._follow(parcel)
-        wanted = not len(parcel) or self._schedule.put(parcel)
+        group, error = finished
+        if isinstance(group, Flow):
+            return self._follow(group)
+        wanted = not len(group) or self._schedule.put(group)
         if error is None:
             return wanted
         try:
@@ -162,7 +162,7 @@ class Gathering:
         self._quarantine(shard_id, str(error))
 
 
-_LISTEN_S: Final = 0.25  # how often a rank looks whether another one asks for the next segment
+_RANKS_POLL_S: Final = 0.25  # how often a rank looks whether another one asked for the next segment
 _JOIN_S: Final = 5.0
 _EXIT_JOIN_S: Final = 30.0  # longer than a call to the store of the ranks takes that is not answered
 _URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
@@ -171,7 +171,7 @@ _OPEN_AT_ONCE: Final = 16
 
 _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 
-_engines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 class Pipeline:
@@ -189,7 +189,7 @@ class Pipeline:
         self.preparer = preparer
         self.transfer = transfer
         self._closed = closed
-        self._told_early = False
+        self._warned_early = False
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
         self._executor = ThreadPoolExecutor(1, "cachestream-places")
@@ -202,11 +202,11 @@ class Pipeline:
             raise EpochError("this EpochLoader is closed; make a new one")
         if self._threads:
             return
-        self._told_early = warn_if_early(
+        self._warned_early = warn_if_early(
             _EARLY, "it answers for one process alone, until a later call finds the others"
         )
         _stop_all_at_exit()
-        _engines.add(self)
+        _pipelines.add(self)
         for name, target in (("prepare", self._prepare_loop), ("gather", self._gather_loop)):
             thread = threading.Thread(target=target, name=f"cachestream-{name}", daemon=True)
             try:
@@ -219,7 +219,7 @@ class Pipeline:
     def join(self, job: ProcessGroup) -> None:
         """Prepare for the ranks of `job` after the next jump, in place of those before. Raises EpochError in a forked child."""
         check_process(self._pid)
-        if self.preparer.was_alone and job.size > 1 and not self._told_early:
+        if self.preparer.was_alone and job.size > 1 and not self._warned_early:
             warnings.warn(
                 f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process alone: it is rank "
                 f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call init_process_group() first",
@@ -252,19 +252,19 @@ class Pipeline:
     def _prepare_loop(self) -> None:
         schedule, preparer = self.schedule, self.preparer
         while True:
-            schedule.doing["prepare"] = "waiting for its time"
+            schedule.activity["prepare"] = "waiting for its time"
             preparer.look_after_filling()
-            asks = schedule.wait_request(2 * preparer.last_s, self._patience_s())
-            if asks is None:
+            asked = schedule.wait_request(2 * preparer.last_s, self._wait_s())
+            if asked is None:
                 preparer.finish()
                 preparer.forget()
                 return
-            request, due = asks
+            request, due = asked
             try:
-                if not due and not self._asked_by_another(request):
+                if not due and not self._requested_by_other(request):
                     self._open_some()
                     continue
-                schedule.doing["prepare"] = f"preparing epoch {request.epoch}"
+                schedule.activity["prepare"] = f"preparing epoch {request.epoch}"
                 self._prepare(request)
             except Cancelled:
                 continue
@@ -273,14 +273,14 @@ class Pipeline:
                 traceback.clear_frames(error.__traceback__)
                 schedule.fail(request, error)
 
-    def _patience_s(self) -> float:
+    def _wait_s(self) -> float:
         """How long to wait for the next request without looking at anything else."""
         if self.schedule.to_open() is not None:
             return 0.0
-        return LOOK_S if self.preparer.alone else _LISTEN_S
+        return LOOK_S if self.preparer.alone else _RANKS_POLL_S
 
-    def _asked_by_another(self, request: Request) -> bool:
-        return self.schedule.may_follow(request) and self.preparer.requested(request)
+    def _requested_by_other(self, request: Request) -> bool:
+        return self.schedule.may_prepare_early(request) and self.preparer.requested(request)
 
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
@@ -306,7 +306,7 @@ class Pipeline:
         if segment is None:
             return
         maps = segment.maps
-        self.schedule.doing["prepare"] = "opening shards"
+        self.schedule.activity["prepare"] = "opening shards"
         room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
         missing = np.flatnonzero(~maps.mapped)[:room]
         # Damage is dealt with by the thread that gathers, when it comes to those shards.
@@ -318,13 +318,13 @@ class Pipeline:
     def _gather_loop(self) -> None:
         schedule, feed = self.schedule, self._gathering.feed
         while True:
-            schedule.doing["gather"] = "waiting for a prepared epoch"
+            schedule.activity["gather"] = "waiting for a prepared epoch"
             segment = schedule.next_segment()
             if segment is None:
                 if feed is not None:
                     feed.close(_JOIN_S)
                 return
-            schedule.doing["gather"] = f"gathering epoch {segment.request.epoch}"
+            schedule.activity["gather"] = f"gathering epoch {segment.request.epoch}"
             try:
                 self._gathering.run(segment)
             except Cancelled:
@@ -346,5 +346,5 @@ def _stop_all_at_exit() -> None:
 
 
 def _stop_all() -> None:
-    for engine in list(_engines):
-        engine.stop(join_s=_EXIT_JOIN_S)
+    for pipeline in list(_pipelines):
+        pipeline.stop(join_s=_EXIT_JOIN_S)

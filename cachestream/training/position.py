@@ -30,16 +30,16 @@ from cachestream.training.stats import LoaderStats, Meter
 class Cursor:
     """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
 
-    `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
+    `loaded_state` is the state that it was begun from, until its first batch. `group` is what has been fetched.
     `failure` is the error that the epoch ended with before its first batch. `iteration` is what the trainer iterates.
     """
 
     epoch: int
     batches: int
-    loaded: dict[str, Any] | None = None
+    loaded_state: dict[str, Any] | None = None
     segment: Segment | None = None
     finished: bool = False
-    parcel: BatchGroup | None = None
+    group: BatchGroup | None = None
     failure: str = ""
     iteration: weakref.ref[Any] | None = None
 
@@ -100,10 +100,10 @@ def from_state(state: dict[str, Any]) -> Request:
 
 def _request_again(cursor: Cursor) -> Request:
     """The request that the epoch of `cursor` began with."""
-    return Request(0, cursor.epoch) if cursor.loaded is None else from_state(cursor.loaded)
+    return Request(0, cursor.epoch) if cursor.loaded_state is None else from_state(cursor.loaded_state)
 
 
-_TELL_S: Final = 0.005
+_REPORT_S: Final = 0.005
 
 
 class TrainerPosition:
@@ -113,24 +113,24 @@ class TrainerPosition:
     what the schedule was told; an epoch that is wished for becomes the planned one only when somebody goes there.
     """
 
-    def __init__(self, engine: Pipeline, recorder: Recorder | None, settings: EpochSettings) -> None:
-        self._engine = engine
-        self._schedule = engine.schedule
-        self._transfer = engine.transfer
+    def __init__(self, pipeline: Pipeline, recorder: Recorder | None, settings: EpochSettings) -> None:
+        self._pipeline = pipeline
+        self._schedule = pipeline.schedule
+        self._transfer = pipeline.transfer
         self._recorder = recorder
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
         self._job: ProcessGroup | None = None
         # Reentrant: an interrupt between `acquire` and `try` leaves the lock with the thread that goes on.
-        self._taking = threading.RLock()
+        self._lock = threading.RLock()
         self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
-        self._loaded: dict[str, Any] = {}
+        self._loaded_state: dict[str, Any] = {}
         # The state in which the loader was closed, in the midst of an epoch.
-        self._left: dict[str, Any] | None = None
-        self._untold = 0  # batches taken, of which the schedule has not heard
-        self._told_s = 0.0
+        self._closing_state: dict[str, Any] | None = None
+        self._unreported = 0  # batches taken, of which the schedule has not heard
+        self._reported_s = 0.0
         if settings.replay is not None:
             self.jump(Request(0, settings.replay.epochs[0]))
 
@@ -139,18 +139,18 @@ class TrainerPosition:
     def begin(self) -> Cursor:
         """Go on to the next epoch, or begin the running one once more where no batch was taken of it."""
         began_s = self._meter.clock()
-        self._look_for_ranks()
-        self._engine.start()
-        self._cursor = cursor = self._once_more() or self._begin_next()
-        self._meter.epoch_begins()
-        self._meter.between(self._meter.clock() - began_s)
+        self._join_job()
+        self._pipeline.start()
+        self._cursor = cursor = self._begin_again() or self._begin_next()
+        self._meter.begin_epoch()
+        self._meter.add_gap(self._meter.clock() - began_s)
         return cursor
 
     def next(self, cursor: Cursor) -> Any:
         """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
         since, the loader was closed, or another thread is in here, and what the preparation or the gathering failed with.
         """
-        if not self._taking.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise EpochError(
                 f"two threads take batches from one iteration of epoch {cursor.epoch} at a time; take them in one thread, "
                 "which hands them on to the others, over a queue.Queue for one"
@@ -162,7 +162,7 @@ class TrainerPosition:
                 self._fail(cursor, error)
             raise
         finally:
-            self._taking.release()
+            self._lock.release()
         # Last, and with no call after it: a batch that an interrupt keeps from the trainer does not count.
         cursor.batches = number
         return batch
@@ -180,25 +180,25 @@ class TrainerPosition:
                 "set_epoch or load_state_dict"
             )
         if cursor.finished:
-            if self._left is not None:
+            if self._closing_state is not None:
                 raise EpochError(
                     f"the EpochLoader was closed after {cursor.batches} batches of epoch {cursor.epoch}; to go on there, give "
                     "its state_dict() to a new one"
                 )
             raise StopIteration
-        wait_s, parcel = 0.0, cursor.parcel
-        if not parcel:
-            wait_s, parcel = self._fetch(cursor)
-        if parcel.is_end:
-            self.leave()
-            self._meter.between(wait_s)
+        wait_s, group = 0.0, cursor.group
+        if not group:
+            wait_s, group = self._fetch(cursor)
+        if group.is_end:
+            self.end_epoch()
+            self._meter.add_gap(wait_s)
             raise StopIteration
-        delivery = parcel.take(self._timeout_s)
+        delivery = group.take(self._timeout_s)
         if delivery is None:
-            raise self._schedule.late(cursor.epoch, self._timeout_s)
-        self._meter.delivered(delivery.size, delivery.skipped, wait_s + parcel.waited_s)
-        if parcel.is_flow:
-            self._tell(cursor, parcel, delivery.number)
+            raise self._schedule.late_error(cursor.epoch, self._timeout_s)
+        self._meter.add_batch(delivery.size, delivery.skipped, wait_s + group.waited_s)
+        if group.is_flow:
+            self._report_progress(cursor, group, delivery.number)
         return self._transfer.receive(delivery.staged), delivery.number
 
     def _fail(self, cursor: Cursor, error: BaseException) -> None:
@@ -206,14 +206,14 @@ class TrainerPosition:
 
         The next iteration begins the epoch again if none of its batches was delivered.
         """
-        if isinstance(error, Exception) and not (self._schedule.has_failed and cursor.segment is None):
+        if isinstance(error, Exception) and not (self._schedule.needs_request and cursor.segment is None):
             return
         cursor.failure = f"{type(error).__name__}: {error}"
         if cursor.segment is None:
             self._planned, self._cursor = _request_again(cursor), None
             self._schedule.prepare_again()
 
-    def leave(self) -> None:
+    def end_epoch(self) -> None:
         """The running epoch is over, at its end or before."""
         cursor = self._cursor
         if cursor is None or cursor.finished:
@@ -221,67 +221,67 @@ class TrainerPosition:
         self._count_reuse(cursor)
         cursor.finished = True
         if cursor.segment is not None:
-            close_all(self._schedule.ended(cursor.segment))
+            close_all(self._schedule.end_segment(cursor.segment))
             cursor.segment = None  # and with it the maps
-        if cursor.parcel is not None:
-            cursor.parcel.discard()
-            cursor.parcel = None
+        if cursor.group is not None:
+            cursor.group.discard()
+            cursor.group = None
 
     def close(self) -> None:
         """Leave the running epoch for good; its state stays what it is now."""
         cursor = self._running
         state = self.to_state()
         if cursor is not None and state["epoch"] == cursor.epoch:
-            self._left = state
+            self._closing_state = state
         # Before what waits is thrown away: a thread that takes a batch is to hear of the end, and not that one is late.
-        self._engine.stop(join=False)
-        self.leave()
+        self._pipeline.stop(join=False)
+        self.end_epoch()
 
-    def _tell(self, cursor: Cursor, parcel: BatchGroup, batches: int) -> None:
+    def _report_progress(self, cursor: Cursor, group: BatchGroup, batches: int) -> None:
         """Tell the schedule now and then how far the trainer is."""
-        self._untold += 1
+        self._unreported += 1
         now_s = self._meter.last_s
-        if now_s - self._told_s >= _TELL_S or parcel.turns_low:
-            self._schedule.moved(self._untold)
-            self._check_company(cursor, batches)
-            self._untold, self._told_s = 0, now_s
+        if now_s - self._reported_s >= _REPORT_S or group.turns_low:
+            self._schedule.advance(self._unreported)
+            self._check_alone(cursor, batches)
+            self._unreported, self._reported_s = 0, now_s
 
     def _begin_next(self) -> Cursor:
-        self.leave()
-        self._look_for_ranks()
+        self.end_epoch()
+        self._join_job()
         self._apply_wanted_epoch()
         request = self._planned
-        close_all(self._schedule.begin(request if self._schedule.has_failed else None, request.epoch))
-        cursor = Cursor(request.epoch, request.done, self._loaded if request.records else None)
+        close_all(self._schedule.begin(request if self._schedule.needs_request else None, request.epoch))
+        cursor = Cursor(request.epoch, request.done, self._loaded_state if request.records else None)
         self._planned, self._cursor = Request(0, request.epoch + 1), cursor
         return cursor
 
-    def _once_more(self) -> Cursor | None:
+    def _begin_again(self) -> Cursor | None:
         """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
         cursor = self._running
         if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
             return None
         self._wanted_epoch = None
-        return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
+        return Cursor(cursor.epoch, cursor.batches, cursor.loaded_state)
 
     def _fetch(self, cursor: Cursor) -> tuple[float, BatchGroup]:
         """Wait for the next batches; returns how long that took, in seconds, and them."""
         began_s = self._meter.clock()
-        self._look_for_ranks()
-        self._check_company(cursor, cursor.batches)
-        parcel = self._schedule.take(cursor.epoch, self._timeout_s)
-        cursor.parcel = parcel  # first: a warning may be made an error
-        if parcel.segment is not cursor.segment:
-            self._enter(cursor, parcel.segment)
-        return self._meter.clock() - began_s, parcel
+        self._join_job()
+        self._check_alone(cursor, cursor.batches)
+        group = self._schedule.take(cursor.epoch, self._timeout_s)
+        cursor.group = group  # first: a warning may be made an error
+        if group.segment is not cursor.segment:
+            self._enter(cursor, group.segment)
+        return self._meter.clock() - began_s, group
 
     def _enter(self, cursor: Cursor, segment: Segment) -> None:
         """The first batch of `segment` has come."""
         self._count_reuse(cursor)
-        close_all(self._schedule.passed(segment))
+        close_all(self._schedule.enter_segment(segment))
         cursor.segment = segment
-        self._meter.entered(segment.snapshot)
-        if self._recorder is not None and (ranks := self._engine.preparer.ranks).leads:
+        self._meter.enter_snapshot(segment.snapshot)
+        if self._recorder is not None and (ranks := self._pipeline.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
             warnings.warn(
@@ -293,7 +293,9 @@ class TrainerPosition:
     def _count_reuse(self, cursor: Cursor) -> None:
         segment = cursor.segment
         if segment is not None:
-            self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
+            self._meter.add_drawn(
+                segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done)
+            )
 
     # --- from epoch to epoch
 
@@ -309,7 +311,7 @@ class TrainerPosition:
         """Batches of the running epoch that were handed over; None between epochs."""
         return None if self._running is None else self._running.batches
 
-    def want(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one."""
         self._wanted_epoch = epoch
 
@@ -320,30 +322,30 @@ class TrainerPosition:
 
     def length(self) -> int:
         """Batches in the epoch that is iterated, or else in the next one, which is then prepared."""
-        return self._schedule.length(self._present(), self._timeout_s)
+        return self._schedule.length(self._prepared_epoch(), self._timeout_s)
 
     def peek(self) -> Any:
         """A copy of the batch that the next iteration begins with. Raises EpochError while one is under way, or there is no
         batch.
         """
-        epoch = self._present()
+        epoch = self._prepared_epoch()
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
             raise EpochError(
                 f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins with, and is for "
                 "before it"
             )
-        parcel = self._schedule.first(epoch, self._timeout_s)
-        if parcel.is_end:
+        group = self._schedule.peek(epoch, self._timeout_s)
+        if group.is_end:
             raise EpochError(f"epoch {epoch} has no batch; iterate the loader to go on to the next one")
-        delivery = parcel.peek(self._timeout_s)
+        delivery = group.peek(self._timeout_s)
         if delivery is None:
-            raise self._schedule.late(epoch, self._timeout_s)
+            raise self._schedule.late_error(epoch, self._timeout_s)
         # The trainer will get the batch itself, and may change that in place.
         return copy.deepcopy(self._transfer.receive(delivery.staged))
 
     def segment(self) -> Segment:
         """What the epoch that is iterated is drawn from, or else the next one. Raises EpochError when it has been left."""
-        epoch = self._present()
+        epoch = self._prepared_epoch()
         self._schedule.length(epoch, self._timeout_s)
         segment = self._schedule.current(epoch)
         if segment is None:
@@ -354,15 +356,15 @@ class TrainerPosition:
     def _running(self) -> Cursor | None:
         return self._cursor if self._cursor is not None and not self._cursor.finished else None
 
-    def _present(self) -> int:
+    def _prepared_epoch(self) -> int:
         """The epoch that is iterated, or else the next one, which is being prepared from now on, if need be once more."""
-        self._look_for_ranks()
+        self._join_job()
         if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch
-        self._engine.start()
+        self._pipeline.start()
         wanted = self._wanted_epoch
         self._apply_wanted_epoch()
-        if self._schedule.has_failed:
+        if self._schedule.needs_request:
             self.jump(self._planned)
         elif self._running is not None:
             close_all(self._schedule.begin(None, self._planned.epoch))
@@ -371,13 +373,13 @@ class TrainerPosition:
         return self._planned.epoch
 
     def _apply_wanted_epoch(self) -> None:
-        """Go where `want` has pointed, unless that is where the trainer goes anyway."""
+        """Go where `set_epoch` has pointed, unless that is where the trainer goes anyway."""
         wanted = self._wanted_epoch
         if wanted is not None and wanted != self._planned.epoch:
             self.jump(Request(0, wanted))
         self._wanted_epoch = None
 
-    def _look_for_ranks(self) -> None:
+    def _join_job(self) -> None:
         """Join the job that there is by now, if it is another one: what is prepared is void, and asked for again.
 
         An epoch that batches were taken of ends first. A job that has ended is not forgotten: it had other ranks, and
@@ -386,14 +388,14 @@ class TrainerPosition:
         job, cursor = find_job(), self._running
         if job is None or job == self._job or (cursor is not None and cursor.segment is not None):
             return
-        self._engine.join(job)
+        self._pipeline.join(job)
         self._job = job
         if cursor is None:
             self.jump(self._planned)
         else:
             close_all(self._schedule.begin(_request_again(cursor), cursor.epoch))
 
-    def _check_company(self, cursor: Cursor, batches: int) -> None:
+    def _check_alone(self, cursor: Cursor, batches: int) -> None:
         """Raise EpochError for an epoch that was begun alone, in a process that has company by now."""
         segment = cursor.segment
         if self._job is not None or segment is None or batches >= segment.total:
@@ -409,29 +411,29 @@ class TrainerPosition:
 
     def to_state(self) -> dict[str, Any]:
         """The place after the batches handed over; the state that was gone on from, where none has been since."""
-        if self._left is not None:
-            return self._left
+        if self._closing_state is not None:
+            return self._closing_state
         cursor = self._running
         if cursor is not None and cursor.segment is not None:
             if cursor.batches >= cursor.segment.total:
                 return to_state(cursor.epoch + 1, 0, None)
             return to_state(cursor.epoch, cursor.batches, cursor.segment)
-        begun_from = self._loaded if self._planned.records else None
-        loaded = begun_from if cursor is None else cursor.loaded
-        if loaded is not None and loaded["epoch"] == self.epoch:
-            return loaded
+        begun_from = self._loaded_state if self._planned.records else None
+        loaded_state = begun_from if cursor is None else cursor.loaded_state
+        if loaded_state is not None and loaded_state["epoch"] == self.epoch:
+            return loaded_state
         return to_state(self.epoch, 0, None)
 
-    def go_on_from(self, state: dict[str, Any], request: Request) -> None:
+    def resume_from(self, state: dict[str, Any], request: Request) -> None:
         """Make the place of `state`, which asks for `request`, the next."""
-        self.leave()
+        self.end_epoch()
         self._cursor = None
         self._wanted_epoch = None
-        self._look_for_ranks()
-        self._loaded = state
+        self._join_job()
+        self._loaded_state = state
         self.jump(request)
 
     def stats(self) -> LoaderStats:
         """What was handed over and waited for, up to now."""
         epoch = self.epoch if self._cursor is None else self._cursor.epoch
-        return self._meter.stats(epoch, self._engine.preparer.last_s)
+        return self._meter.stats(epoch, self._pipeline.preparer.last_s)

@@ -51,7 +51,7 @@ _RETAKES: Final = 10
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldSnapshot:
     """A leased snapshot; `gone` names the shards of a record that it lacks, None when it is not of the record.
 
     `replayed` is the recorded order that it was taken for, and `rest` what comes after that in the epoch.
@@ -81,7 +81,7 @@ class OpeningDeadline:
         return time.monotonic() > self.until_s
 
 
-class Holder:
+class SnapshotHolder:
     """Takes the snapshots of one loader, of `least` samples or more for each rank as far as there are so many; `maps` are the
     last ones, whose open shards the next ones take over. Where no other snapshot can be taken, the last one is given again.
     """
@@ -102,30 +102,32 @@ class Holder:
         self._least = least
         self._replay = replay
         self._last: tuple[Snapshot, Lease] | None = None
-        self._is_told = False  # why it was taken again
+        self._warned = False  # why it was taken again
 
-    def hold(self, ranks: Ranks, request: Request, epoch_size: int | None, watch: OpeningDeadline) -> Held:
+    def hold(
+        self, ranks: Ranks, request: Request, epoch_size: int | None, deadline: OpeningDeadline
+    ) -> HeldSnapshot:
         """The snapshot of this rank's group, leased by this process, with what is mapped of it so far.
 
         The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
         Raises CacheStreamError and Cancelled.
         """
-        led: list[Held] = []
+        led: list[HeldSnapshot] = []
 
         def lead() -> Payload:
-            led.append(self._take(request, epoch_size, ranks.group, watch))
+            led.append(self._take(request, epoch_size, ranks.group, deadline))
             return _to_payload(led[0])
 
         try:
-            shared = ranks.share(request.name, lead, watch.cancelled)
+            shared = ranks.share(request.name, lead, deadline.cancelled)
             if led:
                 return led[0]
             snapshot = _from_payload(shared, self._split)
             lease = join_lease(snapshot.lease)
             gone = None if shared["gone"] is None else tuple(shared["gone"])
             replayed, rest = _replayed_from(shared)
-            led.append(Held(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
-            damaged = self._open(led[0].maps, watch)
+            led.append(HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
+            damaged = self._open(led[0].maps, deadline)
             if damaged:
                 raise damaged[0][1]
         except BaseException:
@@ -136,12 +138,12 @@ class Holder:
 
     def finish(self) -> None:
         """Hold nothing for the next snapshot, and count how often the last one was used."""
-        self._let_go()
+        self._release_last()
         self._standing.close()
 
     def _take(
-        self, request: Request, epoch_size: int | None, group: Sequence[int], watch: OpeningDeadline
-    ) -> Held:
+        self, request: Request, epoch_size: int | None, group: Sequence[int], deadline: OpeningDeadline
+    ) -> HeldSnapshot:
         """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
         for _ in range(_RETAKES):
             if self._replay is not None:
@@ -149,7 +151,7 @@ class Holder:
             else:
                 held = self._take_once(request, epoch_size, self._least * len(group))
             try:
-                damaged = self._open(held.maps, watch)
+                damaged = self._open(held.maps, deadline)
             except BaseException:
                 held.lease.release()
                 raise
@@ -163,7 +165,7 @@ class Holder:
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, request: Request, epoch_size: int | None, least: int) -> Held:
+    def _take_once(self, request: Request, epoch_size: int | None, least: int) -> HeldSnapshot:
         record = (request.records or {}).get(self._cache.cache_id)
         if record is not None:
             try:
@@ -171,7 +173,7 @@ class Holder:
                     record.shard_ids, record.counts, split=self._split
                 )
                 new = tuple(shard_id for shard_id in gone if shard_id not in record.gone)
-                return Held(snapshot, lease, EpochMaps(snapshot, self.maps), new)
+                return HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), new)
             except NotEnoughSamplesError:
                 pass  # all of them are gone: what is left of the epoch is drawn from what there is
         # Of an epoch that ends with this resume nothing may be left for this cache: its ranks give no batch, as all.
@@ -184,16 +186,16 @@ class Holder:
             snapshot, lease = self._last_again(error)
         else:
             self._keep(snapshot, lease)
-        return Held(snapshot, lease, self._maps_of(snapshot), None)
+        return HeldSnapshot(snapshot, lease, self._maps_of(snapshot), None)
 
     def _keep(self, snapshot: Snapshot, lease: Lease) -> None:
         """Hold the last snapshot, too, until there is another one."""
-        self._let_go()
+        self._release_last()
         mine = lease.again()
         self._last = None if mine is None else (snapshot, mine)
-        self._is_told = False
+        self._warned = False
 
-    def _let_go(self) -> None:
+    def _release_last(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             last[1].release()
@@ -203,12 +205,12 @@ class Holder:
         lease = None if self._last is None else self._last[1].again()
         if self._last is None or lease is None:
             raise error
-        if not self._is_told:
+        if not self._warned:
             logger.warning(
                 "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last one",
                 *(self._cache.path, str(error)),  # not the error, whose frames hold maps
             )
-            self._is_told = True
+            self._warned = True
         return self._last[0], lease
 
     def _maps_of(self, snapshot: Snapshot) -> EpochMaps:
@@ -217,7 +219,7 @@ class Holder:
             return self.maps
         return EpochMaps(snapshot, self.maps)
 
-    def _take_recorded(self, replay: Replay, request: Request, leader: int) -> Held:
+    def _take_recorded(self, replay: Replay, request: Request, leader: int) -> HeldSnapshot:
         """The shards of a recorded epoch: all that are needed, or an error."""
         given = (request.records or {}).get(self._cache.cache_id)
         record = given or replay.stretch(self._cache, request.epoch, request.index, leader)
@@ -232,21 +234,21 @@ class Holder:
                 "with 'cachestream refetch', with no worker running"
             )
         rest = replay.rest(request.epoch, request.index, leader)
-        return Held(snapshot, lease, EpochMaps(snapshot, self.maps), (), record, rest)
+        return HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), (), record, rest)
 
-    def _open(self, maps: EpochMaps, watch: OpeningDeadline) -> list[tuple[int, CorruptShardError]]:
+    def _open(self, maps: EpochMaps, deadline: OpeningDeadline) -> list[tuple[int, CorruptShardError]]:
         """Map and verify shards until the time is up; returns the damaged ones."""
         damaged: list[tuple[int, CorruptShardError]] = []
         missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
         for start in range(0, len(missing), _SLICE):
-            watch.check()
+            deadline.check()
             damaged += maps.open(missing[start : start + _SLICE], ahead=True)
-            if watch.over:
+            if deadline.over:
                 break
         return damaged
 
 
-def _to_payload(held: Held) -> Payload:
+def _to_payload(held: HeldSnapshot) -> Payload:
     snapshot = held.snapshot
     return {
         "cache_id": snapshot.cache_id,
@@ -314,7 +316,7 @@ class Preparer:
         self._joined = self._wanted
         self._cold_start = ColdStart(cache, settings, closed)
         least = settings.batch_size if settings.drop_last else 1
-        self._holder = Holder(cache, settings.turnover, least, settings.replay, settings.split)
+        self._holder = SnapshotHolder(cache, settings.turnover, least, settings.replay, settings.split)
         self.last_s = 0.0
         self._looked_s = 0.0
 
@@ -361,16 +363,16 @@ class Preparer:
         ranks, asked = self._find_ranks(), request
         request = self._joined.named(asked)
         ranks.request(request.name)
-        held: Held | None = None
+        held: HeldSnapshot | None = None
         try:
             try:
-                if self._begins_anew(request):
+                if self._starts_cold(request):
                     self._cold_start.wait(len(ranks.group), cancelled)
                 if ranks.group[0] == ranks.rank:
                     warn_of_skipped(self._cache)
-                watch = OpeningDeadline(time.monotonic() + budget_s, cancelled)
-                held = self._holder.hold(ranks, request, self._remaining(request), watch)
-                segment = self._lay_out(request, held, cancelled)
+                deadline = OpeningDeadline(time.monotonic() + budget_s, cancelled)
+                held = self._holder.hold(ranks, request, self._remaining(request), deadline)
+                segment = self._make_segment(request, held, cancelled)
             except Exception as error:
                 if not isinstance(error, Cancelled):
                     for name in (request.name, *rounds_of(request)):
@@ -411,7 +413,7 @@ class Preparer:
         """Let go of the maps kept for the next preparation."""
         self._holder.maps = None
 
-    def _begins_anew(self, request: Request) -> bool:
+    def _starts_cold(self, request: Request) -> bool:
         """Whether nothing is cached of what the segment was drawn from before, if it was."""
         record = (request.records or {}).get(self._cache.cache_id)
         if record is None or self._settings.replay is not None:
@@ -428,7 +430,7 @@ class Preparer:
         share = len(self.ranks.group)
         return max(0, (self._settings.epoch_size - request.drawn) * share // self.ranks.size)
 
-    def _lay_out(self, request: Request, held: Held, cancelled: Callable[[], bool]) -> Segment:
+    def _make_segment(self, request: Request, held: HeldSnapshot, cancelled: Callable[[], bool]) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
         group, missing = self.ranks.group, 0
         if (weights := self._settings.drawing.weights) is not None:

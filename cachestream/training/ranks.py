@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
-from cachestream.training.rendezvous import PAUSES_S, Cancelled, Line, ProcessGroup, meet_at
+from cachestream.training.rendezvous import PAUSES_S, Cancelled, ProcessGroup, StoreConnection, meet_at
 
 _meetings = itertools.count()
 
@@ -64,7 +64,7 @@ class Ranks(Protocol):
         """What the group's leader made in round `name`."""
         ...
 
-    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         """What every rank of the group said in round `name`, in the group's order. The error of any is raised on all of it."""
         ...
 
@@ -93,7 +93,7 @@ class SingleRank:
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         return make()
 
-    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         return [mine]
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
@@ -110,12 +110,17 @@ class StoreRanks:
     """
 
     def __init__(
-        self, line: Line, rank: int, size: int, deadlines_s: Deadlines, closed: threading.Event
+        self,
+        connection: StoreConnection,
+        rank: int,
+        size: int,
+        deadlines_s: Deadlines,
+        closed: threading.Event,
     ) -> None:
         self.rank = rank
         self.size = size
         self.group: Group = (rank,)
-        self._line = line
+        self._connection = connection
         self._deadlines_s = deadlines_s
         self._agreed_once = False
         self._names = [f"rank {r}" for r in range(size)]
@@ -135,9 +140,9 @@ class StoreRanks:
         Raises RankMismatchError for other `settings` than rank 0's.
         """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
-        self._line.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
+        self._connection.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
         hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first, self._serve)
-        self._line.has_served()
+        self._connection.stop_serving()
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         for r, hello in enumerate(hellos):
             for name, value in hellos[0]["settings"].items():
@@ -152,14 +157,14 @@ class StoreRanks:
 
     def _serve(self) -> bool:
         """Called while others are on their way; cancels nothing."""
-        self._line.serve()
+        self._connection.serve()
         return False
 
     def request(self, name: str) -> None:
-        self._line.call(lambda store: store.set(f"{name}/request", "1"))
+        self._connection.call(lambda store: store.set(f"{name}/request", "1"))
 
     def requested(self, name: str) -> bool:
-        return bool(self._line.call(lambda store: store.check([f"{name}/request"])))
+        return bool(self._connection.call(lambda store: store.check([f"{name}/request"])))
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         if self.leads:
@@ -170,7 +175,7 @@ class StoreRanks:
             f"{name}/made", self.group[:1], "prepared the epoch", self._group_deadline_s, cancelled
         )[0]
 
-    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         # Nothing is forgotten after it: ranks of other groups may still read the round before.
         self._post(f"{name}/ready/{self.rank}", mine)
         return self._collect(
@@ -206,14 +211,14 @@ class StoreRanks:
 
     def _post(self, key: str, payload: Payload) -> None:
         self._keys.append(key)
-        self._line.call(lambda store: store.set(key, json.dumps(payload)))
+        self._connection.call(lambda store: store.set(key, json.dumps(payload)))
 
     def _forget_last_round(self, name: str) -> None:
         """Whoever is ready for this round has read all of the one before."""
         if self.rank == 0:
             self._keys.append(f"{name}/request")
         for key in self._old_keys:
-            self._line.call(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
+            self._connection.call(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
         self._old_keys, self._keys = self._keys, []
 
     def _collect(
@@ -229,13 +234,13 @@ class StoreRanks:
         give_up = time.monotonic() + deadline_s
         pause_s, most_s = PAUSES_S
         # Store.wait would do the waiting, but cannot be cancelled, and prints a warning at every timeout.
-        while not self._line.call(lambda store: store.check(keys)):
+        while not self._connection.call(lambda store: store.check(keys)):
             if time.monotonic() > give_up:
                 raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
             if cancelled() or self._closed.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
-        payloads = [json.loads(data) for data in self._line.call(lambda store: store.multi_get(keys))]
+        payloads = [json.loads(data) for data in self._connection.call(lambda store: store.multi_get(keys))]
         for rank, payload in zip(ranks, payloads, strict=True):
             if "error" in payload:
                 raise _error_of(payload, self._names[rank], rank == self.rank)
@@ -243,7 +248,7 @@ class StoreRanks:
 
     def _late(self, ranks: Sequence[int], keys: list[str], done: str, deadline_s: float) -> str:
         """Names the ranks that have not posted their keys."""
-        there = self._line.call(lambda store: [store.check([key]) for key in keys])
+        there = self._connection.call(lambda store: [store.check([key]) for key in keys])
         late = [rank for rank, is_there in zip(ranks, there, strict=True) if not is_there] or list(ranks)
         names = ", ".join(self._names[rank] for rank in late[:8]) + (", …" if len(late) > 8 else "")
         have = "has" if len(late) == 1 else "have"
@@ -298,8 +303,8 @@ def find_ranks(
     if job is None or job.size == 1:
         return SingleRank()
     first_s, later_s = deadlines_s.first, deadlines_s.later
-    line = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
-    ranks = StoreRanks(line, job.rank, job.size, deadlines_s, closed)
+    connection = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
+    ranks = StoreRanks(connection, job.rank, job.size, deadlines_s, closed)
     ranks.meet(settings, cache_id)
     return ranks
 
@@ -318,8 +323,10 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
     if job is None or job.size == 1:
         return None
     never = threading.Event()
-    line = meet_at(job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never)
-    ranks = StoreRanks(line, job.rank, job.size, Deadlines(deadline_s), never)
+    connection = meet_at(
+        job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never
+    )
+    ranks = StoreRanks(connection, job.rank, job.size, Deadlines(deadline_s), never)
     caches = list(dict.fromkeys(ranks.meet({}, cache_id, "come to cs.stream")))
     return (caches.index(cache_id), len(caches)) if len(caches) > 1 else None
 

@@ -48,7 +48,7 @@ class ProcessGroup:
     group: object
 
 
-class Line:
+class StoreConnection:
     """A connection to a store; `serve` does what rank 0 owes to those that are still on their way.
 
     Once the store has not answered, all further calls fail at once: what is late may still come, and would be taken
@@ -60,7 +60,7 @@ class Line:
         self._store = store
         self._failure: str | None = None
 
-    def has_served(self) -> None:
+    def stop_serving(self) -> None:
         """All have come. What `serve` holds would keep the job's store, and its port, from a job made anew."""
         self.serve = lambda: None
 
@@ -86,8 +86,8 @@ def _no_answer(at: str, error: Exception) -> str:
 
 def meet_at(
     job: ProcessGroup, prefix: str, where: str, deadline_s: float, answer_s: float, closed: threading.Event
-) -> Line:
-    """The line of this rank of `job`, under a name that no earlier run has used.
+) -> StoreConnection:
+    """The connection of this rank of `job`, under a name that no earlier run has used.
 
     torchrun may keep the job's store, and what is written there, when it starts the ranks again. So nobody believes
     what is there already: each rank asks under a number of its own, and rank 0 answers with that number. `where`
@@ -98,19 +98,19 @@ def meet_at(
     # Torch tries for up to twice as long as it is told.
     limits_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
     default = _default_store()
-    exchange, tcp = Line(PrefixStore(prefix, default)), _tcp_below(default)
+    exchange, tcp = StoreConnection(PrefixStore(prefix, default)), _tcp_below(default)
     # First of all, since calls on the job's own connection wait as long as the host says nothing.
     store = None if tcp is None else _client(tcp.host, tcp.port, *limits_s)
     if rank == 0:
         address: dict[str, Any] = {"token": secrets.token_hex(8)}
         if store is None:
-            store = _serve()
+            store = _start_store()
             address |= {"host": socket.gethostname(), "port": store.port}
-        return Line(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
+        return StoreConnection(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
     mine = secrets.token_hex(8)
     exchange.call(lambda asked: asked.set(f"ask/{rank}", mine))
     exchange.call(lambda asked: asked.add("asked", 1))
-    alive = None if store is None else Line(store)
+    alive = None if store is None else StoreConnection(store)
     pause_s, most_s = PAUSES_S
     while True:
         if alive is not None:
@@ -118,7 +118,7 @@ def meet_at(
         if exchange.call(lambda asked: asked.check([f"answer/{rank}"])):
             answer = json.loads(exchange.call(lambda asked: asked.get(f"answer/{rank}")))
             if answer["to"] == mine:
-                return Line(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
+                return StoreConnection(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
         if time.monotonic() > give_up:
             raise RankMismatchError(
                 f"rank 0 has not come to {where} within {deadline_s:.3g} s: dead, or stuck? "
@@ -139,7 +139,7 @@ def _default_store() -> Store:
         ) from error
 
 
-def _answerer(exchange: Line, address: dict[str, Any], size: int) -> Callable[[], None]:
+def _answerer(exchange: StoreConnection, address: dict[str, Any], size: int) -> Callable[[], None]:
     """Rank 0's part: tell everyone who has asked since the last call where to meet."""
     answered: dict[int, str] = {}
     seen = [-1]
@@ -232,7 +232,7 @@ def _tcp_below(store: Store) -> TCPStore | None:
     return store if isinstance(store, TCPStore) else None
 
 
-def _serve() -> TCPStore:
+def _start_store() -> TCPStore:
     """A store for the ranks, where the job has none with a server."""
     return TCPStore(
         "0.0.0.0",  # noqa: S104 - the ranks may be on other hosts

@@ -36,60 +36,60 @@ class Pace:
         self._clock = clock
         self._expected_s = expected_s
         self._batch_s: float | None = None
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._noted = 0
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)
+        self._batches_seen = 0
         self._last_s = 0.0
         self._last_batches = 0
 
-    def anew(self) -> Pace:
+    def for_next_epoch(self) -> Pace:
         """The pace of an epoch that begins: only what the one before it was is known."""
-        return Pace(self._least, self._clock, self._likely_s)
+        return Pace(self._least, self._clock, self._estimate_s)
 
     @property
-    def _likely_s(self) -> float | None:
-        return self._batch_s if self._noted >= self._least else self._expected_s
+    def _estimate_s(self) -> float | None:
+        return self._batch_s if self._batches_seen >= self._least else self._expected_s
 
-    def note(self, batches: int) -> None:
+    def record(self, batches: int) -> None:
         """The trainer has come for `batches` batches, and worked on the ones before until now."""
         now = self._clock()
-        if self._noted:
+        if self._batches_seen:
             took_s = (now - self._last_s) / max(1, self._last_batches)
-            self._recent.append(took_s)
-            typical_s = sorted(self._recent)[len(self._recent) // 2]
+            self._recent_s.append(took_s)
+            typical_s = sorted(self._recent_s)[len(self._recent_s) // 2]
             before_s = typical_s if self._batch_s is None else self._batch_s
             self._batch_s = before_s + _SMOOTHING * (typical_s - before_s)
         self._last_s, self._last_batches = now, batches
-        self._noted += batches
+        self._batches_seen += batches
 
-    def moved(self, batches: int) -> None:
+    def advance(self, batches: int) -> None:
         """The trainer has come for `batches` more since the last note, one at a time."""
         self._last_batches = batches
-        self.note(batches)
+        self.record(batches)
 
     @property
     def is_slow(self) -> bool:
         """Whether the trainer works on a batch for so long that nobody has to hurry."""
-        return self._batch_s is not None and self._noted >= self._least and self._batch_s >= _SLOW_S
+        return self._batch_s is not None and self._batches_seen >= self._least and self._batch_s >= _SLOW_S
 
-    def until_gone(self, batches: int) -> float:
+    def time_until_taken(self, batches: int) -> float:
         """How long until the trainer has come for so many more batches, and is in the midst of working on the last."""
         assert self._batch_s is not None
         left_s = self._last_s + (batches + 0.5) * self._batch_s - self._clock()
         return max(self._batch_s, left_s)
 
-    def is_time(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
+    def should_prepare(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
         """Whether to prepare what comes after a segment of `batches`, when `gathered` are there and `waiting` of these
         wait: most are gathered, or what the trainer has left lasts no longer than `ahead_s`.
         """
         if gathered >= _PREPARE_AT * batches:
             return True
-        if self._likely_s is None:
+        if self._estimate_s is None:
             return False
-        return (batches - gathered + waiting) * self._likely_s <= max(_LEAST_AHEAD_S, ahead_s)
+        return (batches - gathered + waiting) * self._estimate_s <= max(_LEAST_AHEAD_S, ahead_s)
 
 
 _CLOSED: Final = "this EpochLoader is closed; make a new one"
-_GONE: Final = 2  # batches after which a slow trainer's next ones are asked for
+_POLL_BATCHES: Final = 2  # batches after which a slow trainer's next ones are asked for
 _WATCH_S: Final = 0.5
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
@@ -115,19 +115,19 @@ class Schedule:
         self._prepared: deque[Segment] = deque()
         self._gathering: Segment | None = None
         self._gathered = 0
-        self._shelf = BatchQueue(prefetch)
-        self._open: list[Segment] = []
+        self._queue = BatchQueue(prefetch)
+        self._open_segments: list[Segment] = []
         self._failure: tuple[Request, BaseException] | None = None
-        self._raised = False
+        self._needs_request = False
         self._generation = 0
         self._trained_epoch = -1
-        self._has_waited = False
-        self._follows_slowly = False
-        self._seen_left = 0
+        self._trainer_waited = False
+        self._polls_slow_trainer = False
+        self._last_remaining = 0
         self._totals: dict[int, int] = {}  # of epochs of this generation
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
-        self.doing = {"prepare": "not started", "gather": "not started"}
+        self.activity = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
 
@@ -139,14 +139,14 @@ class Schedule:
                 self._generation += 1
                 self._totals = {}
                 self._next = replace(request, generation=self._generation)
-                self._failure, self._raised = None, False
+                self._failure, self._needs_request = None, False
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._shelf.let_go()
-            self._pace = self._pace.anew()
+            self._queue.let_go()
+            self._pace = self._pace.for_next_epoch()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
-            self._shelf.drop(self._stale)
+            self._queue.drop(self._stale)
             if self._failure is not None and self._stale(self._failure[0]):
                 self._failure = None
             self._totals = {known: total for known, total in self._totals.items() if known >= epoch}
@@ -163,34 +163,34 @@ class Schedule:
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
         with self._lock:
-            if not self._shelf.holds(epoch):
-                self._has_waited = True
-                self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
-            parcel = self._shelf.take()
-            self._pace.note(1 if parcel.is_flow else len(parcel))
+            if not self._queue.holds(epoch):
+                self._trainer_waited = True
+                self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
+            group = self._queue.take()
+            self._pace.record(1 if group.is_flow else len(group))
             # Woken now, the gathering thread would take the GIL as soon as the trainer lets its last batch go, which torch
             # does without it. Where there is time, it comes by itself, while the trainer computes.
-            if self._shelf.has_room_again and (self._shelf.is_low or not self._pace.is_slow):
+            if self._queue.has_room_again and (self._queue.is_low or not self._pace.is_slow):
                 self._room.notify()
             self._wake_if_due()
-            return parcel
+            return group
 
-    def first(self, epoch: int, timeout_s: float) -> BatchGroup:
+    def peek(self, epoch: int, timeout_s: float) -> BatchGroup:
         """What `take` would give, left where it is; raises as `take` does."""
         with self._lock:
-            self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
-            return self._shelf.first
+            self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
+            return self._queue.first
 
-    def moved(self, batches: int) -> None:
+    def advance(self, batches: int) -> None:
         """The trainer has taken `batches` of the flow in hand since this was told last."""
         with self._lock:
-            self._pace.moved(batches)
-            flow = self._shelf.in_hand
-            if flow is not None and (flow.turns_low or (self._pace.is_slow and not self._follows_slowly)):
+            self._pace.advance(batches)
+            flow = self._queue.in_hand
+            if flow is not None and (flow.turns_low or (self._pace.is_slow and not self._polls_slow_trainer)):
                 self._room.notify()
             self._wake_if_due()
 
-    def late(self, epoch: int, timeout_s: float) -> EpochError:
+    def late_error(self, epoch: int, timeout_s: float) -> EpochError:
         """Why the trainer has had no batch of `epoch` for so long."""
         with self._lock:
             return EpochError(_CLOSED if self._stopped else self._diagnosis(epoch, timeout_s))
@@ -198,7 +198,7 @@ class Schedule:
     def length(self, epoch: int, timeout_s: float) -> int:
         """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
         with self._lock:
-            self._await(lambda: epoch in self._totals, epoch, timeout_s)
+            self._wait(lambda: epoch in self._totals, epoch, timeout_s)
             return self._totals[epoch]
 
     @property
@@ -207,39 +207,39 @@ class Schedule:
         return self._generation
 
     @property
-    def has_failed(self) -> bool:
+    def needs_request(self) -> bool:
         """Whether the next epoch has to be requested again."""
-        return self._raised
+        return self._needs_request
 
     def prepare_again(self) -> None:
         """Have the next epoch requested again: an interrupt may have lost its first batches."""
-        self._raised = True
+        self._needs_request = True
 
-    def passed(self, segment: Segment) -> list[Segment]:
+    def enter_segment(self, segment: Segment) -> list[Segment]:
         """The trainer has come to `segment`: the ones before it can be closed."""
         with self._lock:
-            place = self._open.index(segment) if segment in self._open else 0
-            before, self._open = self._open[:place], self._open[place:]
+            place = self._open_segments.index(segment) if segment in self._open_segments else 0
+            before, self._open_segments = self._open_segments[:place], self._open_segments[place:]
             return before
 
-    def ended(self, segment: Segment) -> list[Segment]:
+    def end_segment(self, segment: Segment) -> list[Segment]:
         """The trainer has had all of `segment`."""
         with self._lock:
-            self._shelf.let_go()
+            self._queue.let_go()
             return self._retire(lambda other: other is segment)
 
     def current(self, epoch: int) -> Segment | None:
         """The oldest segment of `epoch` that is still open."""
         with self._lock:
-            return next((s for s in self._open if s.request.epoch == epoch), None)
+            return next((s for s in self._open_segments if s.request.epoch == epoch), None)
 
     def stop(self) -> list[Segment]:
         """End everything; returns the segments to close."""
         with self._lock:
             self._stopped = True
             self._failure = None  # its traceback has frames that hold the loader's engine
-            self._shelf.let_go()
-            self._shelf.drop(lambda _: True)
+            self._queue.let_go()
+            self._queue.drop(lambda _: True)
             self._prepared.clear()
             self._wake_all()
             return self._retire(lambda _: True)
@@ -258,7 +258,7 @@ class Schedule:
                 self._work.wait(timeout_s)
             return None if self._stopped else (self._next, self._is_due())
 
-    def may_follow(self, request: Request) -> bool:
+    def may_prepare_early(self, request: Request) -> bool:
         """Whether `request` may be prepared because another rank asks for it."""
         with self._lock:
             return self._next is request and self._failure is None and len(self._prepared) < _MOST_AHEAD
@@ -274,7 +274,7 @@ class Schedule:
 
     def urgent(self) -> bool:
         """Whether the trainer has nothing to train on."""
-        return self._gathering is None and self._shelf.is_empty
+        return self._gathering is None and self._queue.is_empty
 
     def add(self, segment: Segment) -> bool:
         """Take `segment` in, if it still is what comes next."""
@@ -282,7 +282,7 @@ class Schedule:
             if self.superseded(segment.request):
                 return False
             self._prepared.append(segment)
-            self._open.append(segment)
+            self._open_segments.append(segment)
             self._next = segment.next_request()
             self._totals[segment.request.epoch] = segment.total
             self._wake_all()
@@ -304,7 +304,7 @@ class Schedule:
 
     def was_hurried(self) -> bool:
         """Whether the trainer has found no batch waiting since this was asked last."""
-        waited, self._has_waited = self._has_waited, False
+        waited, self._trainer_waited = self._trainer_waited, False
         return waited
 
     def next_segment(self) -> Segment | None:
@@ -320,17 +320,17 @@ class Schedule:
             self._work.notify()
             return self._gathering
 
-    def put(self, parcel: BatchGroup) -> bool:
-        """Queue `parcel` when there is room; False when nobody wants it any more."""
+    def put(self, group: BatchGroup) -> bool:
+        """Queue `group` when there is room; False when nobody wants it any more."""
         with self._lock:
-            if len(parcel) and self._shelf.is_full:
-                while not (self._shelf.has_room_again or self._unwanted(parcel)):
-                    pace, until = self._pace, self._shelf.until_room
-                    self._room.wait(pace.until_gone(until) if pace.is_slow else None)
-            if self._unwanted(parcel):
+            if len(group) and self._queue.is_full:
+                while not (self._queue.has_room_again or self._unwanted(group)):
+                    pace, until = self._pace, self._queue.until_room
+                    self._room.wait(pace.time_until_taken(until) if pace.is_slow else None)
+            if self._unwanted(group):
                 return False
-            self._shelf.put(parcel)
-            self._gathered += len(parcel)
+            self._queue.put(group)
+            self._gathered += len(group)
             self._batches.notify()
             self._wake_if_due()
             return True
@@ -342,22 +342,22 @@ class Schedule:
         with self._lock:
             while not (flow.is_low or self._unwanted(flow)):
                 # A trainer that pauses is not looked after: it tells when it goes on.
-                pace, goes_on = self._pace, len(flow) != self._seen_left
-                self._follows_slowly, self._seen_left = pace.is_slow and goes_on, len(flow)
-                self._room.wait(pace.until_gone(_GONE) if self._follows_slowly else None)
+                pace, goes_on = self._pace, len(flow) != self._last_remaining
+                self._polls_slow_trainer, self._last_remaining = pace.is_slow and goes_on, len(flow)
+                self._room.wait(pace.time_until_taken(_POLL_BATCHES) if self._polls_slow_trainer else None)
                 if pace.is_slow and not self._unwanted(flow):
                     return True
             return False
 
-    def wanted(self, parcel: BatchGroup) -> bool:
-        """Whether the trainer will come for `parcel`."""
+    def wanted(self, group: BatchGroup) -> bool:
+        """Whether the trainer will come for `group`."""
         with self._lock:
-            return not self._unwanted(parcel)
+            return not self._unwanted(group)
 
     # --- under the lock
 
-    def _unwanted(self, parcel: BatchGroup) -> bool:
-        return self._stopped or self._stale(parcel.segment.request)
+    def _unwanted(self, group: BatchGroup) -> bool:
+        return self._stopped or self._stale(group.segment.request)
 
     def _stale(self, request: Request) -> bool:
         return request.generation != self._generation or request.epoch < self._trained_epoch
@@ -375,21 +375,21 @@ class Schedule:
             return False
         if self._gathering is None:
             return True
-        waiting, promised = self._shelf.waiting(self._gathering)
+        waiting, promised = self._queue.waiting(self._gathering)
         batches, gathered = self._gathering.plan.num_batches, self._gathered - promised
-        return self._pace.is_time(batches, gathered, waiting - promised, self._ahead_s)
+        return self._pace.should_prepare(batches, gathered, waiting - promised, self._ahead_s)
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
-        closing = [segment for segment in self._open if done(segment)]
-        self._open = [segment for segment in self._open if not done(segment)]
+        closing = [segment for segment in self._open_segments if done(segment)]
+        self._open_segments = [segment for segment in self._open_segments if not done(segment)]
         return closing
 
-    def _await(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
+    def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
         """Wait until what the trainer needs of `epoch` is `ready`; raises when it will not be, or is late."""
         left_s, generation = timeout_s, self._generation
         while not ready():
             if self._failure is not None and self._failure[0].epoch <= epoch:
-                self._raised = True
+                self._needs_request = True
                 if isinstance(self._failure[1], StopIteration):  # it would end the epoch as if all were well
                     raise EpochError(
                         "the batch_transform or the sampler raised StopIteration; see its traceback"
@@ -408,7 +408,7 @@ class Schedule:
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (
-            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: {self.doing['prepare']}; "
-            f"gathering: {self.doing['gather']}; {self._shelf.batches} batches are waiting. Is the disk hanging, or the "
+            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: {self.activity['prepare']}; "
+            f"gathering: {self.activity['gather']}; {self._queue.batches} batches are waiting. Is the disk hanging, or the "
             "batch_transform?"
         )

@@ -116,7 +116,7 @@ class Meter:
         self._first = True
         self._reuse = Reuse()
 
-    def epoch_begins(self) -> None:
+    def begin_epoch(self) -> None:
         now = self.clock()
         self._began_s = now if self._began_s is None else self._began_s
         self._epoch_began_s = self.last_s = now
@@ -125,15 +125,15 @@ class Meter:
         self._epoch_drawn = _Drawn()
         self._first = True
 
-    def entered(self, snapshot: Snapshot) -> None:
+    def enter_snapshot(self, snapshot: Snapshot) -> None:
         """The epoch's next pass is drawn from `snapshot`."""
         self._epoch_drawn.add(snapshot)
 
-    def between(self, seconds: float) -> None:
+    def add_gap(self, seconds: float) -> None:
         """The loader spent `seconds` between two epochs, outside of a batch."""
         self._pending_gap_s += seconds
 
-    def delivered(self, samples: int, skipped: int, wait_s: float) -> None:
+    def add_batch(self, samples: int, skipped: int, wait_s: float) -> None:
         """A batch was handed over after `wait_s`."""
         if self._first:
             self.gap_s, self._pending_gap_s, self._first = self._pending_gap_s + wait_s, 0.0, False
@@ -145,7 +145,7 @@ class Meter:
         self._epoch_wait_s += wait_s
         self.last_s = self.clock()
 
-    def drawn(self, snapshot: Snapshot, share: float) -> None:
+    def add_drawn(self, snapshot: Snapshot, share: float) -> None:
         """The `share` of `snapshot` has been drawn."""
         self._reuse.add(snapshot, share)
 

@@ -679,7 +679,7 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
             first = threads.submit(next, batches)
             assert transforming.wait(60)
             give_up = time.monotonic() + 60
-            while not loader._engine.schedule._has_waited:  # it is inside
+            while not loader._pipeline.schedule._trainer_waited:  # it is inside
                 assert time.monotonic() < give_up
                 time.sleep(0.001)
             with pytest.raises(EpochError, match=r"two threads take batches .* over a queue\.Queue"):
@@ -832,7 +832,7 @@ def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapp
 
     loader = EpochLoader(cache, 4, batch_transform=transform)
     assert len(numbers(loader)) == 32
-    schedule = loader._engine.schedule
+    schedule = loader._pipeline.schedule
     wait_until(lambda: schedule._failure is not None, "the next epoch fails")
     gc.collect()
     gc.disable()
@@ -907,7 +907,7 @@ def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewC
 def is_ready(loader: EpochLoader, epoch: int) -> bool:
     """Whether a batch of `epoch` waits for the trainer."""
     return any(
-        parcel.segment.request.epoch == epoch for parcel in tuple(loader._engine.schedule._shelf._parcels)
+        parcel.segment.request.epoch == epoch for parcel in tuple(loader._pipeline.schedule._queue._parcels)
     )
 
 

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from cachestream import RankMismatchError
 from cachestream.training import rendezvous
 from cachestream.training.ranks import Deadlines, StoreRanks, find_share, is_elastic
-from cachestream.training.rendezvous import Cancelled, Line, ProcessGroup, meet_at
+from cachestream.training.rendezvous import Cancelled, ProcessGroup, StoreConnection, meet_at
 
 PATIENCE_S: Final = 180.0
 SERVER: Final = """
@@ -95,7 +95,7 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
     stoppable: tuple[subprocess.Popen[str], int],
 ) -> None:
     process, port = stoppable
-    line = Line(rendezvous._client("127.0.0.1", port, PATIENCE_S, 4.0))
+    line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S, 4.0))
     line.call(lambda store: store.set("there", "1"))
     assert line.call(lambda store: store.check(["there"]))
     process.send_signal(signal.SIGSTOP)

@@ -98,7 +98,7 @@ def test_a_trainer_is_hurried_only_when_it_finds_no_batch_that_waits() -> None:
     assert not trainer.schedule.was_hurried(), "it was there when it was wanted"
     taking = threading.Thread(target=trainer.schedule.take, args=(0, 60.0), daemon=True)
     taking.start()
-    while not trainer.schedule._has_waited and taking.is_alive():
+    while not trainer.schedule._trainer_waited and taking.is_alive():
         taking.join(0.01)
     trainer.gather()
     taking.join(60.0)
@@ -147,7 +147,7 @@ def test_what_is_promised_counts_as_gathered_only_when_it_is_asked_for(step_s: f
     for taken in range(1, total):
         flow.left -= 1
         trainer.now += step_s
-        trainer.schedule.moved(1)
+        trainer.schedule.advance(1)
         late = step_s * flow.left <= 1.0 and taken >= 3
         assert trainer.is_due() == (late or flow.num_ungathered <= 0.25 * total), f"{flow.left} left"
 
@@ -159,11 +159,11 @@ def test_a_flow_is_followed_until_it_is_low_or_unwanted() -> None:
     following.start()
     for flow.left in range(99, 25, -1):
         trainer.now += 0.001
-        trainer.schedule.moved(1)
+        trainer.schedule.advance(1)
     following.join(0.2)
     assert following.is_alive()
     flow.left = 25
-    trainer.schedule.moved(1)
+    trainer.schedule.advance(1)
     following.join(60.0)
     assert told == [False]
     assert trainer.schedule.wanted(flow)
@@ -178,7 +178,7 @@ def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pause
     for _ in range(6):
         flow.left -= 1
         trainer.now += 0.02
-        trainer.schedule.moved(1)
+        trainer.schedule.advance(1)
     assert trainer.schedule.follow(flow), "two batches are gone by now"
     told: list[bool] = []
     following = threading.Thread(target=lambda: told.append(trainer.schedule.follow(flow)), daemon=True)
@@ -187,7 +187,7 @@ def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pause
     assert following.is_alive(), "nothing was taken since"
     flow.left -= 1
     trainer.now += 5.0
-    trainer.schedule.moved(1)
+    trainer.schedule.advance(1)
     following.join(60.0)
     assert told == [True]
 
@@ -288,7 +288,7 @@ def test_the_lengths_of_epochs_that_were_jumped_away_from_are_forgotten(new_cach
         for _ in range(20):
             loader.set_epoch(0)
             assert len(loader) == len(list(loader)) == 2
-        assert len(loader._course._schedule._totals) <= 2
+        assert len(loader._position._schedule._totals) <= 2
 
 
 def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
