@@ -121,7 +121,6 @@ class Schedule:
         self._needs_request = False
         self._generation = 0
         self._trained_epoch = -1
-        self._trainer_waited = False
         self._polls_slow_trainer = False
         self._last_remaining = 0
         self._totals: dict[int, int] = {}  # of epochs of this generation
@@ -164,7 +163,6 @@ class Schedule:
         """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
         with self._lock:
             if not self._queue.holds(epoch):
-                self._trainer_waited = True
                 self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
             group = self._queue.take()
             self._pace.record(1 if group.is_flow else len(group))
@@ -301,11 +299,6 @@ class Schedule:
         return None if segment is None or segment.opened_ahead or segment.maps.all_mapped else segment
 
     # --- the thread that gathers
-
-    def was_hurried(self) -> bool:
-        """Whether the trainer has found no batch waiting since this was asked last."""
-        waited, self._trainer_waited = self._trainer_waited, False
-        return waited
 
     def next_segment(self) -> Segment | None:
         """The next prepared segment, waited for; None when all is over."""

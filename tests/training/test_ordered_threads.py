@@ -78,12 +78,12 @@ def test_threads_work_at_once_and_settling_waits_for_all_of_them() -> None:
     def tickets() -> Iterator[int]:
         for i in range(8):
             if i % 4 == 0:
-                crew.settle()
+                workers.settle()
                 assert busy == 0
             yield i
 
-    crew = OrderedThreads(2, work, lambda _: True)
-    assert crew.run(tickets())
+    workers = OrderedThreads(2, work, lambda _: True)
+    assert workers.run(tickets())
     assert most == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-gather")]
 

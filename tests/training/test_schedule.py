@@ -20,7 +20,7 @@ from cachestream.training.dataset import EpochDataset
 from cachestream.training.plan import Plan, SequentialOrder
 from cachestream.training.schedule import Schedule
 from cachestream.training.segment import Request, Segment
-from cachestream.training.threads import use_threads
+from cachestream.training.threads import use_one_torch_thread
 from tests.training.conftest import NewCache
 
 NOTHING = np.zeros(0, np.int64)
@@ -86,24 +86,6 @@ def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_
     gathering.join(60.0)
     assert not gathering.is_alive()
     assert trainer.schedule.take(0, 1.0).batches[0].number == 3
-
-
-def test_a_trainer_is_hurried_only_when_it_finds_no_batch_that_waits() -> None:
-    """Copies are then shared with a second thread, which takes a core."""
-    trainer = Trainer(batches=100)
-    trainer.gather(2)
-    trainer.schedule.take(0, 1.0)
-    assert not trainer.schedule.was_hurried(), "one of four was left"
-    trainer.schedule.take(0, 1.0)
-    assert not trainer.schedule.was_hurried(), "it was there when it was wanted"
-    taking = threading.Thread(target=trainer.schedule.take, args=(0, 60.0), daemon=True)
-    taking.start()
-    while not trainer.schedule._trainer_waited and taking.is_alive():
-        taking.join(0.01)
-    trainer.gather()
-    taking.join(60.0)
-    assert trainer.schedule.was_hurried()
-    assert not trainer.schedule.was_hurried(), "not since it was asked last"
 
 
 class Promise(BatchGroup):
@@ -297,7 +279,7 @@ def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
     seen: list[int] = []
 
     def single() -> None:
-        use_threads(1)
+        use_one_torch_thread()
         seen.append(torch.get_num_threads())
         late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         late.start()
