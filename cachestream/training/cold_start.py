@@ -1,4 +1,4 @@
-"""Waiting for samples at cold start: until there are enough, or it is known, and said why, that there will not be."""
+"""The wait for samples at cold start: until there are enough, or an error says why there will not be."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _WATCH_S: Final = 0.02
 _SILENT_S: Final = 8.0
 _LOOK_AGAIN_S: Final = 0.5
-_LONGEST_S: Final = 0.5  # of a look: more where the process was stopped, and nobody has kept it waiting
+_LONGEST_S: Final = 0.5  # counted for one look: it takes longer only if the process was stopped (SIGSTOP)
 
 logger = logging.getLogger("cachestream")
 
 
 class ColdStart:
-    """Waits for the samples that an epoch of `settings` takes from `cache`, until `closed`."""
+    """The wait for the samples that an epoch of `settings` takes from `cache`; `closed` ends it."""
 
     def __init__(self, cache: Cache, settings: EpochSettings, closed: threading.Event) -> None:
         self._cache = cache
@@ -37,15 +37,15 @@ class ColdStart:
         self._closed = closed
 
     def wait(self, share: int, cancelled: Callable[[], bool]) -> None:
-        """Wait until a batch for each of the `share` ranks of the cache is there, or what the user wants to begin with.
+        """Wait until the cache holds `min_samples`, or a batch for each of its `share` ranks.
 
-        Raises NotEnoughSamplesError when there are, and will be, too few, and Cancelled.
+        Raises NotEnoughSamplesError when there are and will be too few, and Cancelled.
         """
         settings = self._settings
         whole = settings.batch_size * share
         wanted = settings.min_samples or whole
         least = settings.min_samples or (whole if settings.drop_last else share)
-        # A moment before the trainer gives up waiting for its batch: this error says more.
+        # Shortly before the trainer's own timeout, because this error says more.
         give_up_s, speak_s = 0.9 * settings.timeout_s, _SILENT_S
         waited_s, looked_s = 0.0, time.monotonic()
         while (have := count_samples(self._cache, settings.split)) < wanted:
@@ -53,7 +53,7 @@ class ColdStart:
             ended = state in ("complete", "full", "failed")
             late = waited_s > give_up_s
             if ended or late:
-                # Asked again: the last samples may have come between the count and the state.
+                # The last samples may have come between the count and the state.
                 have = count_samples(self._cache, settings.split)
                 if have >= least:
                     return
@@ -66,7 +66,7 @@ class ColdStart:
             waited_s += min(looked_s - before_s, _LONGEST_S)
 
     def _tell_why(self, have: int, wanted: int) -> bool:
-        """Say what the samples are waited for, if it is known; returns whether it is."""
+        """Log why samples are missing; return whether the reason is known."""
         with self._cache.catalogue.reading() as tables:
             why = hindrance(self._cache.directory, tables)
         if why:

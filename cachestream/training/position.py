@@ -1,7 +1,8 @@
-"""The trainer's position: the epoch it is in, the batches done, where it goes next, and its checkpoint.
+"""The trainer's position: the current epoch, the batches delivered, the next epoch, and the checkpoint of
+these.
 
-The running segment is JSON text: checkpoints that take nested values apart (torch.distributed.checkpoint) look for the
-parts that a new loader has, which is in no segment yet.
+A state holds the running segment as JSON text: torch.distributed.checkpoint flattens nested values and then
+expects the same keys in a new loader's state, which has no segment yet.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from cachestream.training.stats import LoaderStats, Meter
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
+    """A place in an epoch: after `batches` delivered batches of `epoch`, the last of them from `segment`.
 
-    `loaded_state` is the state that it was begun from, until its first batch. `group` is what has been fetched.
-    `failure` is the error that the epoch ended with before its first batch. `iteration` is what the trainer iterates.
+    `loaded_state`: the state that the epoch was resumed from, None for one from its beginning. `group`: the
+    batches taken from the queue. `failure`: the error that ended the iteration. `iteration`: the trainer's
+    iterator.
     """
 
     epoch: int
@@ -45,7 +47,7 @@ class Cursor:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was left in the midst (by a `break`): nobody can take another batch."""
+        """True if the trainer dropped its iterator in mid-epoch (by a `break`)."""
         return self.segment is not None and self.iteration is not None and self.iteration() is None
 
 
@@ -69,7 +71,7 @@ def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any
 
 
 def from_state(state: dict[str, Any]) -> Request:
-    """What to prepare to go on from `state`; raises ConfigError for what `to_state` has not made."""
+    """The request that resumes from `state`; raises ConfigError for a value that `to_state` did not return."""
     try:
         if state["version"] != _VERSION:
             raise ConfigError(
@@ -107,10 +109,11 @@ _REPORT_S: Final = 0.005
 
 
 class TrainerPosition:
-    """Leads the training thread from batch to batch and from epoch to epoch. Used by that thread alone.
+    """The progress of the training thread through batches and epochs. Used by that thread alone.
 
-    Invariants: at most one cursor is running, the one that `begin` gave last; `_planned` is what comes after it, and
-    what the schedule was told; an epoch that is wished for becomes the planned one only when somebody goes there.
+    Invariants: at most one cursor is running, the last one from `begin`; `_planned` is the request after it,
+    as the schedule knows it; an epoch given to `set_epoch` becomes the planned one when the next epoch is
+    begun or asked about.
     """
 
     def __init__(self, pipeline: Pipeline, recorder: Recorder | None, settings: EpochSettings) -> None:
@@ -127,9 +130,9 @@ class TrainerPosition:
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
         self._loaded_state: dict[str, Any] = {}
-        # The state in which the loader was closed, in the midst of an epoch.
+        # The state when the loader was closed in mid-epoch.
         self._closing_state: dict[str, Any] | None = None
-        self._unreported = 0  # batches taken, of which the schedule has not heard
+        self._unreported = 0  # batches taken since the last report to the schedule
         self._reported_s = 0.0
         if settings.replay is not None:
             self.jump(Request(0, settings.replay.epochs[0]))
@@ -137,7 +140,7 @@ class TrainerPosition:
     # --- from batch to batch
 
     def begin(self) -> Cursor:
-        """Go on to the next epoch, or begin the running one once more where no batch was taken of it."""
+        """Begin the next epoch, or the running one again if none of its batches was taken."""
         began_s = self._meter.clock()
         self._join_job()
         self._pipeline.start()
@@ -147,8 +150,10 @@ class TrainerPosition:
         return cursor
 
     def next(self, cursor: Cursor) -> Any:
-        """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
-        since, the loader was closed, or another thread is in here, and what the preparation or the gathering failed with.
+        """Take the next batch after `cursor`.
+
+        Raises StopIteration after the last batch; EpochError if another epoch has begun, the loader was
+        closed, or another thread is in this method; and the error of a background thread.
         """
         if not self._lock.acquire(blocking=False):
             raise EpochError(
@@ -163,12 +168,13 @@ class TrainerPosition:
             raise
         finally:
             self._lock.release()
-        # Last, and with no call after it: a batch that an interrupt keeps from the trainer does not count.
+        # The last step, with no call after it: an interrupt before it leaves the batch uncounted and
+        # undelivered.
         cursor.batches = number
         return batch
 
     def _next(self, cursor: Cursor) -> tuple[Any, int]:
-        """The next batch, and how many batches of the epoch are done with it."""
+        """The next batch and its number in the epoch, from 1."""
         if cursor.failure:
             raise EpochError(
                 f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
@@ -202,7 +208,8 @@ class TrainerPosition:
         return self._transfer.receive(delivery.staged), delivery.number
 
     def _fail(self, cursor: Cursor, error: BaseException) -> None:
-        """End the iteration of `cursor` if its epoch could not be prepared, or was interrupted (KeyboardInterrupt).
+        """End the iteration of `cursor` if its epoch could not be prepared, or was interrupted
+        (KeyboardInterrupt).
 
         The next iteration begins the epoch again if none of its batches was delivered.
         """
@@ -214,7 +221,7 @@ class TrainerPosition:
             self._schedule.prepare_again()
 
     def end_epoch(self) -> None:
-        """The running epoch is over, at its end or before."""
+        """End the running epoch, at its last batch or before."""
         cursor = self._cursor
         if cursor is None or cursor.finished:
             return
@@ -222,23 +229,24 @@ class TrainerPosition:
         cursor.finished = True
         if cursor.segment is not None:
             close_all(self._schedule.end_segment(cursor.segment))
-            cursor.segment = None  # and with it the maps
+            cursor.segment = None  # frees its maps
         if cursor.group is not None:
             cursor.group.discard()
             cursor.group = None
 
     def close(self) -> None:
-        """Leave the running epoch for good; its state stays what it is now."""
+        """End the running epoch and the pipeline; the state stays as it is now."""
         cursor = self._running
         state = self.to_state()
         if cursor is not None and state["epoch"] == cursor.epoch:
             self._closing_state = state
-        # Before what waits is thrown away: a thread that takes a batch is to hear of the end, and not that one is late.
+        # Before the queue is emptied: a thread that waits for a batch then learns of the end, not of a
+        # timeout.
         self._pipeline.stop(join=False)
         self.end_epoch()
 
     def _report_progress(self, cursor: Cursor, group: BatchGroup, batches: int) -> None:
-        """Tell the schedule now and then how far the trainer is."""
+        """Report progress to the schedule, at most every 5 ms unless the flow runs low."""
         self._unreported += 1
         now_s = self._meter.last_s
         if now_s - self._reported_s >= _REPORT_S or group.turns_low:
@@ -257,7 +265,9 @@ class TrainerPosition:
         return cursor
 
     def _begin_again(self) -> Cursor | None:
-        """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
+        """A new cursor at the running one's place, if no batch was taken and no other epoch was set;
+        otherwise None.
+        """
         cursor = self._running
         if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
             return None
@@ -265,18 +275,18 @@ class TrainerPosition:
         return Cursor(cursor.epoch, cursor.batches, cursor.loaded_state)
 
     def _fetch(self, cursor: Cursor) -> tuple[float, BatchGroup]:
-        """Wait for the next batches; returns how long that took, in seconds, and them."""
+        """Wait for the next batches; return the seconds waited, and the batches."""
         began_s = self._meter.clock()
         self._join_job()
         self._check_alone(cursor, cursor.batches)
         group = self._schedule.take(cursor.epoch, self._timeout_s)
-        cursor.group = group  # first: a warning may be made an error
+        cursor.group = group  # before `_enter`, whose warning may be raised as an error
         if group.segment is not cursor.segment:
             self._enter(cursor, group.segment)
         return self._meter.clock() - began_s, group
 
     def _enter(self, cursor: Cursor, segment: Segment) -> None:
-        """The first batch of `segment` has come."""
+        """Move `cursor` into `segment`, whose first batch has come."""
         self._count_reuse(cursor)
         close_all(self._schedule.enter_segment(segment))
         cursor.segment = segment
@@ -301,14 +311,14 @@ class TrainerPosition:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, or else the next one."""
+        """The running epoch, otherwise the next one."""
         if self._wanted_epoch is not None:
             return self._wanted_epoch
         return self._planned.epoch if self._running is None else self._running.epoch
 
     @property
     def batches_done(self) -> int | None:
-        """Batches of the running epoch that were handed over; None between epochs."""
+        """Batches of the running epoch that were delivered; None between epochs."""
         return None if self._running is None else self._running.batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -316,17 +326,17 @@ class TrainerPosition:
         self._wanted_epoch = epoch
 
     def jump(self, request: Request) -> None:
-        """Make what `request` asks for the next, and have it prepared."""
+        """Make `request` the next one, and have it prepared."""
         self._planned = request
         close_all(self._schedule.jump(request))
 
     def length(self) -> int:
-        """Batches in the epoch that is iterated, or else in the next one, which is then prepared."""
+        """The number of batches in the running epoch, otherwise in the next one, which is then prepared."""
         return self._schedule.length(self._prepared_epoch(), self._timeout_s)
 
     def peek(self) -> Any:
-        """A copy of the batch that the next iteration begins with. Raises EpochError while one is under way, or there is no
-        batch.
+        """A copy of the first batch of the next iteration. Raises EpochError during an iteration, or if there
+        is no batch.
         """
         epoch = self._prepared_epoch()
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
@@ -340,11 +350,13 @@ class TrainerPosition:
         delivery = group.peek(self._timeout_s)
         if delivery is None:
             raise self._schedule.late_error(epoch, self._timeout_s)
-        # The trainer will get the batch itself, and may change that in place.
+        # A copy, because the trainer may change the batch itself in place.
         return copy.deepcopy(self._transfer.receive(delivery.staged))
 
     def segment(self) -> Segment:
-        """What the epoch that is iterated is drawn from, or else the next one. Raises EpochError when it has been left."""
+        """The segment of the running epoch, otherwise of the next one. Raises EpochError when the epoch has
+        ended.
+        """
         epoch = self._prepared_epoch()
         self._schedule.length(epoch, self._timeout_s)
         segment = self._schedule.current(epoch)
@@ -357,7 +369,9 @@ class TrainerPosition:
         return self._cursor if self._cursor is not None and not self._cursor.finished else None
 
     def _prepared_epoch(self) -> int:
-        """The epoch that is iterated, or else the next one, which is being prepared from now on, if need be once more."""
+        """The running epoch, otherwise the next one, whose preparation is started, or repeated after a
+        failure.
+        """
         self._join_job()
         if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch
@@ -369,21 +383,22 @@ class TrainerPosition:
         elif self._running is not None:
             close_all(self._schedule.begin(None, self._planned.epoch))
         if self._running is not None:
-            self._wanted_epoch = wanted  # the trainer is where it left the last iteration, until the next one
+            self._wanted_epoch = wanted  # until the next iteration, the state is that of the abandoned one
         return self._planned.epoch
 
     def _apply_wanted_epoch(self) -> None:
-        """Go where `set_epoch` has pointed, unless that is where the trainer goes anyway."""
+        """Jump to the epoch given to `set_epoch`, unless it is the planned one."""
         wanted = self._wanted_epoch
         if wanted is not None and wanted != self._planned.epoch:
             self.jump(Request(0, wanted))
         self._wanted_epoch = None
 
     def _join_job(self) -> None:
-        """Join the job that there is by now, if it is another one: what is prepared is void, and asked for again.
+        """Join the `torch.distributed` job of this process if it is a new one, and request the planned epoch
+        again.
 
-        An epoch that batches were taken of ends first. A job that has ended is not forgotten: it had other ranks, and
-        none of them may go on as if alone.
+        An epoch in progress is finished first. A job that has ended is kept: its ranks must not go on as
+        single ones.
         """
         job, cursor = find_job(), self._running
         if job is None or job == self._job or (cursor is not None and cursor.segment is not None):
@@ -396,7 +411,9 @@ class TrainerPosition:
             close_all(self._schedule.begin(_request_again(cursor), cursor.epoch))
 
     def _check_alone(self, cursor: Cursor, batches: int) -> None:
-        """Raise EpochError for an epoch that was begun alone, in a process that has company by now."""
+        """Raise EpochError for an epoch that a single process began if the process is one of several ranks by
+        now.
+        """
         segment = cursor.segment
         if self._job is not None or segment is None or batches >= segment.total:
             return
@@ -407,10 +424,10 @@ class TrainerPosition:
                 f"all {job.size} ranks would go on with the same samples; iterate the loader again, to share them"
             )
 
-    # --- where it is
+    # --- state
 
     def to_state(self) -> dict[str, Any]:
-        """The place after the batches handed over; the state that was gone on from, where none has been since."""
+        """The state after the delivered batches; the loaded state if none was delivered since."""
         if self._closing_state is not None:
             return self._closing_state
         cursor = self._running
@@ -425,7 +442,7 @@ class TrainerPosition:
         return to_state(self.epoch, 0, None)
 
     def resume_from(self, state: dict[str, Any], request: Request) -> None:
-        """Make the place of `state`, which asks for `request`, the next."""
+        """Go on from `state`, whose request is `request`."""
         self.end_epoch()
         self._cursor = None
         self._wanted_epoch = None
@@ -434,6 +451,6 @@ class TrainerPosition:
         self.jump(request)
 
     def stats(self) -> LoaderStats:
-        """What was handed over and waited for, up to now."""
+        """Statistics of deliveries and waits so far."""
         epoch = self.epoch if self._cursor is None else self._cursor.epoch
         return self._meter.stats(epoch, self._pipeline.preparer.last_s)

@@ -1,9 +1,9 @@
 """Agreement of a job's ranks on an epoch: through a store, with deadlines, never through collectives.
 
 The agreement runs in a background thread while the trainer's own collectives run, so it must not touch the
-process group: it talks through a connection of its own to a TCPStore, and every wait names who was waited for.
-Ranks that share a cache are found by the cache's identity; the lowest of them leads: it takes the snapshot, the
-others join its lease.
+process group: it uses its own connection to a TCPStore, and the error of every wait names the late ranks.
+Ranks that share a cache form a group, found by the cache's identity. The lowest rank of a group leads it: it
+takes the snapshot, and the others join its lease.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ Group = tuple[int, ...]  # the ranks that share a cache, ascending; the first le
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a rank waits for the others, seconds: the first time, when some still start up, and later."""
+    """The longest waits of a rank for the others, in seconds: in the first round, when some still start up,
+    and later.
+    """
 
     first: float
     later: float = 60.0
@@ -49,7 +51,7 @@ class Ranks(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank takes the snapshot for its group."""
+        """True if this rank takes the snapshot for its group."""
         ...
 
     def request(self, name: str) -> None:
@@ -57,19 +59,21 @@ class Ranks(Protocol):
         ...
 
     def requested(self, name: str) -> bool:
-        """Whether a rank has asked for round `name`."""
+        """Return whether a rank has asked for round `name`."""
         ...
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
-        """What the group's leader made in round `name`."""
+        """The payload that the group's leader made in round `name`."""
         ...
 
     def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        """What every rank of the group said in round `name`, in the group's order. The error of any is raised on all of it."""
+        """The payloads of the group's ranks in round `name`, in the group's order. An error of any is raised
+        on all.
+        """
         ...
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        """What every rank said in round `name`, by rank. The error of any rank is raised on all."""
+        """The payloads of all ranks in round `name`, by rank. An error of any rank is raised on all."""
         ...
 
     def report(self, name: str, error: Exception) -> None:
@@ -78,7 +82,7 @@ class Ranks(Protocol):
 
 
 class SingleRank:
-    """A job of one rank: it agrees with itself."""
+    """A job of one rank."""
 
     rank = 0
     size = 1
@@ -103,9 +107,9 @@ class SingleRank:
 
 
 class StoreRanks:
-    """The ranks of a `torch.distributed` job. Used by one thread, `close` by any.
+    """The ranks of a `torch.distributed` job. Used by one thread.
 
-    Raises RankMismatchError, on all ranks, when they were given other settings, or when one of them does not
+    Raises RankMismatchError, on all ranks, when they have different settings, or when one of them does not
     answer within the deadline.
     """
 
@@ -135,9 +139,10 @@ class StoreRanks:
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
     ) -> list[str]:
-        """Learn who the others are; returns the identities of their caches, by rank.
+        """Exchange settings and identities with the other ranks; return the identities of their caches, by
+        rank.
 
-        Raises RankMismatchError for other `settings` than rank 0's.
+        Raises RankMismatchError for `settings` that differ from rank 0's.
         """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
         self._connection.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
@@ -156,7 +161,7 @@ class StoreRanks:
         return caches
 
     def _serve(self) -> bool:
-        """Called while others are on their way; cancels nothing."""
+        """Answer ranks that still connect; return False, as a `cancelled` callback."""
         self._connection.serve()
         return False
 
@@ -176,7 +181,7 @@ class StoreRanks:
         )[0]
 
     def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        # Nothing is forgotten after it: ranks of other groups may still read the round before.
+        # No keys are deleted after it, because ranks of other groups may still read the previous round.
         self._post(f"{name}/ready/{self.rank}", mine)
         return self._collect(
             f"{name}/ready", self.group, "prepared the epoch", self._group_deadline_s, cancelled
@@ -198,7 +203,7 @@ class StoreRanks:
                 self._post(f"{name}/made/{self.rank}", failure)
             self._post(f"{name}/ready/{self.rank}", failure)
         except RankMismatchError:
-            pass  # the store has gone: the others know by that
+            pass  # the store is gone, and with it every other rank's round
 
     @property
     def _round_deadline_s(self) -> float:
@@ -206,7 +211,7 @@ class StoreRanks:
 
     @property
     def _group_deadline_s(self) -> float:
-        """Earlier than `agree` gives up, so that all hear of it from this rank, in the same words."""
+        """The deadline of rounds of a group, below that of `agree`, so that all ranks raise the same error."""
         return 0.75 * self._round_deadline_s
 
     def _post(self, key: str, payload: Payload) -> None:
@@ -214,7 +219,7 @@ class StoreRanks:
         self._connection.call(lambda store: store.set(key, json.dumps(payload)))
 
     def _forget_last_round(self, name: str) -> None:
-        """Whoever is ready for this round has read all of the one before."""
+        """Delete the keys of the previous round, which every rank that posts in this round has read."""
         if self.rank == 0:
             self._keys.append(f"{name}/request")
         for key in self._old_keys:
@@ -229,11 +234,11 @@ class StoreRanks:
         deadline_s: float,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Payload]:
-        """The payloads under `prefix` of `ranks`; waits for them, and raises the first error among them."""
+        """Wait for the payloads of `ranks` under `prefix`; raise the first error among them."""
         keys = [f"{prefix}/{rank}" for rank in ranks]
         give_up = time.monotonic() + deadline_s
         pause_s, most_s = PAUSES_S
-        # Store.wait would do the waiting, but cannot be cancelled, and prints a warning at every timeout.
+        # Store.wait cannot be cancelled, and prints a warning at every timeout.
         while not self._connection.call(lambda store: store.check(keys)):
             if time.monotonic() > give_up:
                 raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
@@ -247,7 +252,7 @@ class StoreRanks:
         return payloads
 
     def _late(self, ranks: Sequence[int], keys: list[str], done: str, deadline_s: float) -> str:
-        """Names the ranks that have not posted their keys."""
+        """The message that names the ranks which have not posted their keys."""
         there = self._connection.call(lambda store: [store.check([key]) for key in keys])
         late = [rank for rank, is_there in zip(ranks, there, strict=True) if not is_there] or list(ranks)
         names = ", ".join(self._names[rank] for rank in late[:8]) + (", …" if len(late) > 8 else "")
@@ -259,7 +264,7 @@ class StoreRanks:
 
 
 def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
-    """The error that a rank reported, as the class it was."""
+    """The error that a rank reported, in its own class if that is one of this package."""
     kind = getattr(errors, payload["error"], None)
     message = payload["message"]
     if not (isinstance(kind, type) and issubclass(kind, CacheStreamError)):
@@ -268,14 +273,14 @@ def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
 
 
 def find_job() -> ProcessGroup | None:
-    """The job of `torch.distributed` that this process is in by now; None where nothing is initialised."""
+    """The `torch.distributed` job of this process; None if none is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD))
 
 
 def warn_if_early(asked: str, told: str) -> bool:
-    """Warn that `asked` was too early where a launcher has started several ranks, and they do not know each other yet."""
+    """Warn that `asked` came too early if a launcher started several ranks and no process group exists yet."""
     size = os.environ.get("WORLD_SIZE", "1")
     is_early = find_job() is None and size.isdecimal() and int(size) > 1
     if is_early:
@@ -295,10 +300,10 @@ def find_ranks(
     closed: threading.Event,
     job: ProcessGroup | None,
 ) -> Ranks:
-    """The ranks of `job`: one, where there is none.
+    """The ranks of `job`; a single rank if it is None.
 
-    `instance` counts the loaders of a process; those of one number, on all ranks, belong together. All waits
-    end when `closed` is set. Raises RankMismatchError, Cancelled.
+    `instance` counts the loaders of a process; loaders with the same number belong together. All waits end
+    when `closed` is set. Raises RankMismatchError, Cancelled.
     """
     if job is None or job.size == 1:
         return SingleRank()
@@ -310,10 +315,11 @@ def find_ranks(
 
 
 def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
-    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses each.
+    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses
+    each.
 
-    None when the ranks have one cache together, or there are no others. Waits for all ranks to call it; raises
-    RankMismatchError when one has not come within `deadline_s`.
+    None when all ranks share one cache, or there is one rank. Waits for all ranks to call it; raises
+    RankMismatchError when one does not within `deadline_s`.
     """
     job = find_job()
     if job is None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
@@ -332,6 +338,6 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
 
 
 def is_elastic() -> bool:
-    """Whether torchrun started this process, and would start it again after a failure (`--max-restarts`)."""
+    """Return whether torchrun started this process and restarts it after a failure (`--max-restarts`)."""
     launched = dist.is_available() and dist.is_torchelastic_launched()
     return launched and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

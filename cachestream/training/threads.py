@@ -1,7 +1,7 @@
 """Threads that work on batches at once and deliver them in order, each with one torch thread.
 
-A copy is not shared by torch's threads: where other processes or the trainer's kernels use the cores, each call waits
-until its second thread is scheduled.
+A copy is not shared by torch's threads: where other processes or the trainer's kernels use the cores, each
+call waits until its second thread is scheduled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 def use_one_torch_thread() -> None:
     """Let torch use one thread in this thread from now on, and leave all others as they are.
 
-    `torch.set_num_threads` applies to the calling thread, but also sets the number for new threads: a short-lived thread
-    restores that.
+    `torch.set_num_threads` applies to the calling thread, but also sets the number for new threads: a
+    short-lived thread restores that.
     """
     if torch.get_num_threads() == 1:
         return
@@ -40,7 +40,8 @@ def _in_a_new_thread(function: Callable[[], Result]) -> Result:
 class OrderedThreads(Generic[Item, Result]):
     """A run of `num_threads` threads, of which the caller of `run` is one.
 
-    One thread at a time takes the next item; all threads work at once; results are delivered in the order of the items.
+    One thread at a time takes the next item; all threads work at once; results are delivered in the order of
+    the items.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class OrderedThreads(Generic[Item, Result]):
     def run(self, items: Iterator[Item]) -> bool:
         """Work on all `items`; return False if `deliver` returned False.
 
-        Raises the error of the iterator, of `work` or of `deliver`, once the results of all earlier items are delivered.
+        Raises the error of the iterator, of `work` or of `deliver`, once the results of all earlier items are
+        delivered.
         """
         helpers = [
             threading.Thread(
@@ -79,7 +81,7 @@ class OrderedThreads(Generic[Item, Result]):
             return not self._stopped
         try:
             raise error
-        finally:  # breaks a reference cycle with this frame, which would keep items and their maps until a collection
+        finally:  # breaks a reference cycle with this frame, which would keep items and their maps
             del error
 
     def settle(self) -> None:
