@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -97,6 +97,17 @@ class _Drawn:
         self.samples += int(snapshot.counts[new].sum())
 
 
+@dataclass(slots=True)
+class _EpochTotals:
+    """Counters of one epoch, which began at `began_s`."""
+
+    began_s: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    wait_s: float = 0.0
+    drawn: _Drawn = field(default_factory=_Drawn)
+
+
 class Meter:
     """Counters and times of the training thread. Used by that thread alone."""
 
@@ -107,28 +118,21 @@ class Meter:
         self.skipped = 0
         self.wait_s = 0.0
         self.gap_s = 0.0
-        self._began_s: float | None = None
-        self._epoch_began_s = 0.0
         self.last_s = 0.0
-        self._epoch_samples = 0
-        self._epoch_wait_s = 0.0
-        self._epoch_drawn = _Drawn()
+        self._began_s: float | None = None
+        self._epoch = _EpochTotals()
         self._pending_gap_s = 0.0
-        self._first = True
         self._reuse = Reuse()
 
     def begin_epoch(self) -> None:
         now = self.clock()
         self._began_s = now if self._began_s is None else self._began_s
-        self._epoch_began_s = self.last_s = now
-        self._epoch_samples = 0
-        self._epoch_wait_s = 0.0
-        self._epoch_drawn = _Drawn()
-        self._first = True
+        self.last_s = now
+        self._epoch = _EpochTotals(now)
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
         """Begin a pass of the epoch over `snapshot`."""
-        self._epoch_drawn.add(snapshot)
+        self._epoch.drawn.add(snapshot)
 
     def add_gap(self, seconds: float) -> None:
         """Add `seconds` spent in the loader between two epochs."""
@@ -136,14 +140,16 @@ class Meter:
 
     def add_batch(self, samples: int, skipped: int, wait_s: float) -> None:
         """Add a batch of `samples`, delivered after a wait of `wait_s`."""
-        if self._first:
-            self.gap_s, self._pending_gap_s, self._first = self._pending_gap_s + wait_s, 0.0, False
+        epoch = self._epoch
+        if not epoch.batches:
+            self.gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
         self.samples += samples
-        self._epoch_samples += samples
+        epoch.samples += samples
         self.skipped += skipped
         self.batches += 1
+        epoch.batches += 1
         self.wait_s += wait_s
-        self._epoch_wait_s += wait_s
+        epoch.wait_s += wait_s
         self.last_s = self.clock()
 
     def add_drawn(self, snapshot: Snapshot, share: float) -> None:
@@ -152,20 +158,21 @@ class Meter:
 
     def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
         """The statistics of a loader in `epoch`."""
+        totals = self._epoch
         passed_s = 0.0 if self._began_s is None else self.last_s - self._began_s
-        epoch_s = self.last_s - self._epoch_began_s
+        epoch_s = self.last_s - totals.began_s
         return LoaderStats(
             epoch=epoch,
-            epoch_samples=self._epoch_drawn.samples,
-            shards=self._epoch_drawn.shards,
+            epoch_samples=totals.drawn.samples,
+            shards=totals.drawn.shards,
             samples=self.samples,
             batches=self.batches,
             skipped=self.skipped,
             wait_s=self.wait_s,
             wait_share=min(1.0, self.wait_s / passed_s) if passed_s > 0 else 0.0,
-            epoch_wait_share=min(1.0, self._epoch_wait_s / epoch_s) if epoch_s > 0 else 0.0,
+            epoch_wait_share=min(1.0, totals.wait_s / epoch_s) if epoch_s > 0 else 0.0,
             gap_s=self.gap_s,
-            samples_per_s=self._epoch_samples / epoch_s if self._epoch_samples and epoch_s > 0 else 0.0,
+            samples_per_s=totals.samples / epoch_s if totals.samples and epoch_s > 0 else 0.0,
             reuse_factor=self._reuse.factor,
             prepare_s=prepare_s,
         )
