@@ -49,7 +49,7 @@ class Job:
         closed: threading.Event,
         *job: object,
     ) -> Ranks:
-        # Called in the loader's own thread: which rank it is for was noted when the loader was made.
+        # Called in the loader's background thread: the event tells for which rank.
         rank = next(r for r, made in self.events.items() if made is closed)
         client = TCPStore(
             "127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
@@ -61,7 +61,7 @@ class Job:
         return ranks
 
     def run(self, work: Callable[[int, Callable[..., EpochLoader]], Any]) -> list[Any]:
-        """What `work(rank, make_loader)` returns, or raises, on each rank."""
+        """The result of `work(rank, make_loader)`, or its exception, for each rank."""
         self.events: dict[int, threading.Event] = {}
 
         def one(rank: int) -> Any:

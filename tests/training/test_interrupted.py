@@ -1,4 +1,6 @@
-"""Ctrl-C, or a notebook's stop button: the iteration fails, the state stays exact, and the next iteration goes on."""
+"""Ctrl-C, or a notebook's stop button: the iteration fails, the state stays exact, and the next iteration
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ def test_an_interrupt_before_the_first_batch_after_a_resume_keeps_the_place(new_
 
 
 def test_a_trainer_that_was_stopped_is_not_late_when_it_goes_on(new_cache: NewCache) -> None:
-    """All of its threads were stopped with it: nobody has kept it waiting."""
+    """The time in which the whole process was stopped does not count as waiting."""
 
     def slow(batch: object) -> object:
         time.sleep(1.0)

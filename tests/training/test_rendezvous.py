@@ -1,4 +1,6 @@
-"""Where ranks meet: not where those before them met, and never waiting for a store that says nothing."""
+"""The rendezvous of ranks: apart from that of earlier runs, and with a deadline for a store that does not
+answer.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ sys.stdin.read()
 
 
 class Dist:
-    """What `torch.distributed` says of the store of the jobs, which outlives them."""
+    """A stand-in for `torch.distributed` whose store outlives the jobs."""
 
     def __init__(self, server: Any) -> None:
         self.distributed_c10d = self
@@ -50,7 +52,7 @@ def dist(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> Dist:
 
 
 def meet(dist: Dist, rank: int, name: str, life: int) -> list[str]:
-    """What rank `rank` in its life number `life` learns of the others: the names of their caches."""
+    """The names of the other ranks' caches that rank `rank` learns after restart `life`."""
     never = threading.Event()
     line = meet_at(ProcessGroup(rank, 3, None), name, "the test", PATIENCE_S, PATIENCE_S, never)
     ranks = StoreRanks(line, rank, 3, Deadlines(PATIENCE_S), never)

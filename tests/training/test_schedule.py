@@ -1,4 +1,4 @@
-"""When the next segment is prepared: as late as is safe, so that it holds what is newest."""
+"""The schedule: the next segment is prepared as late as is safe, so that it has the newest samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING = np.zeros(0, np.int64)
 
 
 class Trainer:
-    """A schedule with an epoch of `batches` under way, and a clock of its own."""
+    """A schedule with a running epoch of `batches`, and a fake clock."""
 
     def __init__(self, batches: int) -> None:
         self.now = 0.0
@@ -123,7 +123,9 @@ def promised(batches: int) -> tuple[Trainer, Promise]:
 
 @pytest.mark.parametrize(("step_s", "total"), [(1 / 1024, 1000), (1 / 16, 100), (1 / 4, 100)])
 def test_what_is_promised_counts_as_gathered_only_when_it_is_asked_for(step_s: float, total: int) -> None:
-    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as without flows."""
+    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as without
+    flows.
+    """
     trainer, flow = promised(total)
     assert not trainer.is_due()
     for taken in range(1, total):
@@ -178,7 +180,7 @@ def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pause
 def test_a_slow_trainer_does_not_wake_the_gathering_thread_which_comes_by_itself(
     step_s: float, woken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Woken, it would take the GIL from the trainer."""
+    """A woken thread takes the GIL from the trainer."""
     trainer = Trainer(batches=100)
     trainer.gather(4)
     for number in range(1, 9):
