@@ -208,8 +208,7 @@ class TrainerPosition:
         return self._transfer.receive(delivery.staged), delivery.number
 
     def _fail(self, cursor: Cursor, error: BaseException) -> None:
-        """End the iteration of `cursor` if its epoch could not be prepared, or was interrupted
-        (KeyboardInterrupt).
+        """End the iteration of `cursor` on KeyboardInterrupt, or if its epoch could not be prepared.
 
         The next iteration begins the epoch again if none of its batches was delivered.
         """
