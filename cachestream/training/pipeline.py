@@ -74,19 +74,19 @@ class Gathering:
     def run(self, segment: Segment) -> None:
         """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
         num_threads = 1 if self._transform is None else self._threads(segment)
-        threads_in_order = OrderedThreads(num_threads, self._finish, self._deliver)
+        workers = OrderedThreads(num_threads, self._finish, self._deliver)
         assert segment.places is not None
         batches = read_batches(
             segment,
             segment.places,
             self._transfer.pool,
             lambda *damage: self._on_damage(segment, *damage),
-            threads_in_order.settle,
+            workers.settle,
             self.feed if can_flow(segment) else None,
         )
         # `map` keeps no reference to a batch; a generator would, and one more buffer in use makes the CPU
         # cache less effective.
-        if threads_in_order.run(map(functools.partial(_Work, segment), batches)) and segment.last:
+        if workers.run(map(functools.partial(_Work, segment), batches)) and segment.last:
             self._schedule.put(BatchGroup(segment, is_end=True))
 
     def _finish(self, work: _Work) -> tuple[BatchGroup, BaseException | None]:

@@ -437,8 +437,8 @@ class Preparer:
         """The number of samples that the epoch still takes from the order of this cache's ranks; None: all."""
         if self._settings.epoch_size is None:
             return None
-        share = len(self.ranks.group)
-        return max(0, (self._settings.epoch_size - request.drawn) * share // self.ranks.size)
+        group_size = len(self.ranks.group)
+        return max(0, (self._settings.epoch_size - request.drawn) * group_size // self.ranks.size)
 
     def _make_segment(self, request: Request, held: HeldSnapshot, cancelled: Callable[[], bool]) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
@@ -475,35 +475,39 @@ class Preparer:
             transform_key=mix_key(self._settings.drawing.seed, request.epoch, self.ranks.rank),
         )
 
-    def _plan(self, request: Request, size: int, bounds: IntArray | None, share: int) -> tuple[Plan, int]:
+    def _plan(
+        self, request: Request, size: int, bounds: IntArray | None, group_size: int
+    ) -> tuple[Plan, int]:
         """The plan of this rank, and the number of batches in the epoch before the ranks agree on the
         smallest.
         """
         batch_size, drop_last = self._settings.batch_size, self._settings.drop_last
         remaining = self._remaining(request)
         if bounds is not None:
-            batches = (len(bounds) - 1) // share
-            return Plan(size, batch_size, share, batches, bounds), request.done + batches
+            batches = (len(bounds) - 1) // group_size
+            return Plan(size, batch_size, group_size, batches, bounds), request.done + batches
         ends = remaining is None or size >= remaining
         if remaining is not None:
             size = min(size, remaining)
         # A pass that does not end the epoch gives whole batches only; the next pass gives the remaining
         # samples.
-        batches = count_batches(size, batch_size, share, drop_last or not ends)
+        batches = count_batches(size, batch_size, group_size, drop_last or not ends)
         if not batches and request.records is None:
-            if remaining is not None and remaining < batch_size * share:
+            if remaining is not None and remaining < batch_size * group_size:
                 raise ConfigError(
                     f"epoch_size={self._settings.epoch_size} makes no batch of {batch_size} for each of "
                     f"{self.ranks.size} ranks: give at least {batch_size * self.ranks.size}"
                 )
             raise NotEnoughSamplesError(
-                f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {share} ranks; "
+                f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {group_size} ranks; "
                 "wait for more (min_samples=), or use a smaller batch_size or drop_last=False"
             )
         rest = (
-            batches if remaining is None or ends else count_batches(remaining, batch_size, share, drop_last)
+            batches
+            if remaining is None or ends
+            else count_batches(remaining, batch_size, group_size, drop_last)
         )
-        return Plan(size, batch_size, share, batches), request.done + rest
+        return Plan(size, batch_size, group_size, batches), request.done + rest
 
     def _agree(self, segment: Segment, cancelled: Callable[[], bool]) -> None:
         """Settle on the number of batches that every rank can give."""

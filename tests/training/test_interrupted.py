@@ -25,7 +25,7 @@ from tests.training.conftest import NewCache
 
 SAMPLES: Final = 512
 BATCH: Final = 8
-INTERRUPTS: Final = 10
+INTERRUPTS: Final = 5
 STOPPED_S: Final = 4.0
 ROOT: Final = Path(__file__).parents[2]
 

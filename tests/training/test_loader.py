@@ -468,7 +468,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
             add_shard(cache, numbered(0, 8))
 
     listener = Listener()
-    monkeypatch.setattr(cold_start, "_SILENT_S", 0.0)
+    monkeypatch.setattr(cold_start, "_WARN_AFTER_S", 0.0)
     logging.getLogger("cachestream").addHandler(listener)
     try:
         with EpochLoader(cache, 4) as loader:
