@@ -161,13 +161,14 @@ class TrainerPosition:
                 "which hands them on to the others, over a queue.Queue for one"
             )
         try:
-            batch, number = self._next(cursor)
+            try:
+                batch, number = self._next(cursor)
+            finally:
+                self._lock.release()
         except BaseException as error:
             if cursor is self._running:
                 self._fail(cursor, error)
             raise
-        finally:
-            self._lock.release()
         # The last step, with no call after it: an interrupt before it leaves the batch uncounted and
         # undelivered.
         cursor.batches = number
