@@ -1,8 +1,8 @@
-"""An epoch's segment as plain values, from which its exact order is made again in another process.
+"""An epoch's segment as plain values, from which another process can rebuild its exact order.
 
-A record names the shards, how their samples were ordered, and where the order was cut since: at each resume
-the part already trained on is cut off, and with it the samples of shards that are gone by then. Cuts hold
-for any batch size and world size, because a plan's batches are runs of the order.
+A record names the shards, the order of their samples, and the cuts made since: each resume cuts off the part
+already trained on, and the samples of shards that are gone by then. Cuts hold for any batch size and world
+size, because a plan's batches are runs of the order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OrderKind = Literal["shuffled", "sequential", "listed", "local"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentCut:
-    """The order from `position` on, up to, not with, `stop` (None: its end), without the shards `gone`."""
+    """The order from `position` up to, and not including, `stop` (None: its end), without the shards `gone`."""
 
     position: int
     gone: tuple[int, ...] = ()
@@ -43,8 +43,9 @@ class SegmentCut:
 class SegmentRecord:
     """A segment of an epoch: `drawn` samples of the shards, in a recorded order, less the cuts.
 
-    `key` seeds the permutation of a "shuffled" order and of a "local" one, whose `window` and run length are in
-    `local`; `listed` and `bounds` are what a sampler gave. `split`: whose samples they are, None of all.
+    `key` seeds the permutation of a "shuffled" order and of a "local" one, whose window and run length are in
+    `local`. `listed` and `bounds` are a sampler's samples and batch ends. `split`: the split of the samples,
+    None for all.
     """
 
     shard_ids: IntArray
@@ -59,7 +60,7 @@ class SegmentRecord:
     split: str | None = None
 
     def check_split(self, split: Split | None) -> None:
-        """Raise ConfigError where the samples are not those of `split`."""
+        """Raise ConfigError if the samples are not those of `split`."""
         asked = None if split is None else split.name
         if asked != self.split:
             raise ConfigError(
@@ -67,24 +68,24 @@ class SegmentRecord:
             )
 
     def cut(self, position: int, gone: tuple[int, ...] = (), stop: int | None = None) -> SegmentRecord:
-        """The record from `position` of its present order on, up to, not with, `stop`."""
+        """The record from `position` of its present order up to, and not including, `stop`."""
         if not position and not gone and stop is None:
             return self
         return replace(self, cuts=(*self.cuts, SegmentCut(position, gone, stop)))
 
     def renumbered(self, shard_ids: IntArray) -> SegmentRecord:
-        """The same order over shards that are called `shard_ids` (int64 `[num_shards]`) elsewhere."""
+        """The same order over the shards with the ids `shard_ids` (int64 `[num_shards]`)."""
         names = dict(zip(self.shard_ids.tolist(), shard_ids.tolist(), strict=True))
         cuts = tuple(replace(cut, gone=tuple(names[old] for old in cut.gone)) for cut in self.cuts)
         return replace(self, shard_ids=shard_ids, cuts=cuts)
 
     @property
     def gone(self) -> set[int]:
-        """The shards whose samples have been cut out."""
+        """The ids of the shards whose samples were cut out."""
         return {shard_id for cut in self.cuts for shard_id in cut.gone}
 
     def to_state(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, as checkpoints want them."""
+        """The record as plain dicts, lists, numbers and strings, for checkpoints."""
         state: dict[str, Any] = {
             "shards": self.shard_ids.tolist(),
             "counts": self.counts.tolist(),
@@ -105,7 +106,7 @@ class SegmentRecord:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> SegmentRecord:
-        """Raises ConfigError for what `to_state` has not made."""
+        """The record of a state; raises ConfigError for a value that `to_state` did not return."""
         try:
             return cls(
                 shard_ids=np.array(state["shards"], np.int64),
@@ -141,7 +142,9 @@ def _window_and_run(values: list[int] | None) -> tuple[int, int] | None:
 
 
 def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
-    """The order that `record` describes, in the numbers of its own shards, and the bounds of a batch sampler."""
+    """The order that `record` describes, in sample numbers of its own shards, and the bounds of a batch
+    sampler.
+    """
     starts = _starts(record.counts)
     order, bounds = _base(record, int(starts[-1])), record.bounds
     for cut in record.cuts:
@@ -162,7 +165,9 @@ def rebuild(record: SegmentRecord) -> tuple[SampleOrder, IntArray | None]:
 
 
 def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> SampleOrder:
-    """`order` in the sample numbers of `snapshot`, which holds the record's shards less those that are gone."""
+    """Translate `order` to sample numbers of `snapshot`, which holds the record's shards less those that are
+    gone.
+    """
     if np.array_equal(record.shard_ids, snapshot.shard_ids):
         return order
     starts = _starts(record.counts)

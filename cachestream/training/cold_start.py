@@ -1,4 +1,4 @@
-"""Waiting for samples at cold start: until there are enough, or it is known, and said why, that there will not be."""
+"""The wait for samples at cold start: until there are enough, or an error says why there will not be."""
 
 from __future__ import annotations
 
@@ -20,58 +20,58 @@ if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
 
-_WATCH_S: Final = 0.02
-_SILENT_S: Final = 8.0
-_LOOK_AGAIN_S: Final = 0.5
-_LONGEST_S: Final = 0.5  # of a look: more where the process was stopped, and nobody has kept it waiting
+_POLL_S: Final = 0.02
+_WARN_AFTER_S: Final = 8.0
+_WARN_RETRY_S: Final = 0.5
+_LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the process was stopped (SIGSTOP)
 
 logger = logging.getLogger("cachestream")
 
 
 class ColdStart:
-    """Waits for the samples that an epoch of `settings` takes from `cache`, until `closed`."""
+    """The wait for the samples that an epoch of `settings` takes from `cache`; `closed` ends it."""
 
     def __init__(self, cache: Cache, settings: EpochSettings, closed: threading.Event) -> None:
         self._cache = cache
         self._settings = settings
         self._closed = closed
 
-    def wait(self, share: int, cancelled: Callable[[], bool]) -> None:
-        """Wait until a batch for each of the `share` ranks of the cache is there, or what the user wants to begin with.
+    def wait(self, num_ranks: int, cancelled: Callable[[], bool]) -> None:
+        """Wait until the cache holds `min_samples`, or a batch for each of its `num_ranks` ranks.
 
-        Raises NotEnoughSamplesError when there are, and will be, too few, and Cancelled.
+        Raises NotEnoughSamplesError when there are and will be too few, and Cancelled.
         """
         settings = self._settings
-        whole = settings.batch_size * share
+        whole = settings.batch_size * num_ranks
         wanted = settings.min_samples or whole
-        least = settings.min_samples or (whole if settings.drop_last else share)
-        # A moment before the trainer gives up waiting for its batch: this error says more.
-        give_up_s, speak_s = 0.9 * settings.timeout_s, _SILENT_S
-        waited_s, looked_s = 0.0, time.monotonic()
+        least = settings.min_samples or (whole if settings.drop_last else num_ranks)
+        # Shortly before the trainer's own timeout, because this error says more.
+        give_up_s, warn_s = 0.9 * settings.timeout_s, _WARN_AFTER_S
+        waited_s, polled_s = 0.0, time.monotonic()
         while (have := count_samples(self._cache, settings.split)) < wanted:
             state = self._cache.fill_state()
             ended = state in ("complete", "full", "failed")
             late = waited_s > give_up_s
             if ended or late:
-                # Asked again: the last samples may have come between the count and the state.
+                # The last samples may have come between the count and the state.
                 have = count_samples(self._cache, settings.split)
                 if have >= least:
                     return
                 raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
-            if waited_s > speak_s:
-                speak_s = math.inf if self._tell_why(have, wanted) else waited_s + _LOOK_AGAIN_S
-            if cancelled() or self._closed.wait(_WATCH_S):
+            if waited_s > warn_s:
+                warn_s = math.inf if self._warn_why(have, wanted) else waited_s + _WARN_RETRY_S
+            if cancelled() or self._closed.wait(_POLL_S):
                 raise Cancelled
-            before_s, looked_s = looked_s, time.monotonic()
-            waited_s += min(looked_s - before_s, _LONGEST_S)
+            before_s, polled_s = polled_s, time.monotonic()
+            waited_s += min(polled_s - before_s, _LONGEST_POLL_S)
 
-    def _tell_why(self, have: int, wanted: int) -> bool:
-        """Say what the samples are waited for, if it is known; returns whether it is."""
+    def _warn_why(self, have: int, wanted: int) -> bool:
+        """Log why samples are missing; return whether the reason is known."""
         with self._cache.catalogue.reading() as tables:
             why = hindrance(self._cache.directory, tables)
         if why:
-            told = "no samples" if not have else f"{have} samples of {wanted}"
-            logger.warning("%s holds %s so far: %s", self._cache.path, told, why)
+            text = "no samples" if not have else f"{have} samples of {wanted}"
+            logger.warning("%s holds %s so far: %s", self._cache.path, text, why)
         else:
             warn_of_skipped(self._cache)
         return bool(why)
@@ -103,5 +103,5 @@ class ColdStart:
         else:
             hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
         of = "" if self._settings.split is None else f" of the split '{self._settings.split.name}'"
-        told = f"{self._cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
-        return f"{told} ({skipped})" if skipped and skipped not in hint else told
+        text = f"{self._cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
+        return f"{text} ({skipped})" if skipped and skipped not in hint else text

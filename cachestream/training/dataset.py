@@ -1,7 +1,7 @@
 """One epoch's samples as an ordinary map-style dataset: frozen, leased, for any DataLoader and sampler.
 
-How many threads torch uses in a thread of the trainer's is not ours to change: `torch.set_num_threads` sets what
-other threads begin with too, and one whose first operation falls into that moment would keep it.
+Nothing here calls `torch.set_num_threads`: it also sets the number for new threads of the program, and a
+thread whose first torch operation falls into that moment would keep it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 
 
 def select_alone(rows: torch.Tensor, wanted: torch.Tensor, out: torch.Tensor) -> None:
-    """`torch.index_select(rows, 0, wanted, out=out)` for rows of a window; `wanted` is trusted."""
+    """Do `torch.index_select(rows, 0, wanted, out=out)` in this thread, for rows of a window; `wanted` is not
+    checked.
+    """
     if columns.in_c is None or not out.is_contiguous():
         out.numpy()[...] = rows.numpy()[wanted.numpy()]
         return
     count = len(wanted)
     if not count:
         return
-    # As the first rows of as many shards: their numbers, the rows', and where they begin.
+    # Each row is passed as row 0 of a shard of its own: shard numbers, row numbers, addresses.
     places = np.zeros((3, count), np.int64)
     places[0] = np.arange(count)
     places[2] = wanted.numpy() * rows.element_size() + rows.data_ptr()
@@ -59,12 +61,12 @@ _KEYS_AT_ONCE: Final = 65_536
 class EpochDataset(torch.utils.data.Dataset[Any]):
     """A frozen snapshot of a cache as a dataset: `len()`, `[i]`, and whole batches at memory speed.
 
-    A sample is what the source gave: a dict (or tuple, or bare value) of tensors, str and bytes. The snapshot's
-    shards stay on disk until `close` (or the process ends), whatever is cached and evicted meanwhile.
-    Thread-safe; usable in forked and spawned DataLoader workers, which hold the lease themselves.
+    A sample is the source's: a dict (or tuple, or bare value) of tensors, str and bytes. The snapshot's
+    shards stay on disk until `close`, or until the process ends. Thread-safe; usable in forked and spawned
+    DataLoader workers, which hold the lease themselves.
 
-    Raises CorruptShardError for a sample whose shard is damaged or missing, IndexError past the end, TypeError for what is
-    no index, and EpochError after `close`.
+    Raises CorruptShardError for a sample whose shard is damaged or missing, IndexError past the end,
+    TypeError for an invalid index, and EpochError after `close`.
     """
 
     def __init__(
@@ -77,50 +79,50 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._begin_process()
 
     def _begin_process(self) -> None:
-        """What belongs to one process: its locks, its buffers. A forked child starts its own."""
+        """Make the locks and buffers of this process; a forked child makes its own."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pool = BufferPool(_KEEP_BUFFERS)
         self._gatherer: Gatherer | None = None
-        self._listing: SmallSnapshot | None = None
+        self._small_snapshot: SmallSnapshot | None = None
         self._columns: FixedColumns | None = None
 
     def __len__(self) -> int:
         return self.snapshot.num_samples
 
     def __getitem__(self, index: SupportsIndex | slice | Indices) -> Any:
-        """Sample `index` (negative ones count from the end); of a slice, or a sequence of indices, the batch that
-        `cs.collate` makes of the samples. Tensors own their memory.
+        """Sample `index` (negative ones count from the end); for a slice or a sequence of indices, the batch
+        that `cs.collate` makes of the samples. Tensors own their memory.
         """
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
         if hasattr(index, "__len__") and not _is_one_number(index):
-            return packed(self._gather(self._checked(index)), self.snapshot.schema)
-        columns = self._gather(self._checked([operator.index(index)]))  # type: ignore[arg-type]
+            return packed(self._gather(self._check_indices(index)), self.snapshot.schema)
+        columns = self._gather(self._check_indices([operator.index(index)]))  # type: ignore[arg-type]
         return packed({name: column[0] for name, column in columns.items()}, self.snapshot.schema)
 
     def __getitems__(self, indices: Indices) -> Sequence[Any]:
-        """The samples at `indices`, gathered as one; what a DataLoader asks for."""
-        where = self._checked(indices)
+        """The samples at `indices`, gathered together; a DataLoader calls this."""
+        where = self._check_indices(indices)
         return as_samples(self._gather(where), self.snapshot.schema, len(where))
 
     def keys(self, indices: Indices | None = None) -> list[str]:
-        """The keys that the source gave the samples at `indices` (None: all of them, in order)."""
-        where = self._checked(range(len(self)) if indices is None else indices)
+        """The keys of the samples at `indices` (None: of all samples, in order)."""
+        where = self._check_indices(range(len(self)) if indices is None else indices)
         found: list[str] = []
         for start in range(0, len(where), _KEYS_AT_ONCE):
             part = where[start : start + _KEYS_AT_ONCE]
-            with self._alone():
-                gatherer = self._opened()
+            with self._exclusive():
+                gatherer = self._open()
                 found += gatherer.keys(*_mapped(gatherer.maps, part))
         return found
 
     def close(self) -> None:
-        """Give the shards free for eviction. Tensors handed out stay good."""
+        """Release the shards for eviction. Tensors handed out stay valid."""
         self._closed = True
         self._maps = None
         self._gatherer = None
-        self._listing = None
+        self._small_snapshot = None
         self._columns = None
         if self._lease is not None:
             self._lease.release()
@@ -137,12 +139,14 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return {"snapshot": self.snapshot}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Joined here, while the sender still holds it: its process starts children and waits for them.
+        # The lease is joined here, while the sender, which waits for its children to start, still holds it.
         snapshot = state["snapshot"]
         self.__init__(snapshot, join_lease(snapshot.lease))  # type: ignore[misc]
 
-    def _checked(self, indices: Any) -> IntArray:
-        """`indices` as int64 `[n]` in range(len(self)); raises IndexError for others, TypeError for no integers."""
+    def _check_indices(self, indices: Any) -> IntArray:
+        """Return `indices` as int64 `[n]` in range(len(self)); raises IndexError outside of it, TypeError for
+        other types.
+        """
         given = np.array(indices.numpy(force=True) if isinstance(indices, torch.Tensor) else indices)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(
@@ -151,15 +155,17 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         where, size = given.astype(np.int64, copy=False), self.snapshot.num_samples
         if _all_within(where, size):
             return where
-        if given.dtype.kind == "i":  # cast from unsigned numbers, negative ones are huge
+        if (
+            given.dtype.kind == "i"
+        ):  # negative values cast from unsigned ones are overflows, not indices from the end
             where[where < 0] += size
         if not _all_within(where, size):
             raise IndexError(f"index {reprlib.repr(indices)} is outside of a dataset of {size} samples")
         return where
 
     def _gather(self, where: IntArray) -> Columns:
-        with self._alone():
-            gatherer = self._opened()
+        with self._exclusive():
+            gatherer = self._open()
             if self._columns is not None:
                 shards, rows = _mapped(gatherer.maps, where)
                 self._reading.reach(where)
@@ -167,22 +173,22 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             return gatherer.gather(self._block(gatherer, where), 0, len(where))
 
     def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
-        if (listing := self._listing) is not None:
+        if (small := self._small_snapshot) is not None:
             self._reading.reach(where)
-            return listing.block(where)
+            return small.block(where)
         block = gatherer.block(*_mapped(gatherer.maps, where))
         self._reading.reach(where)
-        self._listing = SmallSnapshot.of(gatherer.maps)
+        self._small_snapshot = SmallSnapshot.of(gatherer.maps)
         return block
 
-    def _alone(self) -> threading.Lock:
-        """The lock under which one thread at a time uses the gatherer."""
+    def _exclusive(self) -> threading.Lock:
+        """The lock of the gatherer, which one thread at a time uses."""
         if self._pid != os.getpid():
             self._follow_fork()
         return self._lock
 
-    def _opened(self) -> Gatherer:
-        """The gatherer, under the lock."""
+    def _open(self) -> Gatherer:
+        """The gatherer, made at the first use; called with the lock."""
         if self._closed:
             raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
         if self._gatherer is None:
@@ -193,7 +199,7 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         return self._gatherer
 
     def _follow_fork(self) -> None:
-        """In a forked child: hold the lease oneself; the parent's locks may be in any state."""
+        """Join the lease in a forked child, and replace the parent's locks, which may be in any state."""
         if self._maps is not None:
             self._maps.after_fork()
         if self._lease is not None and not self._closed:
@@ -210,7 +216,7 @@ def _is_one_number(index: Any) -> bool:
 
 
 def _all_within(where: IntArray, size: int) -> bool:
-    """Whether all of `where` are in range(size): as unsigned numbers, negative ones are huge."""
+    """Return whether all of `where` are in range(size); as unsigned numbers, negative ones are huge."""
     if not len(where):
         return True
     unsigned = where.view(np.uint64)
@@ -218,7 +224,9 @@ def _all_within(where: IntArray, size: int) -> bool:
 
 
 def _mapped(maps: EpochMaps, where: IntArray) -> tuple[IntArray, IntArray]:
-    """The shards and rows of samples `where`, mapped; raises CorruptShardError for one that is damaged."""
+    """The shards and rows of samples `where`, with the shards mapped; raises CorruptShardError for a damaged
+    one.
+    """
     shards, rows = maps.locate(where)
     for _, error in maps.open(shards):
         raise error

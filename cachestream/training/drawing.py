@@ -1,4 +1,4 @@
-"""The order of a new snapshot's samples, for all ranks of a cache together: the one list that they split."""
+"""The order of a new snapshot's samples: one list that all ranks of a cache split."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ Cancelled = Callable[[], bool]
 
 
 def rounds_of(request: Request) -> tuple[str, str]:
-    """The names of the rounds in which ranks may exchange something before the one that settles the segment."""
+    """The names of the two rounds in which ranks may exchange values before the round that settles the
+    segment.
+    """
     return f"{request.name}.lists", f"{request.name}.order"
 
 
 def exchange_updates(weights: KeyWeights, request: Request, ranks: Ranks, cancelled: Cancelled) -> None:
-    """Take in the updates of all ranks. Of every segment, also by ranks whose order is recorded: others may have to draw."""
+    """Apply the updates of all ranks. Called for every segment, also of a recorded order: other ranks may
+    have to draw.
+    """
     answers = ranks.agree(rounds_of(request)[0], {"updates": weights.pending()}, cancelled)
     weights.settle(answer["updates"] for answer in answers)
 
@@ -41,9 +45,10 @@ def draw_order(
     remaining: int | None,
     cancelled: Cancelled,
 ) -> SegmentRecord:
-    """The order of a segment, of `remaining` samples at most (None: as many as there are).
+    """Draw the order of a segment, of at most `remaining` samples (None: all).
 
-    Raises whatever the sampler raises, ConfigError for samples that are not there, and as `TorchrunJob.agree` does.
+    Raises the errors of the sampler, ConfigError for samples that do not exist, and as `StoreRanks.agree`
+    does.
     """
     snapshot, drawing = dataset.snapshot, settings.drawing
     key = mix_key(drawing.seed, request.epoch, request.index)
@@ -72,7 +77,7 @@ def _weighted(
     how: tuple[int, int],
     cancelled: Cancelled,
 ) -> IntArray:
-    """What the leader draws: none of the others needs to know as much as it does."""
+    """The samples that the group's leader draws by their weights, int64 `[n]`."""
 
     def make() -> Payload:
         return {"drawn": _pack(draw(weights.of_snapshot(dataset.snapshot), *how))}
@@ -83,8 +88,10 @@ def _weighted(
 def _together(
     mine: Selection, settings: EpochSettings, request: Request, ranks: Ranks, cancelled: Cancelled
 ) -> Selection:
-    """What the samplers of the group's ranks chose, each for itself, as the one order that gives each rank its own."""
-    answers = ranks.confer(
+    """Join the selections that the samplers of the group's ranks made into one order, from which each rank
+    gets its own.
+    """
+    answers = ranks.agree_in_group(
         rounds_of(request)[0],
         {
             "drawn": _pack(mine.indices),
@@ -103,9 +110,10 @@ def _together(
 
 
 def interleave(lists: list[IntArray], bounds: list[IntArray] | None, batch_size: int) -> Selection:
-    """One order, of which each rank gets its own list when they split it: batch by batch, in turns.
+    """Interleave the ranks' lists by batches, so that ranks which split the result get their own lists.
 
-    As many batches as the shortest list has, the last one of as many samples from each as all of them have.
+    The result has as many batches as the shortest list; the last one takes the same number of samples from
+    each list.
     """
     if bounds is not None:
         batches = [

@@ -1,7 +1,7 @@
-"""Epochs as JSON manifests: their format, recording them beside the training, and replaying them.
+"""Epochs as JSON manifests: their format, recording during training, and replay.
 
 An epoch is a chain of stretches, each a run of batches from one set of shards: one stretch for each pass over
-the cache, and another one from every place where the job went on after an interruption.
+the cache, and one more from every place at which the job was resumed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _VERSION: Final = 1
 class Stretch:
     """`batches` batches for each of the `ranks` that shared the order, after `done` batches of the epoch.
 
-    `samples` of the order were drawn for them. The shards of `record` are numbered by their places in the manifest.
+    `samples` samples of the order were drawn for them. The shards of `record` are numbered by their index in
+    the manifest.
     """
 
     index: int
@@ -50,7 +51,7 @@ class Stretch:
     record: SegmentRecord
 
     def until(self, done: int) -> Stretch:
-        """The stretch, ended after `done` batches of the epoch."""
+        """The stretch, cut off after `done` batches of the epoch."""
         if done >= self.done + self.batches:
             return self
         batches = max(0, done - self.done)
@@ -60,15 +61,15 @@ class Stretch:
         return replace(self, batches=batches, samples=min(samples, self.samples))
 
     def drawn(self) -> SegmentRecord:
-        """The order, ended where it was."""
+        """The record of the samples that were drawn."""
         return self.record.cut(0, stop=self.samples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochManifest:
-    """An epoch as it was trained, as far as the shards of one cache go: `shards` are what its stretches name.
+    """An epoch as it was trained on one cache: `shards` are those that its stretches name.
 
-    `settings` tell of the job for those who read it: world size, seed and the like.
+    `settings` describe the job for readers: world size, seed and the like.
     """
 
     epoch: int
@@ -77,7 +78,7 @@ class EpochManifest:
     stretches: tuple[Stretch, ...]
 
     def with_stretch(self, stretch: Stretch, contents: Iterable[Content]) -> EpochManifest:
-        """The epoch, gone on with from where `stretch` begins; its shards are numbered as `contents` are."""
+        """The epoch, continued with `stretch` from its beginning; its shards have the ids in `contents`."""
         places = {(shard.shard_id, shard.hash): place for place, shard in enumerate(self.shards)}
         shards = list(self.shards)
         names: dict[int, int] = {}
@@ -87,7 +88,7 @@ class EpochManifest:
                 places[identity] = len(shards)
                 shards.append(content)
             names[content.shard_id] = places[identity]
-        # Shards that were gone already are in no cache: numbers of their own, which nothing looks up.
+        # Shards that were gone already get negative numbers, which are never looked up.
         ids = np.array([names.get(old, -1 - old) for old in stretch.record.shard_ids.tolist()], np.int64)
         before = [old.until(stretch.done) for old in self.stretches if old.done < stretch.done]
         added = replace(stretch, record=stretch.record.renumbered(ids))
@@ -95,12 +96,12 @@ class EpochManifest:
 
 
 def manifest_name(epoch: int, leader: int) -> str:
-    """The file of `epoch` for the cache that rank `leader` is the first of."""
+    """The file name for `epoch` on the cache whose first rank is `leader`."""
     return f"epoch-{epoch:06d}.json" if not leader else f"epoch-{epoch:06d}.rank{leader}.json"
 
 
 def save_manifest(path: str, manifest: EpochManifest) -> None:
-    """Write `manifest`, whole or not at all. Raises OSError."""
+    """Write `manifest` atomically. Raises OSError."""
     fills: dict[str, int] = {}
     shards = []
     for shard in manifest.shards:
@@ -130,7 +131,7 @@ def save_manifest(path: str, manifest: EpochManifest) -> None:
 
 
 def load_manifest(path: str) -> EpochManifest:
-    """The manifest in the file at `path`; raises ConfigError for a file that is not there, or is none."""
+    """Read the manifest at `path`; raises ConfigError for a missing file or another format."""
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -173,9 +174,10 @@ _CLOSE_S: Final = 30.0
 
 
 class Recorder:
-    """Writes manifests into `folder`, made if need be, in a thread of its own. Used from the training thread.
+    """A writer of manifests into `folder`, in a thread of its own. Used from the training thread.
 
-    `settings` go into each manifest. What cannot be written, or not in time, is told in a warning: training goes on.
+    `settings` go into each manifest. A manifest that cannot be written, or not in time, is a warning:
+    training goes on.
     """
 
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:
@@ -193,23 +195,26 @@ class Recorder:
         self._pid = os.getpid()
 
     def enter(self, segment: Segment, leader: int, world_size: int) -> None:
-        """The first batch of `segment` has come, on the rank that is the first of its cache: `leader`."""
+        """Record `segment`, whose first batch has come, on `leader`, the first rank of the cache."""
         self._warn()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "cachestream-record")
-        # A lease of its own: the epoch may be over before its shards' headers are read.
+        # A lease of its own, because the epoch may end before the headers of its shards are read.
         lease = join_lease(segment.snapshot.lease)
         self._sent.append(self._thread.submit(self._write, segment, lease, leader, world_size))
 
     def flush(self) -> None:
-        """Wait until all of it is written, while that takes no longer than `_CLOSE_S`: what a checkpoint goes on from
-        should be recorded. A forked child waits for nothing: its parent writes.
+        """Wait up to `_CLOSE_S` until all manifests are written, so that a checkpoint's epoch is recorded.
+
+        Does not wait in a forked child, whose parent writes.
         """
         if self._pid == os.getpid():
             self._warn_of_late(wait(self._sent, _CLOSE_S).not_done)
 
     def close(self) -> None:
-        """Finish what is to be written. What takes longer is still written, beside whatever comes next."""
+        """Wait up to `_CLOSE_S` for the manifests to be written; later ones are still written in the
+        background.
+        """
         thread, self._thread = self._thread, None
         late = wait(self._sent, _CLOSE_S).not_done
         if thread is not None:
@@ -255,7 +260,7 @@ class Recorder:
 
 
 def _known(path: str, fresh: EpochManifest) -> EpochManifest:
-    """What is recorded of an epoch that goes on, or `fresh` where nothing is."""
+    """The manifest of a resumed epoch at `path`, or `fresh` if there is none."""
     try:
         return load_manifest(path)
     except CacheStreamError:
@@ -267,14 +272,14 @@ _NAME: Final = re.compile(r"epoch-([0-9]{6,})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What comes after a stretch in its epoch: for each, the samples of its order, and the batches that a batch
-    sampler cut it into (0 where none did).
+    """The later stretches of an epoch: for each, the samples of its order, and the number of a batch
+    sampler's batches (0 without one).
     """
 
     stretches: tuple[tuple[int, int], ...]
 
     def batches(self, batch_size: int, ranks: int) -> int:
-        """How many batches these give each of `ranks`."""
+        """The number of batches that these stretches give each of `ranks`."""
         return sum(
             cut // ranks if cut else count_batches(samples, batch_size, ranks, drop_last=False)
             for samples, cut in self.stretches
@@ -282,7 +287,7 @@ class Rest:
 
 
 class Replay:
-    """The manifests at `path`: one file, or a folder of them. Raises ConfigError where there are none."""
+    """The manifests at `path`, one file or a folder of them. Raises ConfigError if there are none."""
 
     def __init__(self, path: str) -> None:
         self._single = path if not os.path.isdir(path) else None
@@ -300,13 +305,13 @@ class Replay:
             )
 
     def stretch(self, cache: Cache, epoch: int, index: int, leader: int) -> SegmentRecord:
-        """Stretch `index` of `epoch` over the shards of `cache`, for the cache whose first rank is `leader`.
+        """Stretch `index` of `epoch` with the shard ids of `cache`, whose first rank is `leader`.
 
         Raises EpochError when some of its shards are not cached.
         """
         manifest, stretches = self._stretches(epoch, leader)
         record = stretches[index].drawn()
-        # Numbers below 0 are of shards that the epoch did without.
+        # Negative numbers stand for shards that were gone when the epoch was recorded.
         needed = {place: manifest.shards[place] for place in record.shard_ids.tolist() if place >= 0}
         found = self._contents.find(cache, needed.values())
         missing = [shard for shard in needed.values() if shard.hash not in found]
@@ -320,7 +325,7 @@ class Replay:
         return record.renumbered(np.array(ids, np.int64))
 
     def rest(self, epoch: int, index: int, leader: int) -> Rest:
-        """What comes after stretch `index` of `epoch`."""
+        """The stretches after stretch `index` of `epoch`."""
         later = self._stretches(epoch, leader)[1][index + 1 :]
         return Rest(tuple((stretch.samples, _cut(stretch)) for stretch in later))
 

@@ -1,4 +1,4 @@
-"""The loader that training iterates: each iteration is an epoch over what is cached by then."""
+"""The loader that a trainer iterates: each iteration is an epoch over the samples cached by then."""
 
 from __future__ import annotations
 
@@ -37,51 +37,62 @@ if TYPE_CHECKING:
 
 
 _instances = itertools.count()
-# Or half of what the trainer waits: the late rank is named before that is over.
+# At most half of the trainer's timeout, so that the error that names the late rank comes first.
 _RANKS_DEADLINE_S: Final = 60.0
 
 
 class EpochLoader:
-    """Batches of a growing cache; every `iter()` is the next epoch, drawn from what is cached by then.
+    """Batches of a growing cache; every `iter()` is the next epoch, drawn from the samples cached by then.
 
-    A batch is a dict of tensors `[batch_size, ...]` (lists for str, bytes and fields whose shape varies), or a tuple
-    or a bare value if the samples are. Tensors own their memory: change them, keep them. The next epoch is prepared
-    during this one, so there is no gap between them. Under `torch.distributed` the ranks agree by themselves: all
-    make the same number of steps, and no sample comes twice in an epoch.
+    A batch is a dict of tensors `[batch_size, ...]` (lists for str, bytes and fields whose shape varies), or
+    a tuple or a bare value if the samples are. Tensors own their memory: change them, keep them. The next
+    epoch is prepared during this one, so there is no gap between them. Under `torch.distributed` the ranks
+    agree by themselves: all ranks make the same number of steps, and no sample comes twice in an epoch.
 
     Args:
         cache: the `Cache` to draw from.
         batch_size: samples in a batch, on each rank.
         shuffle: a new pseudo-random order every epoch, from `seed`; otherwise in order of arrival.
-        epoch_size: samples in an epoch, over all ranks. None: all that are cached, once. Fewer: those of the least used shards first.
-            More: further passes over refreshed snapshots, so that epochs of a fixed length run over a growing cache.
-        min_samples: how many must be cached before an epoch begins (None: one batch for each rank).
+        epoch_size: samples in an epoch, over all ranks. None: all cached samples, once. Fewer: samples of the
+            least used shards first. More: further passes over refreshed snapshots, so that epochs of a fixed
+            length run over a growing cache.
+        min_samples: the samples that must be cached before an epoch begins (None: a batch for each rank).
         turnover: the share of a full cache that an epoch leaves for the filling to replace.
-        drop_last: whole batches only. Otherwise the rest makes one more batch, if it has a sample for each rank.
-        device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, copied on a stream of its own).
-        sampler: a torch sampler, or a function that gets the epoch's dataset and returns one; `shuffle` is ignored.
-        batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up to two threads
-            at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch, rank): the same draws in every
-            run and after a resume, and none from the trainer's own generators. It goes to the second positional parameter
-            without a default, or to one called `generator` or `rng` that is None by default.
+        drop_last: whole batches only. Otherwise the remaining samples make one more batch, if each rank gets
+            one.
+        device: where batches are delivered: None or "cpu", or "cuda" (pinned buffers, copied on a stream of
+            its own).
+        sampler: a torch sampler, or a function that gets the epoch's dataset and returns one; `shuffle` is
+            ignored.
+        batch_transform: `fn(batch)` or `fn(batch, generator)`, called with every batch, on its device, in up
+            to two threads at once. The `torch.Generator`, on that device, is seeded by (seed, epoch, batch,
+            rank): the same draws in every run and after a resume, and none from the trainer's own generators.
+            It goes to the second positional parameter without a default, or to one called `generator` or
+            `rng` that is None by default.
         prefetch: batches gathered ahead.
-        timeout_s: the longest wait for a batch; after it EpochError says what is going on.
-        with_keys: batches hold their samples' keys, a list of str: the field "__key__", or a tuple's last one.
-        record: a folder, one for each run: every epoch leaves its manifest there (its shards, order and batches).
-        replay: a manifest, or a folder of them: those epochs again, the same batches for the same `batch_size` and number
-            of ranks, otherwise the same samples in the same order. EpochError when their shards are not cached.
-        weights: samples are drawn as often as the weights of their keys say: True for equal ones to begin with, or a
-            mapping; `update_weights` changes them. Keys without a weight have the mean one. Implies `with_keys`.
-        locality: shuffle within a window of so many samples, for caches larger than memory: batches come from as many
-            samples at a time, which are read in long runs, from all over the cache. Let a window fit in memory twice.
-        ragged: how fields come whose shape varies, and bytes: "list", "padded" (a `Padded`: values and lengths), "nested" (a
-            jagged tensor), as one tensor without an object a sample; or a mapping of fields to these, str included.
-        split: "train", without the samples that are held out, or "held-out", those alone: by a hash of their keys, the same
-            on every run, node and resume. None: all, or "train" where `holdout` is given.
-        holdout: the share of the samples that is held out, such as 0.05. The cache keeps it: one share for all that use it.
+        timeout_s: the longest wait for a batch, in seconds; after it EpochError with a diagnosis is raised.
+        with_keys: batches hold their samples' keys, a list of str: the field "__key__", or the last one of a
+            tuple.
+        record: a folder, one for each run, for the manifest of each epoch (its shards, order and batches).
+        replay: a manifest, or a folder of them, of epochs to repeat: the same batches for the same
+            `batch_size` and number of ranks, otherwise the same samples in the same order. EpochError if
+            their shards are not cached.
+        weights: draw samples in proportion to the weights of their keys: True for initially equal ones, or a
+            mapping; `update_weights` changes them. A key without a weight has the mean of the others. Implies
+            `with_keys`.
+        locality: shuffle within a window of so many samples, for caches larger than memory: a window is read
+            in long runs from all over the cache. Two windows should fit in memory.
+        ragged: the form of bytes and of fields whose shape varies: "list", "padded" (a `Padded`: values and
+            lengths) or "nested" (a jagged tensor), the latter two without an object per sample; or a mapping
+            of fields, str included, to these.
+        split: "train", the samples that are not held out, or "held-out", the others: chosen by a hash of the
+            key, the same on every run, node and resume. None: all samples, or "train" if `holdout` is given.
+        holdout: the share of the samples that is held out, such as 0.05. The cache stores it, for all its
+            users.
 
-    Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError, RankMismatchError,
-    EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in the process that made it.
+    Raises ConfigError for arguments that cannot work; while iterating NotEnoughSamplesError,
+    RankMismatchError, EpochError, and whatever `batch_transform` or `sampler` raise. Used by one thread, in
+    the process that made it.
     """
 
     def __init__(
@@ -128,35 +139,35 @@ class EpochLoader:
         self.batch_size = settings.batch_size
         folder = None if record is None else parse_path(record, "record")
         self._recorder = None if folder is None else Recorder(folder, settings.to_record())
-        self._engine = _make_engine(cache, settings, prefetch, device, batch_transform)
-        # Not the loader but the engine is what the threads hold, so a forgotten loader ends them.
-        weakref.finalize(self, self._engine.stop, join=False).atexit = False
-        self._course = TrainerPosition(self._engine, self._recorder, settings)
+        self._pipeline = _make_pipeline(cache, settings, prefetch, device, batch_transform)
+        # The threads hold the pipeline and not the loader, so a loader without references ends them.
+        weakref.finalize(self, self._pipeline.stop, join=False).atexit = False
+        self._position = TrainerPosition(self._pipeline, self._recorder, settings)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch; one that was left early ends. One that no batch was taken of begins once more:
-        frameworks call `iter()` to see whether they can.
+        """Begin the next epoch; one that was left early ends. An epoch of which no batch was taken begins
+        again, because frameworks call `iter()` to test for iterability.
         """
-        return _Batches(self, self._course, self._course.begin())
+        return _Batches(self, self._position, self._position.begin())
 
     # --- epochs
 
     def __len__(self) -> int:
-        """Batches on each rank in the epoch that is being iterated, or else (after a `break`, too) in the next one, which is
-        then prepared.
+        """The number of batches on each rank in the running epoch, otherwise (also after a `break`) in the
+        next one, which is then prepared.
         """
-        return self._course.length()
+        return self._position.length()
 
     def peek(self) -> Any:
-        """The batch that the next iteration begins with, to look at: a copy, which costs no epoch and moves nothing.
+        """A copy of the first batch of the next iteration; the position does not change.
 
-        Prepares the next epoch as `len` does, together with the other ranks. Raises EpochError during an iteration, and
-        what the first `next` would raise.
+        Prepares the next epoch as `len` does, together with the other ranks. Raises EpochError during an
+        iteration, and the errors of the first `next`.
         """
-        return self._course.peek()
+        return self._position.peek()
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Not there: raises TypeError, that says what a DataLoader over this one should be instead."""
+        """Raise TypeError: batches come by iteration, samples by index from `cache.snapshot()`."""
         raise TypeError(
             "an EpochLoader gives batches by iteration, in place of a DataLoader: 'for batch in loader'. For samples by "
             "index, or for a DataLoader over them, use cache.snapshot()"
@@ -164,7 +175,7 @@ class EpochLoader:
 
     @property
     def sampler(self) -> NoReturn:
-        """Not there: raises AttributeError, that says what there is in place of Accelerate's `skip_first_batches`."""
+        """Raise AttributeError, which names the replacement for Accelerate's `skip_first_batches`."""
         raise AttributeError(
             "an EpochLoader has no sampler to skip batches by (skip_first_batches): its state_dict() and load_state_dict() go "
             "on at the exact next batch, and cachestream.integrations.accelerate.prepare_loader saves and loads them"
@@ -173,28 +184,29 @@ class EpochLoader:
     @property
     def epoch(self) -> int:
         """The running epoch, or else the next one; the first is 0."""
-        return self._course.epoch
+        return self._position.epoch
 
     @property
     def batches_done(self) -> int:
-        """Batches of the running epoch that this rank was given, those before a checkpoint included; 0 between epochs."""
-        return self._course.batches_done or 0
+        """Batches of the running epoch that this rank was given, also before a checkpoint; 0 between epochs."""
+        return self._position.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one. Its order depends on the seed and this number."""
         number = whole_number(epoch)
         if number is None or number < 0:
             raise ConfigError(f"set_epoch({epoch!r}): give the number of an epoch, 0 or more")
-        self._course.want(number)
+        self._position.set_epoch(number)
 
     @property
     def dataset(self) -> EpochDataset:
-        """The samples that the epoch is drawn from that is being iterated, or else the next one; good until that epoch ends."""
-        return self._course.segment().dataset
+        """The samples that the running epoch, otherwise the next one, is drawn from; valid until its end."""
+        return self._position.segment().dataset
 
     def update_weights(self, keys: Sequence[str], values: Any) -> None:
-        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more): their losses,
-        say. Epochs that are prepared from now on draw by them; ranks exchange theirs then. Needs `weights=`.
+        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more), such
+        as their losses. Epochs prepared from now on draw by them, after an exchange between the ranks. Raises
+        ConfigError without `weights=`.
         """
         weights = self._settings.drawing.weights
         if weights is None:
@@ -203,50 +215,52 @@ class EpochLoader:
 
     @property
     def stats(self) -> LoaderStats:
-        """What was delivered and waited for, up to now."""
-        return self._course.stats()
+        """Statistics of deliveries and waits so far."""
+        return self._position.stats()
 
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is, as plain values: after the batches delivered, whatever was gathered ahead.
+        """The state of training as plain values: after the batches delivered, whatever was gathered ahead.
 
-        Mid-epoch it names the shards and their order, and `load_state_dict` goes on at the exact next batch.
+        A mid-epoch state names the shards and their order, so that `load_state_dict` goes on at the exact
+        next batch.
         """
         if self._recorder is not None:
             self._recorder.flush()
         weights = self._settings.drawing.weights
-        state = self._course.to_state()
+        state = self._position.to_state()
         return state if weights is None else state | {"weights": weights.to_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`: the next iteration is its epoch, from the next batch on.
 
-        Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for another value.
+        Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for an invalid
+        state.
         """
         request, weights = from_state(state), self._settings.drawing.weights
         for record in (request.records or {}).values():
             record.check_split(self._settings.split)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
-        self._course.go_on_from(state, request)
+        self._position.resume_from(state, request)
 
     # --- the end
 
     def close(self) -> None:
-        """End the threads and free the shards. Batches handed out stay good, and so does `state_dict()`. An iteration that
-        is under way, in this thread or another, ends with EpochError.
+        """Stop the threads and release the shards. Delivered batches and `state_dict()` stay valid; an
+        iteration in progress, in any thread, ends with EpochError.
 
-        Does nothing in a forked child: the threads, and the locks that they may hold, are the parent's.
+        Does nothing in a forked child, where threads and locks belong to the parent.
         """
         if self._pid != os.getpid():
             return
         try:
-            self._course.close()
+            self._position.close()
             if self._recorder is not None:
                 self._recorder.close()
         finally:
-            self._engine.stop()
+            self._pipeline.stop()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -261,7 +275,7 @@ class EpochLoader:
         self.close()
 
     def __repr__(self) -> str:
-        done = self._course.batches_done
+        done = self._position.batches_done
         running = "" if done is None else f" after {done} batches"
         return (
             f"<EpochLoader epoch {self.epoch}{running}, batch_size {self.batch_size}, of {self.cache.path}>"
@@ -271,17 +285,17 @@ class EpochLoader:
 class _Batches(Iterator[Any]):
     """One iteration of a loader."""
 
-    def __init__(self, loader: EpochLoader, course: TrainerPosition, cursor: Cursor) -> None:
-        self._loader = loader  # kept alive: the threads end when it is forgotten
-        self._course = course
+    def __init__(self, loader: EpochLoader, position: TrainerPosition, cursor: Cursor) -> None:
+        self._loader = loader  # a reference: the threads end with the loader
+        self._position = position
         self._cursor = cursor
         cursor.iteration = weakref.ref(self)
 
     def __next__(self) -> Any:
-        return self._course.next(self._cursor)
+        return self._position.next(self._cursor)
 
 
-def _make_engine(
+def _make_pipeline(
     cache: Cache,
     settings: EpochSettings,
     prefetch: int,

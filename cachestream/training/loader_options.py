@@ -1,4 +1,4 @@
-"""Options of an `EpochLoader`, and the answers to those who ask for something else."""
+"""Options of an `EpochLoader`, and the errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HINTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How an epoch's samples are drawn, and in which order: the arguments of an `EpochLoader`, see there."""
+    """Options for the drawing and the order of an epoch's samples; see `EpochLoader`."""
 
     shuffle: bool
     seed: int
@@ -45,13 +45,13 @@ class Drawing:
 
     @property
     def by(self) -> str | None:
-        """What chooses the samples instead of the loader: "weights", or the sampler's class; None: nothing."""
+        """The name of what chooses the samples: "weights" or the sampler's class; None for the loader itself."""
         if self.weights is not None:
             return "weights"
         return None if self.sampler is None else type(self.sampler).__name__
 
     def checked(self) -> Drawing:
-        """What was asked for, with plain numbers. Raises ConfigError for what cannot work."""
+        """The options with plain numbers. Raises ConfigError for invalid ones."""
         seed = check_count("seed", self.seed, -math.inf)
         if self.locality is not None and not (self.by is None and self.shuffle):
             raise ConfigError(
@@ -67,7 +67,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class EpochSettings:
-    """What an `EpochLoader` was asked for; see there."""
+    """The options of an `EpochLoader`; see there."""
 
     batch_size: int
     drawing: Drawing
@@ -82,7 +82,7 @@ class EpochSettings:
     split: Split | None = None
 
     def to_compare(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """The options that must be equal on all ranks."""
         return self._in_common() | {
             "sampler": self.drawing.sampler is not None,
             "replay": self.replay is not None,
@@ -90,7 +90,7 @@ class EpochSettings:
         }
 
     def to_record(self) -> dict[str, Any]:
-        """What a manifest tells its readers of the job."""
+        """The options that a manifest states."""
         return self._in_common() | {"sampler": self.drawing.by}
 
     def _in_common(self) -> dict[str, Any]:
@@ -106,7 +106,9 @@ class EpochSettings:
         }
 
     def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:
-        """These settings, for a replay of the manifests at `replay`, if any. Raises ConfigError for what cannot work."""
+        """These settings, for a replay of the manifests at `replay`, if any. Raises ConfigError for invalid
+        ones.
+        """
         counts: dict[str, Any] = {"batch_size": check_count("batch_size", self.batch_size)}
         for name in ("epoch_size", "min_samples"):
             value = getattr(self, name)
@@ -130,12 +132,12 @@ class EpochSettings:
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
-        # Orders end where the recorded ones did: what seems to be a rest was a batch.
+        # Orders end where the recorded ones did: the samples at the end were a batch, and are not dropped.
         return replace(self, drop_last=False, replay=Replay(path))
 
 
 def make_weights(weights: object) -> KeyWeights | None:
-    """The weights that `weights=` asks for: none, equal ones to begin with, or those of a mapping."""
+    """The weights for `weights=`: None, initially equal ones, or those of a mapping."""
     if weights is None or weights is False:
         return None
     if weights is True or isinstance(weights, Mapping):
@@ -147,7 +149,7 @@ def make_weights(weights: object) -> KeyWeights | None:
 
 
 def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
-    """Raise ConfigError for arguments that `EpochLoader`, made by `known`, does not take, saying what to use instead."""
+    """Raise ConfigError for arguments that `known`, the constructor, does not take; it names the replacement."""
     for name in unknown:
         if name in _HINTS:
             raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")

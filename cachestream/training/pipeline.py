@@ -1,7 +1,7 @@
-"""Two threads that work ahead: one prepares segments, one gathers and transforms batches, from epoch to epoch.
+"""The two background threads of a loader: one prepares segments, one gathers and transforms batches.
 
-The gathering thread goes on into the next prepared segment, up to `prefetch` batches ahead of the trainer, so an
-epoch's first batch is there before the last one of the epoch before is consumed.
+The gathering thread goes on into the next prepared segment, up to `prefetch` batches ahead of the trainer, so
+that an epoch's first batch is ready before the last batch of the previous epoch is consumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from cachestream.training.batches.batch_queue import (
     check_process,
 )
 from cachestream.training.batches.collate import packed
-from cachestream.training.batches.gather import LARGE_BYTES
 from cachestream.training.batches.locations import LocationsAhead
 from cachestream.training.batches.segment_reader import Gathered, read_batches
 from cachestream.training.batches.transfer import BatchTransform, Transfer
@@ -41,20 +40,20 @@ from cachestream.training.ranks import warn_if_early
 from cachestream.training.rendezvous import Cancelled, ProcessGroup
 from cachestream.training.schedule import Schedule
 from cachestream.training.segment import Request, Segment
-from cachestream.training.threads import Copier, OrderedThreads
+from cachestream.training.threads import OrderedThreads, use_one_torch_thread
 
-_MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
+_MOST_THREADS: Final = 2  # two threads saturate the memory bandwidth
 
 
 class _Work(NamedTuple):
-    """Batches to be completed, of `segment`: it keeps their maps."""
+    """Batches to be completed. `segment` keeps their maps alive."""
 
     segment: Segment
     gathered: Gathered | Flow
 
 
 class Gathering:
-    """The work of the gathering thread; where batches are transformed, a second one shares it."""
+    """The work of the gathering thread; a second thread shares it if batches are transformed."""
 
     def __init__(
         self,
@@ -71,50 +70,47 @@ class Gathering:
         self._transform = None if transform is None else with_generator(transform)
         self._quarantine = quarantine
         self.feed = feed
-        self._copier = Copier(schedule.was_hurried)
 
     def run(self, segment: Segment) -> None:
-        """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
-        threads = self._threads(segment)
-        # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
-        hands = 1 if self._transform is None else threads
-        self._copier.use(threads if hands == 1 and segment.batch_bytes >= LARGE_BYTES else 1)
-        crew = OrderedThreads(hands, self._finish, self._deliver)
+        """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
+        num_threads = 1 if self._transform is None else self._threads(segment)
+        workers = OrderedThreads(num_threads, self._finish, self._deliver)
         assert segment.places is not None
         batches = read_batches(
             segment,
             segment.places,
             self._transfer.pool,
             lambda *damage: self._on_damage(segment, *damage),
-            crew.settle,
+            workers.settle,
             self.feed if can_flow(segment) else None,
         )
-        # By `map`, which does not keep what it gave: each batch kept is one more buffer, and a slower cache.
-        if crew.run(map(functools.partial(_Work, segment), batches)) and segment.last:
+        # `map` keeps no reference to a batch; a generator would, and one more buffer in use makes the CPU
+        # cache less effective.
+        if workers.run(map(functools.partial(_Work, segment), batches)) and segment.last:
             self._schedule.put(BatchGroup(segment, is_end=True))
 
     def _finish(self, work: _Work) -> tuple[BatchGroup, BaseException | None]:
-        """Complete batches, up to the first that fails, and send them where they are trained on."""
+        """Complete batches, up to the first that fails, and send them to the trainer's device."""
         segment, gathered = work
         if isinstance(gathered, Flow):
             return gathered, None
-        parcel = BatchGroup(segment)
+        group = BatchGroup(segment)
         try:
             for copy in gathered.copies:
-                self._copier.run(copy)
-            self._send(parcel, gathered)
+                copy.run()
+            self._send(group, gathered)
         except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
-            return parcel, error
-        return parcel, None
+            return group, error
+        return group, None
 
-    def _send(self, parcel: BatchGroup, gathered: Gathered) -> None:
-        segment, send = parcel.segment, self._transfer.send
+    def _send(self, group: BatchGroup, gathered: Gathered) -> None:
+        segment, send = group.segment, self._transfer.send
         schema, done = segment.snapshot.schema, segment.request.done + gathered.first
         for columns, size, skipped in zip(gathered.batches, gathered.sizes, gathered.skipped, strict=True):
             done += 1
             if size:
                 staged = send(packed(columns, schema), self._transform_of(segment, done))
-                parcel.batches.append(QueuedBatch(staged, done, size, skipped))
+                group.batches.append(QueuedBatch(staged, done, size, skipped))
             elif not self._preparer.alone:
                 raise CorruptShardError(
                     f"all samples of a batch of epoch {segment.request.epoch} lie in damaged shards, and the "
@@ -122,7 +118,9 @@ class Gathering:
                 )
 
     def _transform_of(self, segment: Segment, number: int) -> Callable[[Any], Any] | None:
-        """The transform for batch `number` of an epoch on this rank: it draws the same in any thread, and after a resume."""
+        """The transform for batch `number` of the epoch on this rank, seeded by that number: the same after a
+        resume.
+        """
         if self._transform is None:
             return None
         transform, device = self._transform, self._transfer.device
@@ -130,19 +128,19 @@ class Gathering:
         return lambda batch: transform(batch, lambda: torch.Generator(device).manual_seed(seed))
 
     def _deliver(self, finished: tuple[BatchGroup, BaseException | None]) -> bool:
-        parcel, error = finished
-        if isinstance(parcel, Flow):
-            return self._follow(parcel)
-        wanted = not len(parcel) or self._schedule.put(parcel)
+        group, error = finished
+        if isinstance(group, Flow):
+            return self._follow(group)
+        wanted = not len(group) or self._schedule.put(group)
         if error is None:
             return wanted
         try:
             raise error
         finally:
-            del error, finished  # its traceback has this frame
+            del error, finished  # breaks a reference cycle: the traceback holds this frame
 
     def _follow(self, flow: Flow) -> bool:
-        """Have `flow` gathered, until the trainer has had most of it; False when nobody wants it any more."""
+        """Have `flow` gathered until the trainer has taken most of it; False if it is stale."""
         flow.begin(self._threads(flow.segment))
         if self._schedule.put(flow):
             while self._schedule.follow(flow):
@@ -158,24 +156,24 @@ class Gathering:
 
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
         if self._schedule.stale(segment.request):
-            raise Cancelled  # its lease has ended: the shard may be gone by right
+            raise Cancelled  # the lease has ended, so the shard may have been evicted
         self._quarantine(shard_id, str(error))
 
 
-_LISTEN_S: Final = 0.25  # how often a rank looks whether another one asks for the next segment
+_RANKS_POLL_S: Final = 0.25  # between two checks for a request of another rank
 _JOIN_S: Final = 5.0
-_EXIT_JOIN_S: Final = 30.0  # longer than a call to the store of the ranks takes that is not answered
-_URGENT_OPEN_S: Final = 0.5  # how long a waiting trainer waits for shards that are opened ahead
-_AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks would take this one for dead
+_EXIT_JOIN_S: Final = 30.0  # longer than an unanswered call to the ranks' store takes
+_URGENT_OPEN_S: Final = 0.5  # opening shards ahead while the trainer waits
+_AHEAD_OPEN_S: Final = 15.0  # well below the deadline at which other ranks give this one up
 _OPEN_AT_ONCE: Final = 16
 
 _EARLY: Final = "an EpochLoader was asked for its batches, length or dataset"
 
-_engines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 class Pipeline:
-    """Owns the two threads; they end with `stop`, with their loader, and with the interpreter."""
+    """Owner of the two threads, which end with `stop`, with the loader, and with the interpreter."""
 
     def __init__(
         self,
@@ -189,24 +187,24 @@ class Pipeline:
         self.preparer = preparer
         self.transfer = transfer
         self._closed = closed
-        self._told_early = False
+        self._warned_early = False
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
         self._executor = ThreadPoolExecutor(1, "cachestream-places")
         self._gathering = gathering
 
     def start(self) -> None:
-        """Start the threads, once. Raises EpochError in a forked child, which has none of them."""
+        """Start the threads, once. Raises EpochError in a forked child."""
         check_process(self._pid)
         if self._closed.is_set():
             raise EpochError("this EpochLoader is closed; make a new one")
         if self._threads:
             return
-        self._told_early = warn_if_early(
+        self._warned_early = warn_if_early(
             _EARLY, "it answers for one process alone, until a later call finds the others"
         )
         _stop_all_at_exit()
-        _engines.add(self)
+        _pipelines.add(self)
         for name, target in (("prepare", self._prepare_loop), ("gather", self._gather_loop)):
             thread = threading.Thread(target=target, name=f"cachestream-{name}", daemon=True)
             try:
@@ -217,9 +215,9 @@ class Pipeline:
             self._threads.append(thread)
 
     def join(self, job: ProcessGroup) -> None:
-        """Prepare for the ranks of `job` after the next jump, in place of those before. Raises EpochError in a forked child."""
+        """Prepare epochs with the ranks of `job` after the next jump. Raises EpochError in a forked child."""
         check_process(self._pid)
-        if self.preparer.was_alone and job.size > 1 and not self._told_early:
+        if self.preparer.was_alone and job.size > 1 and not self._warned_early:
             warnings.warn(
                 f"{_EARLY} before torch.distributed.init_process_group(), and answered for one process alone: it is rank "
                 f"{job.rank} of {job.size} from now on, and its epochs are shorter. Call init_process_group() first",
@@ -228,8 +226,10 @@ class Pipeline:
         self.preparer.join(job, self.schedule.generation + 1)
 
     def stop(self, join: bool = True, join_s: float = _JOIN_S) -> None:
-        """End the threads and the leases; waits for them, up to `join_s`, unless without `join` (garbage collection): what
-        is being gathered is waited for by the thread that sees to it then.
+        """Stop the threads and release the leases.
+
+        Waits up to `join_s` for each thread. Without `join` (in garbage collection) the gathering thread
+        waits for its batches in flight.
         """
         if self._pid != os.getpid():
             return
@@ -243,7 +243,7 @@ class Pipeline:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(join_s)
-        # Those that are still there are waited for again at the exit.
+        # Threads that still run are joined again at exit.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self.preparer.forget()
 
@@ -252,35 +252,35 @@ class Pipeline:
     def _prepare_loop(self) -> None:
         schedule, preparer = self.schedule, self.preparer
         while True:
-            schedule.doing["prepare"] = "waiting for its time"
+            schedule.activity["prepare"] = "waiting for its time"
             preparer.look_after_filling()
-            asks = schedule.wait_request(2 * preparer.last_s, self._patience_s())
-            if asks is None:
+            asked = schedule.wait_request(2 * preparer.last_s, self._wait_s())
+            if asked is None:
                 preparer.finish()
                 preparer.forget()
                 return
-            request, due = asks
+            request, due = asked
             try:
-                if not due and not self._asked_by_another(request):
+                if not due and not self._requested_by_other(request):
                     self._open_some()
                     continue
-                schedule.doing["prepare"] = f"preparing epoch {request.epoch}"
+                schedule.activity["prepare"] = f"preparing epoch {request.epoch}"
                 self._prepare(request)
             except Cancelled:
                 continue
             except BaseException as error:  # noqa: BLE001 - a thread's main: the trainer gets it
-                # The frames would hold the maps of what was not prepared for as long as the error is looked at.
+                # The frames would keep the maps of the failed segment for as long as the error is referenced.
                 traceback.clear_frames(error.__traceback__)
                 schedule.fail(request, error)
 
-    def _patience_s(self) -> float:
-        """How long to wait for the next request without looking at anything else."""
+    def _wait_s(self) -> float:
+        """The longest wait for the next request before other work is checked, in seconds."""
         if self.schedule.to_open() is not None:
             return 0.0
-        return LOOK_S if self.preparer.alone else _LISTEN_S
+        return LOOK_S if self.preparer.alone else _RANKS_POLL_S
 
-    def _asked_by_another(self, request: Request) -> bool:
-        return self.schedule.may_follow(request) and self.preparer.requested(request)
+    def _requested_by_other(self, request: Request) -> bool:
+        return self.schedule.may_prepare_early(request) and self.preparer.requested(request)
 
     def _prepare(self, request: Request) -> None:
         budget_s = _URGENT_OPEN_S if self.schedule.urgent() else _AHEAD_OPEN_S
@@ -301,30 +301,31 @@ class Pipeline:
                 segment.close()
 
     def _open_some(self) -> None:
-        """Open a few more shards of the running segment, before its batches ask for them."""
+        """Open a few more shards of the running segment before its batches need them."""
         segment = self.schedule.to_open()
         if segment is None:
             return
         maps = segment.maps
-        self.schedule.doing["prepare"] = "opening shards"
+        self.schedule.activity["prepare"] = "opening shards"
         room = max(0, min(_OPEN_AT_ONCE, maps.max_open - maps.num_mapped))
         missing = np.flatnonzero(~maps.mapped)[:room]
-        # Damage is dealt with by the thread that gathers, when it comes to those shards.
+        # The gathering thread handles damaged shards when it reaches them.
         if not len(missing) or maps.open(missing, ahead=True):
             segment.opened_ahead = True
 
     # --- gathering
 
     def _gather_loop(self) -> None:
+        use_one_torch_thread()
         schedule, feed = self.schedule, self._gathering.feed
         while True:
-            schedule.doing["gather"] = "waiting for a prepared epoch"
+            schedule.activity["gather"] = "waiting for a prepared epoch"
             segment = schedule.next_segment()
             if segment is None:
                 if feed is not None:
                     feed.close(_JOIN_S)
                 return
-            schedule.doing["gather"] = f"gathering epoch {segment.request.epoch}"
+            schedule.activity["gather"] = f"gathering epoch {segment.request.epoch}"
             try:
                 self._gathering.run(segment)
             except Cancelled:
@@ -334,17 +335,19 @@ class Pipeline:
 
 
 def close_all(segments: Iterable[Segment]) -> None:
-    """Give the shards of `segments` free."""
+    """Release the leases of `segments`."""
     for segment in segments:
         segment.close()
 
 
 def _stop_all_at_exit() -> None:
-    """Before the interpreter goes: a daemon thread that comes back from torch after that crashes the process."""
+    """Have `_stop_all` run first at exit: a daemon thread that returns from torch during finalization crashes
+    the process.
+    """
     atexit.unregister(_stop_all)
     atexit.register(_stop_all)
 
 
 def _stop_all() -> None:
-    for engine in list(_engines):
-        engine.stop(join_s=_EXIT_JOIN_S)
+    for pipeline in list(_pipelines):
+        pipeline.stop(join_s=_EXIT_JOIN_S)

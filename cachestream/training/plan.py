@@ -1,13 +1,15 @@
-"""The samples of a snapshot that a rank gets in each batch: pure, and any batch is reached at once.
+"""The samples of a snapshot that a rank gets in each batch: pure functions, any batch in O(1).
 
-The samples, as they lie in the shards, are cut into runs of consecutive ones. The runs are put into a pseudo-random
-order, and then each stretch of `window` samples of that order is shuffled. So batches come from `window` samples at a
-time, which fit in memory; every run is read as a whole, once an epoch; and a window holds runs from all over the cache.
+The samples are cut into runs of consecutive ones, as they lie in the shards. The runs are put into a
+pseudo-random order, and then each stretch of `window` samples of that order is shuffled. So batches come from
+`window` samples at a time, which fit in memory; each run is read as a whole, once an epoch; and a window
+holds runs from all over the cache.
 
-Such two-level shuffles are common: MosaicML Streaming's `py1b` shuffles shards and then blocks of `shuffle_block_size`
-samples; WebDataset shuffles shards and then draws from a buffer of samples, as tf.data does (`buffer_size`). A block is
-taken here rather than a buffer, since any position of it is computed by itself: a resume needs no more than a number.
-Where the first run begins is drawn too, so that runs and windows have other borders every epoch.
+Such two-level shuffles are common: MosaicML Streaming's `py1b` shuffles shards and then blocks of
+`shuffle_block_size` samples; WebDataset shuffles shards and then draws from a buffer of samples, as tf.data
+does (`buffer_size`). Blocks are used here rather than a buffer, because any position in them is computed by
+itself: a resume needs only a number. The beginning of the first run is drawn too, so that runs and windows
+have other borders every epoch.
 
 An order lists the samples of a segment (a pass over one snapshot, or a part of it); a plan cuts the order
 into batches for every rank. Neither holds anything per sample, unless a sampler gave a list.
@@ -31,7 +33,7 @@ _WINDOW_KEY: Final = 3
 
 
 def run_length(counts: IntArray) -> int:
-    """How many samples a run has, for shards of `counts` samples: a sixteenth of the largest."""
+    """The number of samples in a run, for shards of `counts` samples: a sixteenth of the largest."""
     return max(1, int(counts.max(initial=1)) // RUNS_A_SHARD)
 
 
@@ -39,8 +41,8 @@ def run_length(counts: IntArray) -> int:
 class LocalOrder:
     """The first `size` of `num_samples`, shuffled within windows of `window` samples made of runs of `run`.
 
-    A bijection of range(num_samples) for given (num_samples, window, run, key); see the module for the algorithm.
-    The last run, if it is shorter than the others, comes last.
+    A bijection of range(num_samples) for given (num_samples, window, run, key); see the module for the
+    algorithm. The last run, if it is shorter than the others, comes last.
     """
 
     size: int
@@ -63,16 +65,18 @@ class LocalOrder:
         return self._samples(placed)
 
     def needs(self, position: int) -> tuple[int, int]:
-        """The first place and the one after the last, in the order of runs, to have been read when `position` is
-        reached: its window, and of the one after as much as has passed of this one, so that the disk has steady work.
+        """The range [first, end) in the order of runs that must be read when `position` is reached.
+
+        It is the window of `position`, and as much of the next window as has passed of this one, for steady
+        disk load.
         """
         window = position - position % self.window
         end = min(-(-self.size // self.window) * self.window, self.num_samples)
         return window, min(position + self.window, end)
 
     def stretches(self, first: int, last: int) -> tuple[IntArray, IntArray]:
-        """What lies at places [first, last) of the order of runs: consecutive samples, as the first of each stretch
-        and the one after its last, int64 `[n]` each.
+        """The samples at places [first, last) of the order of runs, as stretches of consecutive samples: the
+        first of each and the one after its last, int64 `[n]` each.
         """
         if first >= last:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -80,7 +84,7 @@ class LocalOrder:
         begins, ends = np.concatenate([[first], cuts]), np.concatenate([cuts, [last]])
         samples = self._samples(begins)
         stops = samples + ends - begins
-        # A run may pass the end of the last shard, and goes on in the first.
+        # A run may pass the end of the last shard; it continues in the first.
         over = stops[stops > self.num_samples] - self.num_samples
         starts = np.concatenate([samples, np.zeros(len(over), np.int64)])
         return starts, np.concatenate([np.minimum(stops, self.num_samples), over])
@@ -112,7 +116,7 @@ class SampleOrder(Protocol):
 
     @property
     def size(self) -> int:
-        """How many samples the order lists."""
+        """The number of samples in the order."""
         ...
 
     def at(self, positions: IntArray) -> IntArray:
@@ -143,7 +147,7 @@ class ShuffledOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListedOrder:
-    """Samples as listed, int64 `[size]`: what a sampler gave, or what is left of an interrupted epoch."""
+    """A list of samples, int64 `[size]`: those of a sampler, or the rest of an interrupted epoch."""
 
     indices: IntArray
 
@@ -157,7 +161,7 @@ class ListedOrder:
 
 @dataclass(frozen=True, slots=True)
 class TailOrder:
-    """Another order from position `start` on, up to, not with, `stop` (None: to its end)."""
+    """Another order from position `start` up to, and not including, `stop` (None: its end)."""
 
     order: SampleOrder
     start: int
@@ -173,10 +177,10 @@ class TailOrder:
 
 
 def count_batches(num_samples: int, batch_size: int, ranks: int, drop_last: bool) -> int:
-    """How many batches each of `ranks` gets: the same number for all.
+    """The number of batches for each of `ranks`, the same for all.
 
-    With `drop_last` only whole ones. Without it, the samples that remain make one more batch, in shares
-    that differ by at most one sample, if there is at least one for each rank; fewer are dropped.
+    With `drop_last` only whole batches count. Without it, the remaining samples make one more batch, in
+    shares that differ by at most one sample, if there is at least one for each rank; fewer are dropped.
     """
     full, rest = divmod(num_samples, batch_size * ranks)
     return full + (not drop_last and rest >= ranks)
@@ -186,9 +190,8 @@ def count_batches(num_samples: int, batch_size: int, ranks: int, drop_last: bool
 class Plan:
     """`num_batches` batches for each of `ranks`, cut from an order of `num_samples`.
 
-    Batch i of all ranks together is a run of the order, so a position in the order is all that resume
-    needs. `bounds` (int64 `[n + 1]`) are the ends of batches that a batch sampler cut; ranks take them
-    in turns.
+    Batch i of all ranks together is a run of the order, so a resume needs only a position in the order.
+    `bounds` (int64 `[n + 1]`) are the ends of a batch sampler's batches, which ranks take in turns.
     """
 
     num_samples: int
@@ -199,17 +202,17 @@ class Plan:
 
     @property
     def num_full(self) -> int:
-        """How many batches have `batch_size` samples on all ranks."""
+        """The number of batches that have `batch_size` samples on all ranks."""
         return min(self.num_batches, self.num_samples // (self.batch_size * self.ranks))
 
     def position(self, batch_index: int) -> int:
-        """Where in the order batch `batch_index` begins, over all ranks."""
+        """The position in the order at which batch `batch_index` of all ranks begins."""
         if self.bounds is not None:
             return int(self.bounds[min(batch_index * self.ranks, len(self.bounds) - 1)])
         return min(batch_index * self.batch_size * self.ranks, self.num_samples)
 
     def span(self, rank: int, batch_index: int) -> tuple[int, int]:
-        """Batch `batch_index` of `rank` as a run of the order: its first position and the one after its last."""
+        """Batch `batch_index` of `rank` as a run of the order: the first position and the one after the last."""
         if not (0 <= batch_index < self.num_batches and 0 <= rank < self.ranks):
             raise IndexError(
                 f"batch {batch_index} of rank {rank}, of {self.num_batches} for {self.ranks} ranks"
@@ -225,7 +228,9 @@ class Plan:
         return first, first + share + (rank < extra)
 
     def spans(self, rank: int, first: int, stop: int) -> tuple[IntArray, IntArray]:
-        """As `span`, of batches `first` to `stop`: their first positions, and those after their last, int64 `[n]`."""
+        """The `span` of each batch from `first` up to `stop`: first positions, and those after the last,
+        int64 `[n]`.
+        """
         whole = min(stop, self.num_full) if self.bounds is None else first
         starts = (np.arange(first, whole) * self.ranks + rank) * self.batch_size
         rest = [self.span(rank, number) for number in range(max(first, whole), stop)]

@@ -1,7 +1,8 @@
-"""The trainer's position: the epoch it is in, the batches done, where it goes next, and its checkpoint.
+"""The trainer's position: the current epoch, the batches delivered, the next epoch, and the checkpoint of
+these.
 
-The running segment is JSON text: checkpoints that take nested values apart (torch.distributed.checkpoint) look for the
-parts that a new loader has, which is in no segment yet.
+A state holds the running segment as JSON text: torch.distributed.checkpoint flattens nested values and then
+expects the same keys in a new loader's state, which has no segment yet.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from cachestream.training.stats import LoaderStats, Meter
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Where the trainer is: after `batches` of `epoch`, the last from `segment`.
+    """A place in an epoch: after `batches` delivered batches of `epoch`, the last of them from `segment`.
 
-    `loaded` is the state that it was begun from, until its first batch. `parcel` is what has been fetched.
-    `failure` is the error that the epoch ended with before its first batch. `iteration` is what the trainer iterates.
+    `loaded_state`: the state that the epoch was resumed from, None for one from its beginning. `group`: the
+    batches taken from the queue. `failure`: the error that ended the iteration. `iteration`: the trainer's
+    iterator.
     """
 
     epoch: int
     batches: int
-    loaded: dict[str, Any] | None = None
+    loaded_state: dict[str, Any] | None = None
     segment: Segment | None = None
     finished: bool = False
-    parcel: BatchGroup | None = None
+    group: BatchGroup | None = None
     failure: str = ""
     iteration: weakref.ref[Any] | None = None
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was left in the midst (by a `break`): nobody can take another batch."""
+        """True if the trainer dropped its iterator in mid-epoch (by a `break`)."""
         return self.segment is not None and self.iteration is not None and self.iteration() is None
 
 
@@ -69,7 +71,7 @@ def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any
 
 
 def from_state(state: dict[str, Any]) -> Request:
-    """What to prepare to go on from `state`; raises ConfigError for what `to_state` has not made."""
+    """The request that resumes from `state`; raises ConfigError for a value that `to_state` did not return."""
     try:
         if state["version"] != _VERSION:
             raise ConfigError(
@@ -98,67 +100,86 @@ def from_state(state: dict[str, Any]) -> Request:
         ) from error
 
 
-_TELL_S: Final = 0.005
+def _request_again(cursor: Cursor) -> Request:
+    """The request that the epoch of `cursor` began with."""
+    return Request(0, cursor.epoch) if cursor.loaded_state is None else from_state(cursor.loaded_state)
+
+
+_REPORT_S: Final = 0.005
 
 
 class TrainerPosition:
-    """Leads the training thread from batch to batch and from epoch to epoch. Used by that thread alone.
+    """The progress of the training thread through batches and epochs. Used by that thread alone.
 
-    Invariants: at most one cursor is running, the one that `begin` gave last; `_planned` is what comes after it, and
-    what the schedule was told; an epoch that is wished for becomes the planned one only when somebody goes there.
+    Invariants: at most one cursor is running, the last one from `begin`; `_planned` is the request after it,
+    as the schedule knows it; an epoch given to `set_epoch` becomes the planned one when the next epoch is
+    begun or asked about.
     """
 
-    def __init__(self, engine: Pipeline, recorder: Recorder | None, settings: EpochSettings) -> None:
-        self._engine = engine
-        self._schedule = engine.schedule
-        self._transfer = engine.transfer
+    def __init__(self, pipeline: Pipeline, recorder: Recorder | None, settings: EpochSettings) -> None:
+        self._pipeline = pipeline
+        self._schedule = pipeline.schedule
+        self._transfer = pipeline.transfer
         self._recorder = recorder
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
         self._job: ProcessGroup | None = None
-        self._taking = threading.RLock()  # a signal may leave it held: by the thread that goes on
+        # Reentrant: an interrupt between `acquire` and `try` leaves the lock with the thread that goes on.
+        self._lock = threading.RLock()
         self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
-        self._loaded: dict[str, Any] = {}
-        # The state in which the loader was closed, in the midst of an epoch.
-        self._left: dict[str, Any] | None = None
-        self._untold = 0  # batches taken, of which the schedule has not heard
-        self._told_s = 0.0
+        self._loaded_state: dict[str, Any] = {}
+        # The state when the loader was closed in mid-epoch.
+        self._closing_state: dict[str, Any] | None = None
+        self._unreported = 0  # batches taken since the last report to the schedule
+        self._reported_s = 0.0
         if settings.replay is not None:
             self.jump(Request(0, settings.replay.epochs[0]))
 
     # --- from batch to batch
 
     def begin(self) -> Cursor:
-        """Go on to the next epoch, or begin the running one once more where no batch was taken of it."""
+        """Begin the next epoch, or the running one again if none of its batches was taken."""
         began_s = self._meter.clock()
-        self._look_for_ranks()
-        self._engine.start()
-        self._cursor = cursor = self._once_more() or self._begin_next()
-        self._meter.epoch_begins()
-        self._meter.between(self._meter.clock() - began_s)
+        self._join_job()
+        self._pipeline.start()
+        self._cursor = cursor = self._begin_again() or self._begin_next()
+        self._meter.begin_epoch()
+        self._meter.add_gap(self._meter.clock() - began_s)
         return cursor
 
     def next(self, cursor: Cursor) -> Any:
-        """The next batch after `cursor`. Raises StopIteration after the last, EpochError if another epoch has begun
-        since, the loader was closed, or another thread is in here, and what the preparation or the gathering failed with.
+        """Take the next batch after `cursor`.
+
+        Raises StopIteration after the last batch; EpochError if another epoch has begun, the loader was
+        closed, or another thread is in this method; and the error of a background thread.
         """
-        if not self._taking.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             raise EpochError(
                 f"two threads take batches from one iteration of epoch {cursor.epoch} at a time; take them in one thread, "
                 "which hands them on to the others, over a queue.Queue for one"
             )
         try:
-            return self._next(cursor)
-        finally:
-            self._taking.release()
+            try:
+                batch, number = self._next(cursor)
+            finally:
+                self._lock.release()
+        except BaseException as error:
+            if cursor is self._running:
+                self._fail(cursor, error)
+            raise
+        # The last step, with no call after it: an interrupt before it leaves the batch uncounted and
+        # undelivered.
+        cursor.batches = number
+        return batch
 
-    def _next(self, cursor: Cursor) -> Any:
+    def _next(self, cursor: Cursor) -> tuple[Any, int]:
+        """The next batch and its number in the epoch, from 1."""
         if cursor.failure:
             raise EpochError(
                 f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
-                "to begin it once more"
+                "to go on"
             )
         if cursor is not self._cursor:
             raise EpochError(
@@ -166,104 +187,111 @@ class TrainerPosition:
                 "set_epoch or load_state_dict"
             )
         if cursor.finished:
-            if self._left is not None:
+            if self._closing_state is not None:
                 raise EpochError(
                     f"the EpochLoader was closed after {cursor.batches} batches of epoch {cursor.epoch}; to go on there, give "
                     "its state_dict() to a new one"
                 )
             raise StopIteration
-        wait_s, parcel = 0.0, cursor.parcel
-        if parcel is None or not (parcel or parcel.is_end):  # there twice, where a signal came at the end
-            wait_s, parcel = self._fetch(cursor)
-        if parcel.is_end:
-            self.leave()
-            self._meter.between(wait_s)
+        wait_s, group = 0.0, cursor.group
+        if not group:
+            wait_s, group = self._fetch(cursor)
+        if group.is_end:
+            self.end_epoch()
+            self._meter.add_gap(wait_s)
             raise StopIteration
-        delivery = parcel.take(self._timeout_s)
+        delivery = group.take(self._timeout_s)
         if delivery is None:
-            raise self._schedule.late(cursor.epoch, self._timeout_s)
-        cursor.batches = delivery.number
-        self._meter.delivered(delivery.size, delivery.skipped, wait_s + parcel.waited_s)
-        if parcel.is_flow:
-            self._tell(parcel)
-        return self._transfer.receive(delivery.staged)
+            raise self._schedule.late_error(cursor.epoch, self._timeout_s)
+        self._meter.add_batch(delivery.size, delivery.skipped, wait_s + group.waited_s)
+        if group.is_flow:
+            self._report_progress(cursor, group, delivery.number)
+        return self._transfer.receive(delivery.staged), delivery.number
 
-    def leave(self) -> None:
-        """The running epoch is over, at its end or before."""
+    def _fail(self, cursor: Cursor, error: BaseException) -> None:
+        """End the iteration of `cursor` on KeyboardInterrupt, or if its epoch could not be prepared.
+
+        The next iteration begins the epoch again if none of its batches was delivered.
+        """
+        if isinstance(error, Exception) and not (self._schedule.needs_request and cursor.segment is None):
+            return
+        cursor.failure = f"{type(error).__name__}: {error}"
+        if cursor.segment is None:
+            self._planned, self._cursor = _request_again(cursor), None
+            self._schedule.prepare_again()
+
+    def end_epoch(self) -> None:
+        """End the running epoch, at its last batch or before."""
         cursor = self._cursor
         if cursor is None or cursor.finished:
             return
         self._count_reuse(cursor)
         cursor.finished = True
         if cursor.segment is not None:
-            close_all(self._schedule.ended(cursor.segment))
-            cursor.segment = None  # and with it the maps
-        if cursor.parcel is not None:
-            cursor.parcel.discard()
-            cursor.parcel = None
+            close_all(self._schedule.end_segment(cursor.segment))
+            cursor.segment = None  # frees its maps
+        if cursor.group is not None:
+            cursor.group.discard()
+            cursor.group = None
 
     def close(self) -> None:
-        """Leave the running epoch for good; its state stays what it is now."""
+        """End the running epoch and the pipeline; the state stays as it is now."""
         cursor = self._running
         state = self.to_state()
         if cursor is not None and state["epoch"] == cursor.epoch:
-            self._left = state
-        # Before what waits is thrown away: a thread that takes a batch is to hear of the end, and not that one is late.
-        self._engine.stop(join=False)
-        self.leave()
+            self._closing_state = state
+        # Before the queue is emptied: a thread that waits for a batch then learns of the end, not of a
+        # timeout.
+        self._pipeline.stop(join=False)
+        self.end_epoch()
 
-    def _tell(self, parcel: BatchGroup) -> None:
-        """Tell the schedule now and then how far the trainer is."""
-        self._untold += 1
+    def _report_progress(self, cursor: Cursor, group: BatchGroup, batches: int) -> None:
+        """Report progress to the schedule, at most every 5 ms unless the flow runs low."""
+        self._unreported += 1
         now_s = self._meter.last_s
-        if now_s - self._told_s >= _TELL_S or parcel.turns_low:
-            self._schedule.moved(self._untold)
-            self._check_company(self._cursor)
-            self._untold, self._told_s = 0, now_s
+        if now_s - self._reported_s >= _REPORT_S or group.turns_low:
+            self._schedule.advance(self._unreported)
+            self._check_alone(cursor, batches)
+            self._unreported, self._reported_s = 0, now_s
 
     def _begin_next(self) -> Cursor:
-        self.leave()
-        self._look_for_ranks()
+        self.end_epoch()
+        self._join_job()
         self._apply_wanted_epoch()
-        request, self._planned = self._planned, Request(0, self._planned.epoch + 1)
-        close_all(self._schedule.begin(None, request.epoch))
-        return Cursor(request.epoch, request.done, self._loaded if request.records else None)
+        request = self._planned
+        close_all(self._schedule.begin(request if self._schedule.needs_request else None, request.epoch))
+        cursor = Cursor(request.epoch, request.done, self._loaded_state if request.records else None)
+        self._planned, self._cursor = Request(0, request.epoch + 1), cursor
+        return cursor
 
-    def _once_more(self) -> Cursor | None:
-        """The running epoch from its beginning, if that is where it is and nothing else is wanted."""
+    def _begin_again(self) -> Cursor | None:
+        """A new cursor at the running one's place, if no batch was taken and no other epoch was set;
+        otherwise None.
+        """
         cursor = self._running
         if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
             return None
         self._wanted_epoch = None
-        return Cursor(cursor.epoch, cursor.batches, cursor.loaded)
+        return Cursor(cursor.epoch, cursor.batches, cursor.loaded_state)
 
     def _fetch(self, cursor: Cursor) -> tuple[float, BatchGroup]:
-        """Wait for the next batches; returns how long that took, in seconds, and them."""
+        """Wait for the next batches; return the seconds waited, and the batches."""
         began_s = self._meter.clock()
-        self._look_for_ranks()
-        self._check_company(cursor)
-        try:
-            parcel = self._schedule.lost(cursor.epoch, cursor.parcel)
-            if parcel is None:
-                parcel = self._schedule.take(cursor.epoch, self._timeout_s)
-        except Exception as error:
-            if self._schedule.has_failed and cursor.segment is None:
-                # Nothing of it was delivered: the next iteration tries again.
-                self._planned, self._cursor = Request(0, cursor.epoch), None
-                cursor.failure = f"{type(error).__name__}: {error}"
-            raise
-        cursor.parcel = parcel  # first: a warning may be made an error
-        if parcel.segment is not cursor.segment:
-            self._enter(cursor, parcel.segment)
-        return self._meter.clock() - began_s, parcel
+        self._join_job()
+        self._check_alone(cursor, cursor.batches)
+        group = self._schedule.take(cursor.epoch, self._timeout_s)
+        cursor.group = group  # before `_enter`, whose warning may be raised as an error
+        if group.segment is not cursor.segment:
+            self._enter(cursor, group.segment)
+        return self._meter.clock() - began_s, group
 
     def _enter(self, cursor: Cursor, segment: Segment) -> None:
-        """The first batch of `segment` has come."""
+        """Move `cursor` into `segment`, whose first batch has come."""
         self._count_reuse(cursor)
-        close_all(self._schedule.passed(segment))
+        close_all(self._schedule.enter_segment(segment))
         cursor.segment = segment
-        self._meter.entered(segment.snapshot)
-        if self._recorder is not None and (ranks := self._engine.preparer.ranks).leads:
+        self._meter.enter_snapshot(segment.snapshot)
+        if self._recorder is not None and (ranks := self._pipeline.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
         if segment.missing:
             warnings.warn(
@@ -275,57 +303,61 @@ class TrainerPosition:
     def _count_reuse(self, cursor: Cursor) -> None:
         segment = cursor.segment
         if segment is not None:
-            self._meter.drawn(segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done))
+            self._meter.add_drawn(
+                segment.snapshot, segment.share_drawn(cursor.batches - segment.request.done)
+            )
 
     # --- from epoch to epoch
 
     @property
     def epoch(self) -> int:
-        """The running epoch, or else the next one."""
+        """The running epoch, otherwise the next one."""
         if self._wanted_epoch is not None:
             return self._wanted_epoch
         return self._planned.epoch if self._running is None else self._running.epoch
 
     @property
     def batches_done(self) -> int | None:
-        """Batches of the running epoch that were handed over; None between epochs."""
+        """Batches of the running epoch that were delivered; None between epochs."""
         return None if self._running is None else self._running.batches
 
-    def want(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one."""
         self._wanted_epoch = epoch
 
     def jump(self, request: Request) -> None:
-        """Make what `request` asks for the next, and have it prepared."""
+        """Make `request` the next one, and have it prepared."""
         self._planned = request
         close_all(self._schedule.jump(request))
 
     def length(self) -> int:
-        """Batches in the epoch that is iterated, or else in the next one, which is then prepared."""
-        return self._schedule.length(self._present(), self._timeout_s)
+        """The number of batches in the running epoch, otherwise in the next one, which is then prepared."""
+        return self._schedule.length(self._prepared_epoch(), self._timeout_s)
 
     def peek(self) -> Any:
-        """A copy of the batch that the next iteration begins with. Raises EpochError while one is under way, or there is no
-        batch.
+        """A copy of the first batch of the next iteration. Raises EpochError during an iteration, or if there
+        is no batch.
         """
-        epoch = self._present()
+        epoch = self._prepared_epoch()
         if self._running is not None and self._running.segment is not None and epoch == self._running.epoch:
             raise EpochError(
                 f"epoch {epoch} is being iterated; peek() shows the batch that the next iteration begins with, and is for "
                 "before it"
             )
-        parcel = self._schedule.first(epoch, self._timeout_s)
-        if parcel.is_end:
+        group = self._schedule.peek(epoch, self._timeout_s)
+        if group.is_end:
             raise EpochError(f"epoch {epoch} has no batch; iterate the loader to go on to the next one")
-        delivery = parcel.peek(self._timeout_s)
+        delivery = group.peek(self._timeout_s)
         if delivery is None:
-            raise self._schedule.late(epoch, self._timeout_s)
-        # The trainer will get the batch itself, and may change that in place.
+            raise self._schedule.late_error(epoch, self._timeout_s)
+        # A copy, because the trainer may change the batch itself in place.
         return copy.deepcopy(self._transfer.receive(delivery.staged))
 
     def segment(self) -> Segment:
-        """What the epoch that is iterated is drawn from, or else the next one. Raises EpochError when it has been left."""
-        epoch = self._present()
+        """The segment of the running epoch, otherwise of the next one. Raises EpochError when the epoch has
+        ended.
+        """
+        epoch = self._prepared_epoch()
         self._schedule.length(epoch, self._timeout_s)
         segment = self._schedule.current(epoch)
         if segment is None:
@@ -336,49 +368,54 @@ class TrainerPosition:
     def _running(self) -> Cursor | None:
         return self._cursor if self._cursor is not None and not self._cursor.finished else None
 
-    def _present(self) -> int:
-        """The epoch that is iterated, or else the next one, which is being prepared from now on, if need be once more."""
-        self._look_for_ranks()
+    def _prepared_epoch(self) -> int:
+        """The running epoch, otherwise the next one, whose preparation is started, or repeated after a
+        failure.
+        """
+        self._join_job()
         if self._running is not None and not self._running.is_abandoned:
             return self._running.epoch
-        self._engine.start()
+        self._pipeline.start()
         wanted = self._wanted_epoch
         self._apply_wanted_epoch()
-        if self._schedule.has_failed:
+        if self._schedule.needs_request:
             self.jump(self._planned)
         elif self._running is not None:
             close_all(self._schedule.begin(None, self._planned.epoch))
         if self._running is not None:
-            self._wanted_epoch = wanted  # the trainer is where it left the last iteration, until the next one
+            self._wanted_epoch = wanted  # until the next iteration, the state is that of the abandoned one
         return self._planned.epoch
 
     def _apply_wanted_epoch(self) -> None:
-        """Go where `want` has pointed, unless that is where the trainer goes anyway."""
-        wanted, self._wanted_epoch = self._wanted_epoch, None
+        """Jump to the epoch given to `set_epoch`, unless it is the planned one."""
+        wanted = self._wanted_epoch
         if wanted is not None and wanted != self._planned.epoch:
             self.jump(Request(0, wanted))
+        self._wanted_epoch = None
 
-    def _look_for_ranks(self) -> None:
-        """Join the job that there is by now, if it is another one: what is prepared is void, and asked for again.
+    def _join_job(self) -> None:
+        """Join the `torch.distributed` job of this process if it is a new one, and request the planned epoch
+        again.
 
-        An epoch that batches were taken of ends first. A job that has ended is not forgotten: it had other ranks, and
-        none of them may go on as if alone.
+        An epoch in progress is finished first. A job that has ended is kept: its ranks must not go on as
+        single ones.
         """
         job, cursor = find_job(), self._running
         if job is None or job == self._job or (cursor is not None and cursor.segment is not None):
             return
-        self._engine.join(job)
+        self._pipeline.join(job)
         self._job = job
         if cursor is None:
             self.jump(self._planned)
         else:
-            again = Request(0, cursor.epoch) if cursor.loaded is None else from_state(cursor.loaded)
-            close_all(self._schedule.begin(again, cursor.epoch))
+            close_all(self._schedule.begin(_request_again(cursor), cursor.epoch))
 
-    def _check_company(self, cursor: Cursor | None) -> None:
-        """Raise EpochError for an epoch that was begun alone, in a process that has company by now."""
-        segment = None if cursor is None else cursor.segment
-        if self._job is not None or cursor is None or segment is None or cursor.batches >= segment.total:
+    def _check_alone(self, cursor: Cursor, batches: int) -> None:
+        """Raise EpochError for an epoch that a single process began if the process is one of several ranks by
+        now.
+        """
+        segment = cursor.segment
+        if self._job is not None or segment is None or batches >= segment.total:
             return
         job = find_job()
         if job is not None and job.size > 1:
@@ -387,33 +424,33 @@ class TrainerPosition:
                 f"all {job.size} ranks would go on with the same samples; iterate the loader again, to share them"
             )
 
-    # --- where it is
+    # --- state
 
     def to_state(self) -> dict[str, Any]:
-        """The place after the batches handed over; the state that was gone on from, where none has been since."""
-        if self._left is not None:
-            return self._left
+        """The state after the delivered batches; the loaded state if none was delivered since."""
+        if self._closing_state is not None:
+            return self._closing_state
         cursor = self._running
         if cursor is not None and cursor.segment is not None:
             if cursor.batches >= cursor.segment.total:
                 return to_state(cursor.epoch + 1, 0, None)
             return to_state(cursor.epoch, cursor.batches, cursor.segment)
-        begun_from = self._loaded if self._planned.records else None
-        loaded = begun_from if cursor is None else cursor.loaded
-        if loaded is not None and loaded["epoch"] == self.epoch:
-            return loaded
+        begun_from = self._loaded_state if self._planned.records else None
+        loaded_state = begun_from if cursor is None else cursor.loaded_state
+        if loaded_state is not None and loaded_state["epoch"] == self.epoch:
+            return loaded_state
         return to_state(self.epoch, 0, None)
 
-    def go_on_from(self, state: dict[str, Any], request: Request) -> None:
-        """Make the place of `state`, which asks for `request`, the next."""
-        self.leave()
+    def resume_from(self, state: dict[str, Any], request: Request) -> None:
+        """Go on from `state`, whose request is `request`."""
+        self.end_epoch()
         self._cursor = None
         self._wanted_epoch = None
-        self._look_for_ranks()
-        self._loaded = state
+        self._join_job()
+        self._loaded_state = state
         self.jump(request)
 
     def stats(self) -> LoaderStats:
-        """What was handed over and waited for, up to now."""
+        """Statistics of deliveries and waits so far."""
         epoch = self.epoch if self._cursor is None else self._cursor.epoch
-        return self._meter.stats(epoch, self._engine.preparer.last_s)
+        return self._meter.stats(epoch, self._pipeline.preparer.last_s)

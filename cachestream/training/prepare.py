@@ -1,4 +1,4 @@
-"""Preparing what comes next: a snapshot that all ranks agree on, its maps, its order, its plan."""
+"""The preparation of segments: a snapshot that all ranks agree on, its maps, its order, its plan."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("cachestream")
-_SLICE: Final = 16  # shards opened between two looks at the clock, and at whether it is still wanted
+_SLICE: Final = 16  # shards opened between two checks of the deadline and of cancellation
 _RETAKES: Final = 10
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A leased snapshot; `gone` names the shards of a record that it lacks, None when it is not of the record.
+class HeldSnapshot:
+    """A leased snapshot. `gone`: the shards of the resumed record that it lacks, None if it is not for that
+    record.
 
-    `replayed` is the recorded order that it was taken for, and `rest` what comes after that in the epoch.
+    `replayed`: the recorded order that it was taken for; `rest`: the later stretches of that epoch.
     """
 
     snapshot: Snapshot
@@ -67,7 +68,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class OpeningDeadline:
-    """When to stop opening shards ahead, and whether the whole preparation is still wanted."""
+    """The time to stop opening shards ahead, and the cancellation of the whole preparation."""
 
     until_s: float
     cancelled: Callable[[], bool]
@@ -81,9 +82,11 @@ class OpeningDeadline:
         return time.monotonic() > self.until_s
 
 
-class Holder:
-    """Takes the snapshots of one loader, of `least` samples or more for each rank as far as there are so many; `maps` are the
-    last ones, whose open shards the next ones take over. Where no other snapshot can be taken, the last one is given again.
+class SnapshotHolder:
+    """The snapshots of one loader, of at least `least` samples for each rank if there are so many.
+
+    The next snapshot takes over the open shards of `maps`, the last ones. If no new snapshot can be taken,
+    the last one is used again.
     """
 
     def __init__(
@@ -102,30 +105,32 @@ class Holder:
         self._least = least
         self._replay = replay
         self._last: tuple[Snapshot, Lease] | None = None
-        self._is_told = False  # why it was taken again
+        self._warned = False  # that the last snapshot is used again
 
-    def hold(self, ranks: Ranks, request: Request, epoch_size: int | None, watch: OpeningDeadline) -> Held:
-        """The snapshot of this rank's group, leased by this process, with what is mapped of it so far.
+    def hold(
+        self, ranks: Ranks, request: Request, epoch_size: int | None, deadline: OpeningDeadline
+    ) -> HeldSnapshot:
+        """The snapshot of this rank's group, leased by this process, with its shards mapped until `deadline`.
 
         The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
         Raises CacheStreamError and Cancelled.
         """
-        led: list[Held] = []
+        led: list[HeldSnapshot] = []
 
         def lead() -> Payload:
-            led.append(self._take(request, epoch_size, ranks.group, watch))
+            led.append(self._take(request, epoch_size, ranks.group, deadline))
             return _to_payload(led[0])
 
         try:
-            shared = ranks.share(request.name, lead, watch.cancelled)
+            shared = ranks.share(request.name, lead, deadline.cancelled)
             if led:
                 return led[0]
             snapshot = _from_payload(shared, self._split)
             lease = join_lease(snapshot.lease)
             gone = None if shared["gone"] is None else tuple(shared["gone"])
             replayed, rest = _replayed_from(shared)
-            led.append(Held(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
-            damaged = self._open(led[0].maps, watch)
+            led.append(HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
+            damaged = self._open(led[0].maps, deadline)
             if damaged:
                 raise damaged[0][1]
         except BaseException:
@@ -135,21 +140,21 @@ class Holder:
         return led[0]
 
     def finish(self) -> None:
-        """Hold nothing for the next snapshot, and count how often the last one was used."""
-        self._let_go()
+        """Release the last snapshot, and write the counts of its uses."""
+        self._release_last()
         self._standing.close()
 
     def _take(
-        self, request: Request, epoch_size: int | None, group: Sequence[int], watch: OpeningDeadline
-    ) -> Held:
-        """A snapshot of sound shards: damaged ones are put aside, and it is taken again."""
+        self, request: Request, epoch_size: int | None, group: Sequence[int], deadline: OpeningDeadline
+    ) -> HeldSnapshot:
+        """Take a snapshot of sound shards: damaged ones are quarantined, and the snapshot is taken again."""
         for _ in range(_RETAKES):
             if self._replay is not None:
                 held = self._take_recorded(self._replay, request, group[0])
             else:
                 held = self._take_once(request, epoch_size, self._least * len(group))
             try:
-                damaged = self._open(held.maps, watch)
+                damaged = self._open(held.maps, deadline)
             except BaseException:
                 held.lease.release()
                 raise
@@ -163,7 +168,7 @@ class Holder:
             "then run 'cachestream verify CACHE --repair'"
         )
 
-    def _take_once(self, request: Request, epoch_size: int | None, least: int) -> Held:
+    def _take_once(self, request: Request, epoch_size: int | None, least: int) -> HeldSnapshot:
         record = (request.records or {}).get(self._cache.cache_id)
         if record is not None:
             try:
@@ -171,10 +176,10 @@ class Holder:
                     record.shard_ids, record.counts, split=self._split
                 )
                 new = tuple(shard_id for shard_id in gone if shard_id not in record.gone)
-                return Held(snapshot, lease, EpochMaps(snapshot, self.maps), new)
+                return HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), new)
             except NotEnoughSamplesError:
-                pass  # all of them are gone: what is left of the epoch is drawn from what there is
-        # Of an epoch that ends with this resume nothing may be left for this cache: its ranks give no batch, as all.
+                pass  # all of its shards are gone: the rest of the epoch is drawn from the cached ones
+        # The epoch may have no samples left for this cache; its ranks then give no batch, as all ranks do.
         size = None if epoch_size is None else max(1, epoch_size)
         try:
             snapshot, lease = self._standing.take(size, self._turnover, least)
@@ -184,41 +189,41 @@ class Holder:
             snapshot, lease = self._last_again(error)
         else:
             self._keep(snapshot, lease)
-        return Held(snapshot, lease, self._maps_of(snapshot), None)
+        return HeldSnapshot(snapshot, lease, self._maps_of(snapshot), None)
 
     def _keep(self, snapshot: Snapshot, lease: Lease) -> None:
-        """Hold the last snapshot, too, until there is another one."""
-        self._let_go()
+        """Hold another lease on this snapshot until the next one is taken."""
+        self._release_last()
         mine = lease.again()
         self._last = None if mine is None else (snapshot, mine)
-        self._is_told = False
+        self._warned = False
 
-    def _let_go(self) -> None:
+    def _release_last(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             last[1].release()
 
     def _last_again(self, error: CacheError) -> tuple[Snapshot, Lease]:
-        """The last snapshot once more: training goes on from it while none can be taken. Raises `error` where there is none."""
+        """The last snapshot again, for use while no new one can be taken. Raises `error` if there is none."""
         lease = None if self._last is None else self._last[1].again()
         if self._last is None or lease is None:
             raise error
-        if not self._is_told:
+        if not self._warned:
             logger.warning(
                 "%s: no new snapshot can be taken (%s); until one can, epochs are drawn from the last one",
                 *(self._cache.path, str(error)),  # not the error, whose frames hold maps
             )
-            self._is_told = True
+            self._warned = True
         return self._last[0], lease
 
     def _maps_of(self, snapshot: Snapshot) -> EpochMaps:
-        # Of a snapshot that was given out again nothing is left to open, and so nothing to drop.
+        # The maps of a snapshot that is used again are complete, so that none is ever opened or dropped.
         if self.maps is not None and self.maps.snapshot is snapshot and self.maps.all_mapped:
             return self.maps
         return EpochMaps(snapshot, self.maps)
 
-    def _take_recorded(self, replay: Replay, request: Request, leader: int) -> Held:
-        """The shards of a recorded epoch: all that are needed, or an error."""
+    def _take_recorded(self, replay: Replay, request: Request, leader: int) -> HeldSnapshot:
+        """Take a snapshot of the shards of a recorded epoch. Raises EpochError if one is missing."""
         given = (request.records or {}).get(self._cache.cache_id)
         record = given or replay.stretch(self._cache, request.epoch, request.index, leader)
         record.check_split(self._split)
@@ -232,21 +237,21 @@ class Holder:
                 "with 'cachestream refetch', with no worker running"
             )
         rest = replay.rest(request.epoch, request.index, leader)
-        return Held(snapshot, lease, EpochMaps(snapshot, self.maps), (), record, rest)
+        return HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), (), record, rest)
 
-    def _open(self, maps: EpochMaps, watch: OpeningDeadline) -> list[tuple[int, CorruptShardError]]:
-        """Map and verify shards until the time is up; returns the damaged ones."""
+    def _open(self, maps: EpochMaps, deadline: OpeningDeadline) -> list[tuple[int, CorruptShardError]]:
+        """Map and verify shards until `deadline` is over; return the damaged ones."""
         damaged: list[tuple[int, CorruptShardError]] = []
         missing = np.flatnonzero(~maps.mapped)[: max(0, maps.max_open - maps.num_mapped)]
         for start in range(0, len(missing), _SLICE):
-            watch.check()
+            deadline.check()
             damaged += maps.open(missing[start : start + _SLICE], ahead=True)
-            if watch.over:
+            if deadline.over:
                 break
         return damaged
 
 
-def _to_payload(held: Held) -> Payload:
+def _to_payload(held: HeldSnapshot) -> Payload:
     snapshot = held.snapshot
     return {
         "cache_id": snapshot.cache_id,
@@ -281,23 +286,26 @@ def _from_payload(payload: Payload, split: Split | None) -> Snapshot:
     )
 
 
-LOOK_S: Final = 2.0  # between two looks after the filling
+LOOK_S: Final = 2.0  # between two checks of the workers that fill the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Membership:
-    """The job that this rank is in, since `generation`: ranks that have come to it from different pasts count from there."""
+    """The job of this rank, and the generation at which the rank joined it.
+
+    Ranks may have joined at different generations, so rounds are named by the generations since then.
+    """
 
     job: ProcessGroup | None
     generation: int
 
     def named(self, request: Request) -> Request:
-        """`request` as all ranks of the job call it."""
+        """Return `request` with the generation that all ranks of the job use."""
         return replace(request, generation=request.generation - self.generation)
 
 
 class Preparer:
-    """Prepares segments, one after the other, in one background thread."""
+    """The preparation of a loader's segments, one after the other, in one background thread."""
 
     def __init__(
         self,
@@ -314,7 +322,7 @@ class Preparer:
         self._joined = self._wanted
         self._cold_start = ColdStart(cache, settings, closed)
         least = settings.batch_size if settings.drop_last else 1
-        self._holder = Holder(cache, settings.turnover, least, settings.replay, settings.split)
+        self._holder = SnapshotHolder(cache, settings.turnover, least, settings.replay, settings.split)
         self.last_s = 0.0
         self._looked_s = 0.0
 
@@ -325,11 +333,11 @@ class Preparer:
         return self._found
 
     def join(self, job: ProcessGroup, generation: int) -> None:
-        """Agree with the ranks of `job` from `generation` on, in place of those before. By the training thread."""
+        """Agree with the ranks of `job` from `generation` on. Called by the training thread."""
         self._wanted = _Membership(job, generation)
 
     def _find_ranks(self) -> Ranks:
-        """The ranks of the job, found when they are first needed: some may still start up."""
+        """The ranks of the job, connected at the first use, because some may still start up."""
         if self._joined is not (wanted := self._wanted):
             self.finish()
             self._found, self._joined = None, wanted
@@ -339,38 +347,38 @@ class Preparer:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with, as far as is known."""
+        """True if this rank is the only one, or no other has been found yet."""
         return self._found is None or self._found.size == 1
 
     @property
     def was_alone(self) -> bool:
-        """Whether epochs were prepared for one process."""
+        """True if epochs were prepared for a single process."""
         return self._found is not None and self._found.size == 1
 
     def requested(self, request: Request) -> bool:
-        """Whether another rank waits for this one to prepare `request`."""
+        """Return whether another rank waits for this one to prepare `request`."""
         return self._found is not None and self._found.requested(self._joined.named(request).name)
 
     def prepare(self, request: Request, cancelled: Callable[[], bool], budget_s: float) -> Segment:
-        """The segment that `request` asks for, agreed by all ranks.
+        """Prepare the segment for `request`, in agreement with all ranks.
 
-        Opening and verifying shards ahead takes about `budget_s` at most; the rest is opened when needed.
-        Raises the same CacheStreamError on all ranks, or Cancelled.
+        Shards are opened and verified ahead for about `budget_s`; the others are opened when needed. Raises
+        the same CacheStreamError on all ranks, or Cancelled.
         """
         began_s = time.monotonic()
         ranks, asked = self._find_ranks(), request
         request = self._joined.named(asked)
         ranks.request(request.name)
-        held: Held | None = None
+        held: HeldSnapshot | None = None
         try:
             try:
-                if self._begins_anew(request):
+                if self._starts_cold(request):
                     self._cold_start.wait(len(ranks.group), cancelled)
                 if ranks.group[0] == ranks.rank:
                     warn_of_skipped(self._cache)
-                watch = OpeningDeadline(time.monotonic() + budget_s, cancelled)
-                held = self._holder.hold(ranks, request, self._remaining(request), watch)
-                segment = self._lay_out(request, held, cancelled)
+                deadline = OpeningDeadline(time.monotonic() + budget_s, cancelled)
+                held = self._holder.hold(ranks, request, self._remaining(request), deadline)
+                segment = self._make_segment(request, held, cancelled)
             except Exception as error:
                 if not isinstance(error, Cancelled):
                     for name in (request.name, *rounds_of(request)):
@@ -391,7 +399,7 @@ class Preparer:
         return segment
 
     def finish(self) -> None:
-        """Hold nothing for the next preparation, and write down how often the shards were used. By the thread that prepares."""
+        """Release the last snapshot, and write the uses of its shards. Called by the preparing thread."""
         try:
             self._holder.finish()
         except CacheStreamError as error:
@@ -400,7 +408,9 @@ class Preparer:
             )
 
     def look_after_filling(self) -> None:
-        """Warn if what fills the cache was killed: the epochs would be the same for ever."""
+        """Warn if the supervisor that fills the cache was killed: all further epochs would have the same
+        samples.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -408,11 +418,13 @@ class Preparer:
                 warn_of_loss(self._cache)
 
     def forget(self) -> None:
-        """Let go of the maps kept for the next preparation."""
+        """Drop the maps kept for the next preparation."""
         self._holder.maps = None
 
-    def _begins_anew(self, request: Request) -> bool:
-        """Whether nothing is cached of what the segment was drawn from before, if it was."""
+    def _starts_cold(self, request: Request) -> bool:
+        """Return whether to wait for samples: no recorded shard of the segment is cached, or nothing is
+        recorded.
+        """
         record = (request.records or {}).get(self._cache.cache_id)
         if record is None or self._settings.replay is not None:
             return self._settings.replay is None
@@ -422,13 +434,13 @@ class Preparer:
     # --- order and plan
 
     def _remaining(self, request: Request) -> int | None:
-        """How many samples the epoch still takes from the order that a cache's ranks split; None: all it has."""
+        """The number of samples that the epoch still takes from the order of this cache's ranks; None: all."""
         if self._settings.epoch_size is None:
             return None
-        share = len(self.ranks.group)
-        return max(0, (self._settings.epoch_size - request.drawn) * share // self.ranks.size)
+        group_size = len(self.ranks.group)
+        return max(0, (self._settings.epoch_size - request.drawn) * group_size // self.ranks.size)
 
-    def _lay_out(self, request: Request, held: Held, cancelled: Callable[[], bool]) -> Segment:
+    def _make_segment(self, request: Request, held: HeldSnapshot, cancelled: Callable[[], bool]) -> Segment:
         dataset = EpochDataset(held.snapshot, held.lease, maps=held.maps)
         group, missing = self.ranks.group, 0
         if (weights := self._settings.drawing.weights) is not None:
@@ -463,32 +475,39 @@ class Preparer:
             transform_key=mix_key(self._settings.drawing.seed, request.epoch, self.ranks.rank),
         )
 
-    def _plan(self, request: Request, size: int, bounds: IntArray | None, share: int) -> tuple[Plan, int]:
-        """The plan of this rank, and how many batches the epoch would have if it were for this rank alone."""
+    def _plan(
+        self, request: Request, size: int, bounds: IntArray | None, group_size: int
+    ) -> tuple[Plan, int]:
+        """The plan of this rank, and the number of batches in the epoch before the ranks agree on the
+        smallest.
+        """
         batch_size, drop_last = self._settings.batch_size, self._settings.drop_last
         remaining = self._remaining(request)
         if bounds is not None:
-            batches = (len(bounds) - 1) // share
-            return Plan(size, batch_size, share, batches, bounds), request.done + batches
+            batches = (len(bounds) - 1) // group_size
+            return Plan(size, batch_size, group_size, batches, bounds), request.done + batches
         ends = remaining is None or size >= remaining
         if remaining is not None:
             size = min(size, remaining)
-        # A pass that does not end the epoch gives whole batches only: what remains is drawn from the next one.
-        batches = count_batches(size, batch_size, share, drop_last or not ends)
+        # A pass that does not end the epoch gives whole batches only; the next pass gives the remaining
+        # samples.
+        batches = count_batches(size, batch_size, group_size, drop_last or not ends)
         if not batches and request.records is None:
-            if remaining is not None and remaining < batch_size * share:
+            if remaining is not None and remaining < batch_size * group_size:
                 raise ConfigError(
                     f"epoch_size={self._settings.epoch_size} makes no batch of {batch_size} for each of "
                     f"{self.ranks.size} ranks: give at least {batch_size * self.ranks.size}"
                 )
             raise NotEnoughSamplesError(
-                f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {share} ranks; "
+                f"{self._cache.path}: {size} samples make no batch of {batch_size} for each of {group_size} ranks; "
                 "wait for more (min_samples=), or use a smaller batch_size or drop_last=False"
             )
         rest = (
-            batches if remaining is None or ends else count_batches(remaining, batch_size, share, drop_last)
+            batches
+            if remaining is None or ends
+            else count_batches(remaining, batch_size, group_size, drop_last)
         )
-        return Plan(size, batch_size, share, batches), request.done + rest
+        return Plan(size, batch_size, group_size, batches), request.done + rest
 
     def _agree(self, segment: Segment, cancelled: Callable[[], bool]) -> None:
         """Settle on the number of batches that every rank can give."""
@@ -517,4 +536,4 @@ class Preparer:
         }
         taken_up = segment.others.keys() & (request.records or {}).keys()
         if taken_up and self._cache.cache_id not in taken_up:
-            segment.missing = 0  # it came after the checkpoint: others go on with the samples that this names
+            segment.missing = 0  # this cache joined after the checkpoint; other caches have its samples

@@ -1,9 +1,9 @@
 """Agreement of a job's ranks on an epoch: through a store, with deadlines, never through collectives.
 
 The agreement runs in a background thread while the trainer's own collectives run, so it must not touch the
-process group: it talks through a connection of its own to a TCPStore, and every wait names who was waited for.
-Ranks that share a cache are found by the cache's identity; the lowest of them leads: it takes the snapshot, the
-others join its lease.
+process group: it uses its own connection to a TCPStore, and the error of every wait names the late ranks.
+Ranks that share a cache form a group, found by the cache's identity. The lowest rank of a group leads it: it
+takes the snapshot, and the others join its lease.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
-from cachestream.training.rendezvous import PAUSES_S, Cancelled, Line, ProcessGroup, meet_at
+from cachestream.training.rendezvous import PAUSES_S, Cancelled, ProcessGroup, StoreConnection, meet_at
 
 _meetings = itertools.count()
 
@@ -34,7 +34,9 @@ Group = tuple[int, ...]  # the ranks that share a cache, ascending; the first le
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a rank waits for the others, seconds: the first time, when some still start up, and later."""
+    """The longest waits of a rank for the others, in seconds: in the first round, when some still start up,
+    and later.
+    """
 
     first: float
     later: float = 60.0
@@ -49,7 +51,7 @@ class Ranks(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank takes the snapshot for its group."""
+        """True if this rank takes the snapshot for its group."""
         ...
 
     def request(self, name: str) -> None:
@@ -57,19 +59,21 @@ class Ranks(Protocol):
         ...
 
     def requested(self, name: str) -> bool:
-        """Whether a rank has asked for round `name`."""
+        """Return whether a rank has asked for round `name`."""
         ...
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
-        """What the group's leader made in round `name`."""
+        """The payload that the group's leader made in round `name`."""
         ...
 
-    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        """What every rank of the group said in round `name`, in the group's order. The error of any is raised on all of it."""
+    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+        """The payloads of the group's ranks in round `name`, in the group's order. An error of any is raised
+        on all.
+        """
         ...
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        """What every rank said in round `name`, by rank. The error of any rank is raised on all."""
+        """The payloads of all ranks in round `name`, by rank. An error of any rank is raised on all."""
         ...
 
     def report(self, name: str, error: Exception) -> None:
@@ -78,7 +82,7 @@ class Ranks(Protocol):
 
 
 class SingleRank:
-    """A job of one rank: it agrees with itself."""
+    """A job of one rank."""
 
     rank = 0
     size = 1
@@ -93,7 +97,7 @@ class SingleRank:
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         return make()
 
-    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         return [mine]
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
@@ -103,19 +107,24 @@ class SingleRank:
 
 
 class StoreRanks:
-    """The ranks of a `torch.distributed` job. Used by one thread, `close` by any.
+    """The ranks of a `torch.distributed` job. Used by one thread.
 
-    Raises RankMismatchError, on all ranks, when they were given other settings, or when one of them does not
+    Raises RankMismatchError, on all ranks, when they have different settings, or when one of them does not
     answer within the deadline.
     """
 
     def __init__(
-        self, line: Line, rank: int, size: int, deadlines_s: Deadlines, closed: threading.Event
+        self,
+        connection: StoreConnection,
+        rank: int,
+        size: int,
+        deadlines_s: Deadlines,
+        closed: threading.Event,
     ) -> None:
         self.rank = rank
         self.size = size
         self.group: Group = (rank,)
-        self._line = line
+        self._connection = connection
         self._deadlines_s = deadlines_s
         self._agreed_once = False
         self._names = [f"rank {r}" for r in range(size)]
@@ -130,14 +139,15 @@ class StoreRanks:
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
     ) -> list[str]:
-        """Learn who the others are; returns the identities of their caches, by rank.
+        """Exchange settings and identities with the other ranks; return the identities of their caches, by
+        rank.
 
-        Raises RankMismatchError for other `settings` than rank 0's.
+        Raises RankMismatchError for `settings` that differ from rank 0's.
         """
         me = {"settings": dict(settings), "cache": cache_id, "host": socket.gethostname(), "pid": os.getpid()}
-        self._line.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
+        self._connection.call(lambda store: store.set(f"hello/{self.rank}", json.dumps(me)))
         hellos = self._collect("hello", range(self.size), where, self._deadlines_s.first, self._serve)
-        self._line.has_served()
+        self._connection.stop_serving()
         self._names = [f"rank {r} (pid {h['pid']} on {h['host']})" for r, h in enumerate(hellos)]
         for r, hello in enumerate(hellos):
             for name, value in hellos[0]["settings"].items():
@@ -151,15 +161,15 @@ class StoreRanks:
         return caches
 
     def _serve(self) -> bool:
-        """Called while others are on their way; cancels nothing."""
-        self._line.serve()
+        """Answer ranks that still connect; return False, as a `cancelled` callback."""
+        self._connection.serve()
         return False
 
     def request(self, name: str) -> None:
-        self._line.call(lambda store: store.set(f"{name}/request", "1"))
+        self._connection.call(lambda store: store.set(f"{name}/request", "1"))
 
     def requested(self, name: str) -> bool:
-        return bool(self._line.call(lambda store: store.check([f"{name}/request"])))
+        return bool(self._connection.call(lambda store: store.check([f"{name}/request"])))
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         if self.leads:
@@ -170,8 +180,8 @@ class StoreRanks:
             f"{name}/made", self.group[:1], "prepared the epoch", self._group_deadline_s, cancelled
         )[0]
 
-    def confer(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        # Nothing is forgotten after it: ranks of other groups may still read the round before.
+    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
+        # No keys are deleted after it, because ranks of other groups may still read the previous round.
         self._post(f"{name}/ready/{self.rank}", mine)
         return self._collect(
             f"{name}/ready", self.group, "prepared the epoch", self._group_deadline_s, cancelled
@@ -193,7 +203,7 @@ class StoreRanks:
                 self._post(f"{name}/made/{self.rank}", failure)
             self._post(f"{name}/ready/{self.rank}", failure)
         except RankMismatchError:
-            pass  # the store has gone: the others know by that
+            pass  # the store is gone, and with it every other rank's round
 
     @property
     def _round_deadline_s(self) -> float:
@@ -201,19 +211,19 @@ class StoreRanks:
 
     @property
     def _group_deadline_s(self) -> float:
-        """Earlier than `agree` gives up, so that all hear of it from this rank, in the same words."""
+        """The deadline of rounds of a group, below that of `agree`, so that all ranks raise the same error."""
         return 0.75 * self._round_deadline_s
 
     def _post(self, key: str, payload: Payload) -> None:
         self._keys.append(key)
-        self._line.call(lambda store: store.set(key, json.dumps(payload)))
+        self._connection.call(lambda store: store.set(key, json.dumps(payload)))
 
     def _forget_last_round(self, name: str) -> None:
-        """Whoever is ready for this round has read all of the one before."""
+        """Delete the keys of the previous round, which every rank that posts in this round has read."""
         if self.rank == 0:
             self._keys.append(f"{name}/request")
         for key in self._old_keys:
-            self._line.call(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
+            self._connection.call(lambda store, key=key: store.delete_key(key))  # type: ignore[misc]
         self._old_keys, self._keys = self._keys, []
 
     def _collect(
@@ -224,26 +234,26 @@ class StoreRanks:
         deadline_s: float,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> list[Payload]:
-        """The payloads under `prefix` of `ranks`; waits for them, and raises the first error among them."""
+        """Wait for the payloads of `ranks` under `prefix`; raise the first error among them."""
         keys = [f"{prefix}/{rank}" for rank in ranks]
         give_up = time.monotonic() + deadline_s
         pause_s, most_s = PAUSES_S
-        # Store.wait would do the waiting, but cannot be cancelled, and prints a warning at every timeout.
-        while not self._line.call(lambda store: store.check(keys)):
+        # Store.wait cannot be cancelled, and prints a warning at every timeout.
+        while not self._connection.call(lambda store: store.check(keys)):
             if time.monotonic() > give_up:
                 raise RankMismatchError(self._late(ranks, keys, done, deadline_s))
             if cancelled() or self._closed.wait(pause_s):
                 raise Cancelled
             pause_s = min(2 * pause_s, most_s)
-        payloads = [json.loads(data) for data in self._line.call(lambda store: store.multi_get(keys))]
+        payloads = [json.loads(data) for data in self._connection.call(lambda store: store.multi_get(keys))]
         for rank, payload in zip(ranks, payloads, strict=True):
             if "error" in payload:
                 raise _error_of(payload, self._names[rank], rank == self.rank)
         return payloads
 
     def _late(self, ranks: Sequence[int], keys: list[str], done: str, deadline_s: float) -> str:
-        """Names the ranks that have not posted their keys."""
-        there = self._line.call(lambda store: [store.check([key]) for key in keys])
+        """The message that names the ranks which have not posted their keys."""
+        there = self._connection.call(lambda store: [store.check([key]) for key in keys])
         late = [rank for rank, is_there in zip(ranks, there, strict=True) if not is_there] or list(ranks)
         names = ", ".join(self._names[rank] for rank in late[:8]) + (", …" if len(late) > 8 else "")
         have = "has" if len(late) == 1 else "have"
@@ -254,7 +264,7 @@ class StoreRanks:
 
 
 def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
-    """The error that a rank reported, as the class it was."""
+    """The error that a rank reported, in its own class if that is one of this package."""
     kind = getattr(errors, payload["error"], None)
     message = payload["message"]
     if not (isinstance(kind, type) and issubclass(kind, CacheStreamError)):
@@ -263,14 +273,14 @@ def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
 
 
 def find_job() -> ProcessGroup | None:
-    """The job of `torch.distributed` that this process is in by now; None where nothing is initialised."""
+    """The `torch.distributed` job of this process; None if none is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), weakref.ref(dist.group.WORLD))
 
 
 def warn_if_early(asked: str, told: str) -> bool:
-    """Warn that `asked` was too early where a launcher has started several ranks, and they do not know each other yet."""
+    """Warn that `asked` came too early if a launcher started several ranks and no process group exists yet."""
     size = os.environ.get("WORLD_SIZE", "1")
     is_early = find_job() is None and size.isdecimal() and int(size) > 1
     if is_early:
@@ -290,25 +300,26 @@ def find_ranks(
     closed: threading.Event,
     job: ProcessGroup | None,
 ) -> Ranks:
-    """The ranks of `job`: one, where there is none.
+    """The ranks of `job`; a single rank if it is None.
 
-    `instance` counts the loaders of a process; those of one number, on all ranks, belong together. All waits
-    end when `closed` is set. Raises RankMismatchError, Cancelled.
+    `instance` counts the loaders of a process; loaders with the same number belong together. All waits end
+    when `closed` is set. Raises RankMismatchError, Cancelled.
     """
     if job is None or job.size == 1:
         return SingleRank()
     first_s, later_s = deadlines_s.first, deadlines_s.later
-    line = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
-    ranks = StoreRanks(line, job.rank, job.size, deadlines_s, closed)
+    connection = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
+    ranks = StoreRanks(connection, job.rank, job.size, deadlines_s, closed)
     ranks.meet(settings, cache_id)
     return ranks
 
 
 def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
-    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses each.
+    """The share of the cache `cache_id` among all caches of the job: (i, n), by the lowest rank that uses
+    each.
 
-    None when the ranks have one cache together, or there are no others. Waits for all ranks to call it; raises
-    RankMismatchError when one has not come within `deadline_s`.
+    None when all ranks share one cache, or there is one rank. Waits for all ranks to call it; raises
+    RankMismatchError when one does not within `deadline_s`.
     """
     job = find_job()
     if job is None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
@@ -318,13 +329,15 @@ def find_share(cache_id: str, deadline_s: float) -> tuple[int, int] | None:
     if job is None or job.size == 1:
         return None
     never = threading.Event()
-    line = meet_at(job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never)
-    ranks = StoreRanks(line, job.rank, job.size, Deadlines(deadline_s), never)
+    connection = meet_at(
+        job, f"cachestream/share/{next(_meetings)}", "cs.stream", deadline_s, deadline_s, never
+    )
+    ranks = StoreRanks(connection, job.rank, job.size, Deadlines(deadline_s), never)
     caches = list(dict.fromkeys(ranks.meet({}, cache_id, "come to cs.stream")))
     return (caches.index(cache_id), len(caches)) if len(caches) > 1 else None
 
 
 def is_elastic() -> bool:
-    """Whether torchrun started this process, and would start it again after a failure (`--max-restarts`)."""
+    """Return whether torchrun started this process and restarts it after a failure (`--max-restarts`)."""
     launched = dist.is_available() and dist.is_torchelastic_launched()
     return launched and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

@@ -1,7 +1,8 @@
-"""The meeting of a job's ranks: a store that all reach, and a connection of our own to it that cannot hang.
+"""The rendezvous of a job's ranks: a store that all ranks reach, and a separate connection to it that cannot
+hang.
 
-Torch's calls wait for an answer for as long as the network says nothing: on a host that is cut off, for a quarter of
-an hour. So the socket under the connection gets a time limit.
+A call of torch's store waits for an answer until TCP gives up, a quarter of an hour if the host is cut off.
+So the socket under the connection gets a timeout.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING or dist.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 
-PAUSES_S: Final = (0.002, 0.1)  # between two looks at the store: the first, and the most
+PAUSES_S: Final = (0.002, 0.1)  # between two polls of the store: the first pause, and the longest
 _CONNECT_S: Final = 30.0
 _LEAST_CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 20.0
@@ -35,24 +36,26 @@ _connecting = threading.Lock()
 T = TypeVar("T")
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: nobody waits for the result any more
-    """A preparation was given up because the trainer went elsewhere, or the loader was closed."""
+class Cancelled(Exception):  # noqa: N818 - not an error: the result is not wanted any more
+    """A preparation was cancelled because the trainer jumped, or the loader was closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """The place of this process in the job that `group`, a weak reference, is the process group of: no other is equal."""
+    """The rank of this process in a job. `group`, a weak reference to the process group, makes jobs compare
+    unequal.
+    """
 
     rank: int
     size: int
     group: object
 
 
-class Line:
-    """A connection to a store; `serve` does what rank 0 owes to those that are still on their way.
+class StoreConnection:
+    """A connection to a store. On rank 0 `serve` answers ranks that still connect. Used by one thread.
 
-    Once the store has not answered, all further calls fail at once: what is late may still come, and would be taken
-    for the answer to another call. Used by one thread.
+    After a call without an answer all further calls fail at once, because a late answer would be taken for
+    the answer to another call.
     """
 
     def __init__(self, store: Store, serve: Callable[[], None] = lambda: None) -> None:
@@ -60,12 +63,14 @@ class Line:
         self._store = store
         self._failure: str | None = None
 
-    def has_served(self) -> None:
-        """All have come. What `serve` holds would keep the job's store, and its port, from a job made anew."""
+    def stop_serving(self) -> None:
+        """Drop `serve` once all ranks are connected: its reference keeps the job's store and port from a new
+        job.
+        """
         self.serve = lambda: None
 
     def call(self, ask: Callable[[Store], T]) -> T:
-        """What `ask` gets from the store. Raises RankMismatchError when the store does not answer."""
+        """Return `ask(store)`. Raises RankMismatchError when the store does not answer."""
         if self._failure is not None:
             raise RankMismatchError(self._failure)
         try:
@@ -86,31 +91,31 @@ def _no_answer(at: str, error: Exception) -> str:
 
 def meet_at(
     job: ProcessGroup, prefix: str, where: str, deadline_s: float, answer_s: float, closed: threading.Event
-) -> Line:
-    """The line of this rank of `job`, under a name that no earlier run has used.
+) -> StoreConnection:
+    """Connect this rank of `job` to the store, under a prefix that no earlier run has used.
 
-    torchrun may keep the job's store, and what is written there, when it starts the ranks again. So nobody believes
-    what is there already: each rank asks under a number of its own, and rank 0 answers with that number. `where`
-    says what the ranks come for. Raises Cancelled, and RankMismatchError when the store does not answer, or rank 0
-    has not come within `deadline_s`.
+    torchrun may keep the job's store with its contents when it restarts the ranks. So each rank asks with a
+    random token, and rank 0 answers with that token. `where` names the call in error messages. Raises
+    Cancelled, and RankMismatchError when the store does not answer, or rank 0 does not connect within
+    `deadline_s`.
     """
     give_up, rank = time.monotonic() + deadline_s, job.rank
-    # Torch tries for up to twice as long as it is told.
+    # Torch tries to connect for up to twice its timeout.
     limits_s = max(_LEAST_CONNECT_S, min(0.3 * deadline_s, _CONNECT_S)), min(answer_s, _ANSWER_S)
     default = _default_store()
-    exchange, tcp = Line(PrefixStore(prefix, default)), _tcp_below(default)
-    # First of all, since calls on the job's own connection wait as long as the host says nothing.
+    exchange, tcp = StoreConnection(PrefixStore(prefix, default)), _tcp_below(default)
+    # First, because calls on the job's own connection have no timeout while the host does not answer.
     store = None if tcp is None else _client(tcp.host, tcp.port, *limits_s)
     if rank == 0:
         address: dict[str, Any] = {"token": secrets.token_hex(8)}
         if store is None:
-            store = _serve()
+            store = _start_store()
             address |= {"host": socket.gethostname(), "port": store.port}
-        return Line(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
+        return StoreConnection(PrefixStore(address["token"], store), _answerer(exchange, address, job.size))
     mine = secrets.token_hex(8)
     exchange.call(lambda asked: asked.set(f"ask/{rank}", mine))
     exchange.call(lambda asked: asked.add("asked", 1))
-    alive = None if store is None else Line(store)
+    alive = None if store is None else StoreConnection(store)
     pause_s, most_s = PAUSES_S
     while True:
         if alive is not None:
@@ -118,7 +123,7 @@ def meet_at(
         if exchange.call(lambda asked: asked.check([f"answer/{rank}"])):
             answer = json.loads(exchange.call(lambda asked: asked.get(f"answer/{rank}")))
             if answer["to"] == mine:
-                return Line(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
+                return StoreConnection(PrefixStore(answer["token"], store or _reach(answer, *limits_s)))
         if time.monotonic() > give_up:
             raise RankMismatchError(
                 f"rank 0 has not come to {where} within {deadline_s:.3g} s: dead, or stuck? "
@@ -139,8 +144,8 @@ def _default_store() -> Store:
         ) from error
 
 
-def _answerer(exchange: Line, address: dict[str, Any], size: int) -> Callable[[], None]:
-    """Rank 0's part: tell everyone who has asked since the last call where to meet."""
+def _answerer(exchange: StoreConnection, address: dict[str, Any], size: int) -> Callable[[], None]:
+    """The `serve` of rank 0: send the address to the ranks that have asked since the last call."""
     answered: dict[int, str] = {}
     seen = [-1]
 
@@ -175,7 +180,7 @@ def _client(host: str, port: int, connect_s: float, answer_s: float) -> TCPStore
     """
     with _connecting:
         before = set(_sockets_to(port))
-        # Torch's own limit ends once it is connected: the first answer would be waited for without one.
+        # Torch's own timeout covers the connecting only, not the first answer.
         watch = threading.Timer(
             connect_s, _on_new_sockets, (port, before, lambda new: new.shutdown(socket.SHUT_RDWR))
         )
@@ -211,7 +216,7 @@ def _on_new_sockets(port: int, before: set[int], act: Callable[[socket.socket], 
 def _sockets_to(port: int) -> list[int]:
     """The file descriptors of this process's sockets that are connected to `port` somewhere."""
     if socket.getdefaulttimeout() is not None:
-        return []  # a look would change the sockets: Python makes those that it opens non-blocking then
+        return []  # with a default timeout, socket.socket(fileno=) would make the sockets non-blocking
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -226,14 +231,14 @@ def _sockets_to(port: int) -> list[int]:
 
 
 def _tcp_below(store: Store) -> TCPStore | None:
-    """The connection to a server under the prefixes of `store`, if that is what is there."""
+    """The TCPStore under the prefixes of `store`; None if it is another kind."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None
 
 
-def _serve() -> TCPStore:
-    """A store for the ranks, where the job has none with a server."""
+def _start_store() -> TCPStore:
+    """Start a store for the ranks of a job that has no TCPStore."""
     return TCPStore(
         "0.0.0.0",  # noqa: S104 - the ranks may be on other hosts
         0,

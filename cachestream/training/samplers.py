@@ -1,4 +1,4 @@
-"""The user's sampler as an epoch's order: a list of samples, the same on every rank, different every epoch."""
+"""The order of a user's sampler: a list of samples, the same on every rank, different every epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler, WeightedRando
 from cachestream.errors import ConfigError
 from cachestream.schema import IntArray
 
-_ENDLESS: Final = 100  # times a dataset is what no epoch is
+_ENDLESS: Final = 100  # a sampler that gives more than so many times the dataset is taken for endless
 _ENDLESS_AT_LEAST: Final = 1_000_000
 
 SamplerLike = Sampler[Any] | Iterable[int] | Callable[[Any], Iterable[Any]]
@@ -24,9 +24,10 @@ SamplerLike = Sampler[Any] | Iterable[int] | Callable[[Any], Iterable[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """What a sampler gave: `indices` int64 `[n]`; `bounds` int64 `[batches + 1]` where it cut batches itself.
+    """The samples of a sampler: `indices` int64 `[n]`; `bounds` int64 `[batches + 1]` of a batch sampler,
+    otherwise None.
 
-    `shared`: the list is for all ranks together, to be split between them. Otherwise it is this rank's.
+    `shared`: the list is for all ranks together, which split it. Otherwise it is this rank's.
     """
 
     indices: IntArray
@@ -35,7 +36,7 @@ class Selection:
 
 
 def check_sampler(sampler: object) -> None:
-    """Raise ConfigError for what cannot be a sampler."""
+    """Raise ConfigError for an object that cannot be a sampler."""
     if not (callable(sampler) or isinstance(sampler, Sampler) or hasattr(sampler, "__iter__")):
         raise ConfigError(
             f"sampler={sampler!r}: give a torch sampler, a sampler class, or a function that gets "
@@ -51,13 +52,13 @@ def check_sampler(sampler: object) -> None:
 def evaluate(
     sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int, most: int | None = None, ranks: int = 1
 ) -> Selection:
-    """The samples that `sampler` draws from `dataset` (of this length) in `epoch`: the first `most` (None: all), or whole
-    batches of no more, where it makes batches itself. Of one that gives this rank its share, the share that one of `ranks`
-    has of them.
+    """The samples that `sampler` draws from `dataset` in `epoch`: the first `most` (None: all), or whole
+    batches of no more from a batch sampler. From a sampler that gives this rank its share, the share of one
+    of `ranks` in `most`.
 
-    A sampler without a generator of its own gets one seeded from `key`: the order is then the same on all ranks
-    and after a resume, and torch's global generator, which the training thread uses, is left alone.
-    Raises ConfigError for indices that are outside of the dataset, or none, and for a sampler that does not end.
+    A sampler without a generator gets one seeded from `key`: the order is then the same on all ranks and
+    after a resume, and torch's global generator, which the training thread uses, stays untouched. Raises
+    ConfigError for values that are no indices of the dataset, and for a sampler that does not end.
     """
     made = sampler if isinstance(sampler, Sampler) or not callable(sampler) else sampler(dataset)
     if not hasattr(made, "__iter__"):
@@ -78,7 +79,7 @@ def evaluate(
 
 
 def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:
-    """What `sampler` gives, of a dataset of `size`, up to `most` samples."""
+    """The values that `sampler` yields for a dataset of `size`, up to `most` samples."""
     given = iter(sampler)
     drawn = list(itertools.islice(given, 1))
     if not drawn or not _is_batch(drawn[0]):
@@ -115,9 +116,9 @@ def _refuse_endless(size: int) -> NoReturn:
 
 
 def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
-    """`sampler` for this epoch's dataset: an instance was made for another one, of another length."""
+    """Adapt `sampler`, which was made for a dataset of another length, to this epoch's dataset."""
     if isinstance(sampler, DistributedSampler):
-        # All ranks' samples, without the padding: the plan splits them between the ranks.
+        # The samples of all ranks, without padding: the plan splits them between the ranks.
         sampler = copy.copy(sampler)
         sampler.dataset, sampler.num_replicas, sampler.rank = dataset, 1, 0
         sampler.num_samples = sampler.total_size = len(dataset)  # type: ignore[arg-type]
@@ -139,14 +140,16 @@ def _fitted(sampler: Any, dataset: Dataset[Any], epoch: int) -> Any:
 
 
 def _splits(sampler: Any) -> bool:
-    """Whether the sampler, or one inside it, is of the user's own and gives this rank its share."""
+    """Return whether the sampler, or one inside it, is a user's class that gives this rank its share."""
     if isinstance(sampler, DistributedSampler):
         return False  # fitted: it gives everything
     return hasattr(sampler, "num_replicas") or (hasattr(sampler, "sampler") and _splits(sampler.sampler))
 
 
 def _without_generator(sampler: Any) -> list[Any]:
-    """`sampler` and the samplers inside it (BatchSampler) that would draw from torch's global generator."""
+    """The samplers among `sampler` and those inside it (BatchSampler) that draw from torch's global
+    generator.
+    """
     inner = getattr(sampler, "sampler", None)
     found = _without_generator(inner) if inner is not None else []
     if getattr(sampler, "generator", False) is None:
@@ -157,7 +160,7 @@ def _without_generator(sampler: Any) -> list[Any]:
 def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
     bounds: IntArray | None = None
     if drawn and _is_batch(drawn[0]):
-        # An empty one has no place in the order where a resume could go on, and is no step that ranks could make together.
+        # An empty batch has no position in the order for a resume, and cannot be a common step of the ranks.
         batches = [batch for batch in map(_indices, drawn) if len(batch)]
         bounds = np.cumsum([0, *map(len, batches)]).astype(np.int64) if batches else None
         indices = np.concatenate([np.empty(0, np.int64), *batches])
@@ -173,7 +176,9 @@ def _selection(drawn: list[Any], size: int, shared: bool) -> Selection:
 
 
 def _indices(drawn: Any) -> IntArray:
-    """Sample numbers, int64 `[n]`. A mask or fractions would be taken for samples 0 and 1 without a word."""
+    """Check sample numbers and return them as int64 `[n]`. A mask or fractions are errors, not samples 0 and
+    1.
+    """
     try:
         given = np.array(drawn).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,7 +1,8 @@
-"""The state that three threads share: what is prepared, gathered and waiting, and what comes next.
+"""The state shared by the training, preparing and gathering threads: prepared segments, queued batches, the
+next request.
 
 The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
-happens under one lock and does no work: what has to be closed is returned, and closed by the caller.
+happens under one lock and does no I/O: it returns the segments to close, and the caller closes them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from cachestream.training.segment import Request, Segment
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
 _LEAST_AHEAD_S: Final = 1.0
 _SMOOTHING: Final = 0.2
-# The middle one of so many steps counts: a single long one is a validation or a checkpoint, and no pace.
+# The median of so many steps: a single long step is a validation or a checkpoint.
 _RECENT: Final = 3
-# Longer than a thread waits for the GIL, twice, beside a trainer that computes in Python: woken late, it would be late.
+# More than twice the GIL's switch interval, so that a gathering thread that is woken late is still in time.
 _SLOW_S: Final = 0.012
 
 
 class Pace:
-    """How long the trainer takes for a batch, smoothed; not known before it has come for `least` of them. Until then
-    `expected_s` is a guess at it.
+    """The smoothed time that the trainer takes for a batch, in seconds; `expected_s` until it has taken
+    `least` batches.
     """
 
     def __init__(self, least: int, clock: Callable[[], float], expected_s: float | None = None) -> None:
@@ -36,60 +37,64 @@ class Pace:
         self._clock = clock
         self._expected_s = expected_s
         self._batch_s: float | None = None
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._noted = 0
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)
+        self._batches_seen = 0
         self._last_s = 0.0
         self._last_batches = 0
 
-    def anew(self) -> Pace:
-        """The pace of an epoch that begins: only what the one before it was is known."""
-        return Pace(self._least, self._clock, self._likely_s)
+    def for_next_epoch(self) -> Pace:
+        """A pace for the next epoch, which begins with the estimate of this one."""
+        return Pace(self._least, self._clock, self._estimate_s)
 
     @property
-    def _likely_s(self) -> float | None:
-        return self._batch_s if self._noted >= self._least else self._expected_s
+    def _estimate_s(self) -> float | None:
+        return self._batch_s if self._batches_seen >= self._least else self._expected_s
 
-    def note(self, batches: int) -> None:
-        """The trainer has come for `batches` batches, and worked on the ones before until now."""
+    def record(self, batches: int) -> None:
+        """Record that the trainer takes `batches` batches now, and has worked on the previous ones until now."""
         now = self._clock()
-        if self._noted:
+        if self._batches_seen:
             took_s = (now - self._last_s) / max(1, self._last_batches)
-            self._recent.append(took_s)
-            typical_s = sorted(self._recent)[len(self._recent) // 2]
+            self._recent_s.append(took_s)
+            typical_s = sorted(self._recent_s)[len(self._recent_s) // 2]
             before_s = typical_s if self._batch_s is None else self._batch_s
             self._batch_s = before_s + _SMOOTHING * (typical_s - before_s)
         self._last_s, self._last_batches = now, batches
-        self._noted += batches
+        self._batches_seen += batches
 
-    def moved(self, batches: int) -> None:
-        """The trainer has come for `batches` more since the last note, one at a time."""
+    def advance(self, batches: int) -> None:
+        """Record that the trainer has taken `batches` batches, one at a time, since the last record."""
         self._last_batches = batches
-        self.note(batches)
+        self.record(batches)
 
     @property
     def is_slow(self) -> bool:
-        """Whether the trainer works on a batch for so long that nobody has to hurry."""
-        return self._batch_s is not None and self._noted >= self._least and self._batch_s >= _SLOW_S
+        """True if the trainer works on a batch for so long that the gathering thread can wake up by itself."""
+        return self._batch_s is not None and self._batches_seen >= self._least and self._batch_s >= _SLOW_S
 
-    def until_gone(self, batches: int) -> float:
-        """How long until the trainer has come for so many more batches, and is in the midst of working on the last."""
+    def time_until_taken(self, batches: int) -> float:
+        """Seconds until the trainer has taken `batches` more batches and is half through the work on the last
+        of them.
+        """
         assert self._batch_s is not None
         left_s = self._last_s + (batches + 0.5) * self._batch_s - self._clock()
         return max(self._batch_s, left_s)
 
-    def is_time(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
-        """Whether to prepare what comes after a segment of `batches`, when `gathered` are there and `waiting` of these
-        wait: most are gathered, or what the trainer has left lasts no longer than `ahead_s`.
+    def should_prepare(self, batches: int, gathered: int, waiting: int, ahead_s: float) -> bool:
+        """Return whether to prepare the segment after one of `batches` batches, `gathered` so far, `waiting`
+        of them queued.
+
+        True when most are gathered, or the batches left to the trainer last no longer than `ahead_s`.
         """
         if gathered >= _PREPARE_AT * batches:
             return True
-        if self._likely_s is None:
+        if self._estimate_s is None:
             return False
-        return (batches - gathered + waiting) * self._likely_s <= max(_LEAST_AHEAD_S, ahead_s)
+        return (batches - gathered + waiting) * self._estimate_s <= max(_LEAST_AHEAD_S, ahead_s)
 
 
 _CLOSED: Final = "this EpochLoader is closed; make a new one"
-_GONE: Final = 2  # batches after which a slow trainer's next ones are asked for
+_POLL_BATCHES: Final = 2  # batches that a slow trainer takes between two requests for more
 _WATCH_S: Final = 0.5
 _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this rank's trainer gets there
 
@@ -97,11 +102,13 @@ _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this
 class Schedule:
     """The state of a loader's epochs. Thread-safe.
 
-    Invariants: `_next` is the one segment not yet prepared that follows all others; a request is stale once its
-    generation or its epoch is past, and nothing stale is ever delivered; no batches are added while `prefetch`
-    or more of them wait (those of a flow are a promise: it sees to that itself). A condition for each thread, so that
-    a batch wakes up one: the trainer waits for `_batches` (or a length), the gathering thread for `_room` (or a
-    segment), the preparing one for `_work`.
+    Invariants: `_next` requests the segment that follows all prepared ones; a request is stale once its
+    generation or its epoch is past, and no stale batch is delivered; no batch is added while `prefetch` or
+    more wait (a flow limits its own).
+
+    Each thread has a condition of its own, so that a batch wakes up one thread: the trainer waits for
+    `_batches` (a batch or a length), the gathering thread for `_room` (room or a segment), the preparing
+    thread for `_work`.
     """
 
     def __init__(self, prefetch: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -115,40 +122,38 @@ class Schedule:
         self._prepared: deque[Segment] = deque()
         self._gathering: Segment | None = None
         self._gathered = 0
-        self._shelf = BatchQueue(prefetch)
-        self._open: list[Segment] = []
+        self._queue = BatchQueue(prefetch)
+        self._open_segments: list[Segment] = []
         self._failure: tuple[Request, BaseException] | None = None
-        self._raised = False
+        self._needs_request = False
         self._generation = 0
         self._trained_epoch = -1
-        self._has_waited = False
-        self._follows_slowly = False
-        self._seen_left = 0
-        self._totals: dict[int, int] = {}  # of epochs of this generation
+        self._polls_slow_trainer = False
+        self._last_remaining = 0
+        self._totals: dict[int, int] = {}  # batches by epoch, in this generation
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
-        self.doing = {"prepare": "not started", "gather": "not started"}
+        self.activity = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
 
     def begin(self, request: Request | None, epoch: int) -> list[Segment]:
-        """The trainer goes on to `epoch`, or jumps to `request`; returns the segments to close."""
+        """Move the trainer on to `epoch`, or have it jump to `request`; return the segments to close."""
         with self._lock:
-            if request is not None or self._raised:
-                # A new generation gives the rounds that ranks agree in new names, also to try a failed one again.
-                failed = self._failure[0] if self._failure is not None else None
-                again = failed if failed is not None and failed.epoch == epoch else Request(0, epoch)
+            if request is not None:
+                # A new generation renames the rounds in which ranks agree, so that a failed round can be
+                # repeated.
                 self._generation += 1
                 self._totals = {}
-                self._next = replace(request or again, generation=self._generation)
-                self._failure, self._raised = None, False
+                self._next = replace(request, generation=self._generation)
+                self._failure, self._needs_request = None, False
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._shelf.let_go()
-            self._pace = self._pace.anew()
+            self._queue.let_go()
+            self._pace = self._pace.for_next_epoch()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
-            self._shelf.drop(self._stale)
+            self._queue.drop(self._stale)
             if self._failure is not None and self._stale(self._failure[0]):
                 self._failure = None
             self._totals = {known: total for known, total in self._totals.items() if known >= epoch}
@@ -156,93 +161,94 @@ class Schedule:
             return self._retire(lambda segment: self._stale(segment.request))
 
     def jump(self, request: Request) -> list[Segment]:
-        """Prepare `request` next, before the trainer begins its epoch; returns the segments to close."""
+        """Prepare `request` next, before the trainer begins its epoch; return the segments to close."""
         closing = self.begin(request, request.epoch)
         with self._lock:
             self._trained_epoch = request.epoch - 1
         return closing
 
-    def lost(self, epoch: int, had: BatchGroup | None) -> BatchGroup | None:
-        """What was taken of `epoch` and is not with the trainer, which `had` this last: a signal came in between."""
-        with self._lock:
-            return self._shelf.lost(epoch, had)
-
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
-        """The next batches of `epoch`. Raises what a thread failed with, or EpochError with a diagnosis."""
+        """Take the next batches of `epoch`. Raises the error of a background thread, or EpochError with a
+        diagnosis.
+        """
         with self._lock:
-            if not self._shelf.holds(epoch):
-                self._has_waited = True
-                self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
-            parcel = self._shelf.take()
-            self._pace.note(1 if parcel.is_flow else len(parcel))
-            # Woken now, the gathering thread would take the GIL as soon as the trainer lets its last batch go, which torch
-            # does without it. Where there is time, it comes by itself, while the trainer computes.
-            if self._shelf.has_room_again and (self._shelf.is_low or not self._pace.is_slow):
+            if not self._queue.holds(epoch):
+                self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
+            group = self._queue.take()
+            self._pace.record(1 if group.is_flow else len(group))
+            # A gathering thread that is woken here takes the GIL when the trainer frees its last batch (torch
+            # releases the GIL there). Beside a slow trainer the thread wakes up by itself, while the trainer
+            # computes.
+            if self._queue.has_room_again and (self._queue.is_low or not self._pace.is_slow):
                 self._room.notify()
             self._wake_if_due()
-            return parcel
+            return group
 
-    def first(self, epoch: int, timeout_s: float) -> BatchGroup:
-        """What `take` would give, left where it is; raises as `take` does."""
+    def peek(self, epoch: int, timeout_s: float) -> BatchGroup:
+        """The next batches of `epoch`, which stay in the queue; raises as `take` does."""
         with self._lock:
-            self._await(lambda: self._shelf.holds(epoch), epoch, timeout_s)
-            return self._shelf.first
+            self._wait(lambda: self._queue.holds(epoch), epoch, timeout_s)
+            return self._queue.first
 
-    def moved(self, batches: int) -> None:
-        """The trainer has taken `batches` of the flow in hand since this was told last."""
+    def advance(self, batches: int) -> None:
+        """Record that the trainer has taken `batches` batches of the current flow since the last call."""
         with self._lock:
-            self._pace.moved(batches)
-            flow = self._shelf.in_hand
-            if flow is not None and (flow.turns_low or (self._pace.is_slow and not self._follows_slowly)):
+            self._pace.advance(batches)
+            flow = self._queue.in_hand
+            if flow is not None and (flow.turns_low or (self._pace.is_slow and not self._polls_slow_trainer)):
                 self._room.notify()
             self._wake_if_due()
 
-    def late(self, epoch: int, timeout_s: float) -> EpochError:
-        """Why the trainer has had no batch of `epoch` for so long."""
+    def late_error(self, epoch: int, timeout_s: float) -> EpochError:
+        """The error for a trainer that got no batch of `epoch` within `timeout_s`."""
         with self._lock:
             return EpochError(_CLOSED if self._stopped else self._diagnosis(epoch, timeout_s))
 
     def length(self, epoch: int, timeout_s: float) -> int:
-        """How many batches `epoch` has, as soon as it is prepared; raises as `take` does."""
+        """The number of batches in `epoch`; waits until it is prepared, and raises as `take` does."""
         with self._lock:
-            self._await(lambda: epoch in self._totals, epoch, timeout_s)
+            self._wait(lambda: epoch in self._totals, epoch, timeout_s)
             return self._totals[epoch]
 
     @property
     def generation(self) -> int:
-        """How often the trainer has jumped."""
+        """The number of jumps so far."""
         return self._generation
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the trainer was given an error that ends its epoch."""
-        return self._raised
+    def needs_request(self) -> bool:
+        """True if the next epoch must be requested again: its preparation failed or was interrupted."""
+        return self._needs_request
 
-    def passed(self, segment: Segment) -> list[Segment]:
-        """The trainer has come to `segment`: the ones before it can be closed."""
+    def prepare_again(self) -> None:
+        """Have the next epoch requested again: an interrupt may have lost its first batches."""
+        self._needs_request = True
+
+    def enter_segment(self, segment: Segment) -> list[Segment]:
+        """Move the trainer into `segment`; return the segments before it, to close."""
         with self._lock:
-            place = self._open.index(segment) if segment in self._open else 0
-            before, self._open = self._open[:place], self._open[place:]
+            place = self._open_segments.index(segment) if segment in self._open_segments else 0
+            before, self._open_segments = self._open_segments[:place], self._open_segments[place:]
             return before
 
-    def ended(self, segment: Segment) -> list[Segment]:
-        """The trainer has had all of `segment`."""
+    def end_segment(self, segment: Segment) -> list[Segment]:
+        """End `segment`, whose batches the trainer has taken; return the segments to close."""
         with self._lock:
-            self._shelf.let_go()
+            self._queue.let_go()
             return self._retire(lambda other: other is segment)
 
     def current(self, epoch: int) -> Segment | None:
         """The oldest segment of `epoch` that is still open."""
         with self._lock:
-            return next((s for s in self._open if s.request.epoch == epoch), None)
+            return next((s for s in self._open_segments if s.request.epoch == epoch), None)
 
     def stop(self) -> list[Segment]:
-        """End everything; returns the segments to close."""
+        """Stop all threads; return the segments to close."""
         with self._lock:
             self._stopped = True
             self._failure = None  # its traceback has frames that hold the loader's engine
-            self._shelf.let_go()
-            self._shelf.drop(lambda _: True)
+            self._queue.let_go()
+            self._queue.drop(lambda _: True)
             self._prepared.clear()
             self._wake_all()
             return self._retire(lambda _: True)
@@ -250,10 +256,10 @@ class Schedule:
     # --- the thread that prepares
 
     def wait_request(self, ahead_s: float, timeout_s: float | None) -> tuple[Request, bool] | None:
-        """The next request, and whether it is due now; None when all is over. Waits `timeout_s` for it to be due.
+        """The next request, and whether it is due; None once stopped. Waits `timeout_s` for it to be due.
 
-        It is due when the gathering thread waits for it, or soon will: when what is left of the running segment
-        lasts no longer than `ahead_s`. As late as that, so that the snapshot is fresh.
+        A request is due when the gathering thread waits for it, or the rest of the running segment lasts no
+        longer than `ahead_s`. A later preparation has a fresher snapshot.
         """
         with self._lock:
             self._ahead_s = ahead_s
@@ -261,57 +267,52 @@ class Schedule:
                 self._work.wait(timeout_s)
             return None if self._stopped else (self._next, self._is_due())
 
-    def may_follow(self, request: Request) -> bool:
-        """Whether `request` may be prepared because another rank asks for it."""
+    def may_prepare_early(self, request: Request) -> bool:
+        """Return whether `request` may be prepared early, because another rank asks for it."""
         with self._lock:
             return self._next is request and self._failure is None and len(self._prepared) < _MOST_AHEAD
 
     def stale(self, request: Request) -> bool:
-        """Whether nobody waits for `request` any more."""
+        """Return whether the trainer has moved past `request`."""
         with self._lock:
             return self._stale(request)
 
     def superseded(self, request: Request) -> bool:
-        """Whether `request` is no longer what comes next."""
+        """Return whether another request has replaced `request` as the next one."""
         return self._stopped or self._next is not request
 
     def urgent(self) -> bool:
-        """Whether the trainer has nothing to train on."""
-        return self._gathering is None and self._shelf.is_empty
+        """Return whether no batch is queued or being gathered."""
+        return self._gathering is None and self._queue.is_empty
 
     def add(self, segment: Segment) -> bool:
-        """Take `segment` in, if it still is what comes next."""
+        """Add the prepared `segment`; return False if its request was replaced."""
         with self._lock:
             if self.superseded(segment.request):
                 return False
             self._prepared.append(segment)
-            self._open.append(segment)
+            self._open_segments.append(segment)
             self._next = segment.next_request()
             self._totals[segment.request.epoch] = segment.total
             self._wake_all()
             return True
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """A thread failed on `request`: the trainer will get `error` when it comes there."""
+        """Record that a thread failed on `request`: `take` raises `error` when the trainer reaches it."""
         with self._lock:
             if not self._stopped and not self._stale(request) and self._failure is None:
                 self._failure = request, error
                 self._wake_all()
 
     def to_open(self) -> Segment | None:
-        """The segment being gathered, if not all of its shards are open."""
+        """The segment being gathered, if some of its shards are still to be opened; otherwise None."""
         segment = self._gathering
         return None if segment is None or segment.opened_ahead or segment.maps.all_mapped else segment
 
     # --- the thread that gathers
 
-    def was_hurried(self) -> bool:
-        """Whether the trainer has found no batch waiting since this was asked last."""
-        waited, self._has_waited = self._has_waited, False
-        return waited
-
     def next_segment(self) -> Segment | None:
-        """The next prepared segment, waited for; None when all is over."""
+        """Wait for the next prepared segment; None once stopped."""
         with self._lock:
             self._gathering, self._gathered = None, 0
             self._wake_if_due()
@@ -323,44 +324,46 @@ class Schedule:
             self._work.notify()
             return self._gathering
 
-    def put(self, parcel: BatchGroup) -> bool:
-        """Queue `parcel` when there is room; False when nobody wants it any more."""
+    def put(self, group: BatchGroup) -> bool:
+        """Queue `group` when there is room; False if it is stale."""
         with self._lock:
-            if len(parcel) and self._shelf.is_full:
-                while not (self._shelf.has_room_again or self._unwanted(parcel)):
-                    pace, until = self._pace, self._shelf.until_room
-                    self._room.wait(pace.until_gone(until) if pace.is_slow else None)
-            if self._unwanted(parcel):
+            if len(group) and self._queue.is_full:
+                while not (self._queue.has_room_again or self._unwanted(group)):
+                    pace, until = self._pace, self._queue.until_room
+                    self._room.wait(pace.time_until_taken(until) if pace.is_slow else None)
+            if self._unwanted(group):
                 return False
-            self._shelf.put(parcel)
-            self._gathered += len(parcel)
+            self._queue.put(group)
+            self._gathered += len(group)
             self._batches.notify()
             self._wake_if_due()
             return True
 
     def follow(self, flow: BatchGroup) -> bool:
-        """Wait until the trainer has had most of `flow`, or nobody wants it any more: False. True is for in between, when a
-        slow trainer has taken some of what was gathered.
+        """Wait for the trainer to take batches of `flow`.
+
+        Return False once most are taken or `flow` is stale, True when a slow trainer has taken some of the
+        gathered batches.
         """
         with self._lock:
             while not (flow.is_low or self._unwanted(flow)):
-                # A trainer that pauses is not looked after: it tells when it goes on.
-                pace, goes_on = self._pace, len(flow) != self._seen_left
-                self._follows_slowly, self._seen_left = pace.is_slow and goes_on, len(flow)
-                self._room.wait(pace.until_gone(_GONE) if self._follows_slowly else None)
+                # A trainer that pauses is not polled: `advance` notifies when it goes on.
+                pace, goes_on = self._pace, len(flow) != self._last_remaining
+                self._polls_slow_trainer, self._last_remaining = pace.is_slow and goes_on, len(flow)
+                self._room.wait(pace.time_until_taken(_POLL_BATCHES) if self._polls_slow_trainer else None)
                 if pace.is_slow and not self._unwanted(flow):
                     return True
             return False
 
-    def wanted(self, parcel: BatchGroup) -> bool:
-        """Whether the trainer will come for `parcel`."""
+    def wanted(self, group: BatchGroup) -> bool:
+        """Return whether `group` is not stale."""
         with self._lock:
-            return not self._unwanted(parcel)
+            return not self._unwanted(group)
 
     # --- under the lock
 
-    def _unwanted(self, parcel: BatchGroup) -> bool:
-        return self._stopped or self._stale(parcel.segment.request)
+    def _unwanted(self, group: BatchGroup) -> bool:
+        return self._stopped or self._stale(group.segment.request)
 
     def _stale(self, request: Request) -> bool:
         return request.generation != self._generation or request.epoch < self._trained_epoch
@@ -378,25 +381,26 @@ class Schedule:
             return False
         if self._gathering is None:
             return True
-        waiting, promised = self._shelf.waiting(self._gathering)
+        waiting, promised = self._queue.waiting(self._gathering)
         batches, gathered = self._gathering.plan.num_batches, self._gathered - promised
-        return self._pace.is_time(batches, gathered, waiting - promised, self._ahead_s)
+        return self._pace.should_prepare(batches, gathered, waiting - promised, self._ahead_s)
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
-        closing = [segment for segment in self._open if done(segment)]
-        self._open = [segment for segment in self._open if not done(segment)]
+        closing = [segment for segment in self._open_segments if done(segment)]
+        self._open_segments = [segment for segment in self._open_segments if not done(segment)]
         return closing
 
-    def _await(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
-        """Wait until what the trainer needs of `epoch` is `ready`; raises when it will not be, or is late."""
-        # A signal that ended a call of the trainer's may have taken what the others were to be told with it.
-        self._room.notify()
-        self._work.notify()
+    def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
+        """Wait until `ready`, for a trainer in `epoch`; raise if a thread failed, the trainer moved, or time
+        is up.
+        """
         left_s, generation = timeout_s, self._generation
         while not ready():
             if self._failure is not None and self._failure[0].epoch <= epoch:
-                self._raised = True
-                if isinstance(self._failure[1], StopIteration):  # it would end the epoch as if all were well
+                self._needs_request = True
+                if isinstance(
+                    self._failure[1], StopIteration
+                ):  # raised as it is, it would end the epoch normally
                     raise EpochError(
                         "the batch_transform or the sampler raised StopIteration; see its traceback"
                     ) from self._failure[1]
@@ -409,12 +413,12 @@ class Schedule:
                 raise EpochError(self._diagnosis(epoch, timeout_s))
             begun_s = self._clock()
             self._batches.wait(min(left_s, _WATCH_S))
-            # A process that was stopped meanwhile, with all of its threads, has not waited for so long.
+            # Time in which the whole process was stopped (SIGSTOP) does not count.
             left_s -= min(self._clock() - begun_s, _WATCH_S)
 
     def _diagnosis(self, epoch: int, timeout_s: float) -> str:
         return (
-            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: {self.doing['prepare']}; "
-            f"gathering: {self.doing['gather']}; {self._shelf.batches} batches are waiting. Is the disk hanging, or the "
+            f"no batch of epoch {epoch} within {timeout_s:g} s (timeout_s): preparation: {self.activity['prepare']}; "
+            f"gathering: {self.activity['gather']}; {self._queue.batches} batches are waiting. Is the disk hanging, or the "
             "batch_transform?"
         )

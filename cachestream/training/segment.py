@@ -1,7 +1,7 @@
-"""Segments: the parts of an epoch that are prepared ahead, and what is asked for to get them.
+"""Segments, the parts of an epoch that are prepared ahead, and the requests for them.
 
 An epoch is a chain of segments, each a pass over one snapshot: one segment, unless `epoch_size` asks for more
-samples than are cached; then further passes follow over snapshots taken anew, until it is full.
+samples than are cached; then further passes follow over new snapshots, until the epoch is full.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TOGETHER_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What is to be prepared: segment `index` of `epoch`, after `done` batches of it, for which all ranks of the job
-    took `drawn` samples.
+    """A request for segment `index` of `epoch`, after `done` batches of it, for which all ranks together drew
+    `drawn` samples.
 
-    `total` is the epoch's number of batches, None until its first segment is agreed. `generation` counts the
-    times that the trainer jumped (set_epoch, load_state_dict): what was prepared before is void.
-    `records` are the segment to take up again, from a checkpoint, for each cache by its id.
+    `total`: the number of batches in the epoch, None until its first segment is agreed. `generation`: the
+    number of jumps (set_epoch, load_state_dict) so far; a jump makes earlier segments stale. `records`: the
+    segment to resume, from a checkpoint, for each cache by its id.
     """
 
     generation: int
@@ -48,14 +48,14 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A prepared pass: everything that is needed to gather its batches on this rank.
+    """A prepared pass, with everything that this rank needs to gather its batches.
 
-    `place` is this rank's place among the `plan.ranks` that share the order. `missing` counts the samples that a
-    checkpoint names and the cache no longer has. `others` are the records of the job's other caches, by id, with
-    the number of ranks that share each. `opened_ahead`: all shards were opened that were to be, ahead of need.
-    `with_keys`: batches hold their samples' keys. `ragged`: how fields come whose shape varies.
-    `places`: where the samples of its batches lie, worked out from now on. `transform_key` seeds what the batches are
-    transformed with.
+    `place`: the index of this rank among the `plan.ranks` that share the order. `missing`: the number of
+    samples that a checkpoint names and the cache no longer has. `others`: the records of the job's other
+    caches by id, each with the number of its ranks. `opened_ahead`: no more shards are to be opened before
+    they are needed. `with_keys`: batches hold their samples' keys. `ragged`: the form of fields whose shape
+    varies. `places`: the locations of the samples, computed in the background. `transform_key`: seeds the
+    generators of `batch_transform`.
     """
 
     request: Request
@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def last(self) -> bool:
-        """Whether the epoch ends with this segment."""
+        """True if the epoch ends with this segment."""
         return self.request.done + self.plan.num_batches >= self.total
 
     @property
@@ -85,23 +85,21 @@ class Segment:
 
     @property
     def batch_bytes(self) -> int:
-        """What a batch holds in fields of one shape."""
+        """The size of a batch's fields of fixed shape, in bytes."""
         return self.plan.batch_size * sum(map(fixed_row_bytes, self.snapshot.schema.fields))
 
     @property
     def batches_together(self) -> int:
-        """How many batches are gathered, and handed over, at once: of small ones a few, since threads wake each other
-        up slowly.
-        """
+        """The number of batches gathered and queued at once: several small ones, to save wake-ups of threads."""
         return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
 
     def drawn_after(self, batches: int) -> int:
-        """How many samples of the epoch all ranks of the job have after `batches` batches of this segment."""
+        """The number of samples that all ranks of the job have drawn after `batches` batches of this segment."""
         world = sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
         return self.request.drawn + self.plan.position(batches) * world // self.plan.ranks
 
     def next_request(self) -> Request:
-        """What comes after this: the epoch's next segment, or the next epoch."""
+        """The request for the epoch's next segment, or the next epoch."""
         request = self.request
         if self.last:
             return Request(request.generation, request.epoch + 1)
@@ -115,16 +113,16 @@ class Segment:
         )
 
     def share_drawn(self, batches: int) -> float:
-        """Which share of the snapshot the first `batches` batches of all ranks are."""
+        """The share of the snapshot in the first `batches` batches of all ranks."""
         return self.plan.position(batches) / max(1, self.snapshot.num_samples)
 
     def records_after(self, batches: int) -> dict[str, SegmentRecord]:
-        """What is left after `batches` batches of this segment, for each cache of the job by its id."""
+        """The rest of the segment after `batches` batches, for each cache of the job by its id."""
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
         for cache_id, (record, ranks) in self.others.items():
             left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
         return left
 
     def close(self) -> None:
-        """Give the shards free; maps in use by a gather stay until it ends."""
+        """Release the lease on the shards; maps in use by a gather stay until it ends."""
         self.dataset.close()

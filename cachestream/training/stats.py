@@ -1,10 +1,10 @@
-"""Statistics of the training side: samples delivered, time waited, how often samples were reused."""
+"""Statistics of a loader: samples delivered, time waited, reuse of samples."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -16,14 +16,15 @@ _PENDING: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """A look at an `EpochLoader`. Counts are of this rank, but for `epoch_samples` and `reuse_factor`.
+    """Statistics of an `EpochLoader`. Counts are of this rank, except `epoch_samples` and `reuse_factor`.
 
-    `samples`, `batches`, `skipped` (samples of damaged shards) and `wait_s` (time the trainer waited for data)
-    are since the loader was made; `wait_share` is the share of the time since the first batch was asked for,
-    `epoch_wait_share` that of this epoch. `gap_s` is what the loader took between the last batch of the epoch
-    before and the first of this one, `samples_per_s` this epoch's rate, training included. `epoch_samples` is what
-    the epoch is drawn from, in `shards` shards; an epoch of several passes, from what any pass so far was drawn
-    from. `reuse_factor` is samples drawn over (expected) distinct samples drawn, so far.
+    `samples`, `batches`, `skipped` (samples of damaged shards) and `wait_s` (time the trainer waited for
+    data) are since the loader was made. `wait_share`: the share of waiting in the time since the first
+    iteration; `epoch_wait_share`: the share in this epoch. `gap_s`: the time spent in the loader between the
+    last batch of the previous epoch and the first of this one. `samples_per_s`: the rate of this epoch,
+    training included. `epoch_samples`: the samples that the passes of the epoch so far were drawn from, in
+    `shards` shards. `reuse_factor`: samples drawn over (expected) distinct samples drawn, so far.
+    `prepare_s`: the duration of the last preparation.
     """
 
     epoch: int
@@ -42,10 +43,10 @@ class LoaderStats:
 
 
 class Reuse:
-    """Counts how many samples were drawn, and how many different ones: by shard, so in O(shards) memory.
+    """The numbers of samples and of distinct samples drawn, in O(shards) memory.
 
-    Where an epoch draws a part of a snapshot, which samples of a shard it were is not kept: the number of
-    different ones is then the expected one.
+    It keeps a share of each shard and not the samples, so the number of distinct ones is the expected one if
+    an epoch draws a part of a snapshot.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Reuse:
         self._distinct = 0.0
 
     def add(self, snapshot: Snapshot, share: float) -> None:
-        """The `share` of `snapshot` (above 1 where samples come several times) was drawn."""
+        """Add a draw of the `share` of `snapshot` (above 1 if samples come several times)."""
         if share > 0:
             self._pending.append((snapshot, share))
         if len(self._pending) > _PENDING:
@@ -82,7 +83,7 @@ class Reuse:
 
 
 class _Drawn:
-    """The shards of the snapshots that an epoch's passes are drawn from, each of them once."""
+    """The distinct shards of the snapshots that an epoch's passes are drawn from."""
 
     def __init__(self) -> None:
         self._ids: IntArray = np.empty(0, np.int64)
@@ -96,8 +97,19 @@ class _Drawn:
         self.samples += int(snapshot.counts[new].sum())
 
 
+@dataclass(slots=True)
+class _EpochTotals:
+    """Counters of one epoch, which began at `began_s`."""
+
+    began_s: float = 0.0
+    samples: int = 0
+    batches: int = 0
+    wait_s: float = 0.0
+    drawn: _Drawn = field(default_factory=_Drawn)
+
+
 class Meter:
-    """Adds up what the training thread sees. Used by that thread alone."""
+    """Counters and times of the training thread. Used by that thread alone."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -106,65 +118,61 @@ class Meter:
         self.skipped = 0
         self.wait_s = 0.0
         self.gap_s = 0.0
-        self._began_s: float | None = None
-        self._epoch_began_s = 0.0
         self.last_s = 0.0
-        self._epoch_samples = 0
-        self._epoch_wait_s = 0.0
-        self._epoch_drawn = _Drawn()
+        self._began_s: float | None = None
+        self._epoch = _EpochTotals()
         self._pending_gap_s = 0.0
-        self._first = True
         self._reuse = Reuse()
 
-    def epoch_begins(self) -> None:
+    def begin_epoch(self) -> None:
         now = self.clock()
         self._began_s = now if self._began_s is None else self._began_s
-        self._epoch_began_s = self.last_s = now
-        self._epoch_samples = 0
-        self._epoch_wait_s = 0.0
-        self._epoch_drawn = _Drawn()
-        self._first = True
+        self.last_s = now
+        self._epoch = _EpochTotals(now)
 
-    def entered(self, snapshot: Snapshot) -> None:
-        """The epoch's next pass is drawn from `snapshot`."""
-        self._epoch_drawn.add(snapshot)
+    def enter_snapshot(self, snapshot: Snapshot) -> None:
+        """Begin a pass of the epoch over `snapshot`."""
+        self._epoch.drawn.add(snapshot)
 
-    def between(self, seconds: float) -> None:
-        """The loader spent `seconds` between two epochs, outside of a batch."""
+    def add_gap(self, seconds: float) -> None:
+        """Add `seconds` spent in the loader between two epochs."""
         self._pending_gap_s += seconds
 
-    def delivered(self, samples: int, skipped: int, wait_s: float) -> None:
-        """A batch was handed over after `wait_s`."""
-        if self._first:
-            self.gap_s, self._pending_gap_s, self._first = self._pending_gap_s + wait_s, 0.0, False
+    def add_batch(self, samples: int, skipped: int, wait_s: float) -> None:
+        """Add a batch of `samples`, delivered after a wait of `wait_s`."""
+        epoch = self._epoch
+        if not epoch.batches:
+            self.gap_s, self._pending_gap_s = self._pending_gap_s + wait_s, 0.0
         self.samples += samples
-        self._epoch_samples += samples
+        epoch.samples += samples
         self.skipped += skipped
         self.batches += 1
+        epoch.batches += 1
         self.wait_s += wait_s
-        self._epoch_wait_s += wait_s
+        epoch.wait_s += wait_s
         self.last_s = self.clock()
 
-    def drawn(self, snapshot: Snapshot, share: float) -> None:
-        """The `share` of `snapshot` has been drawn."""
+    def add_drawn(self, snapshot: Snapshot, share: float) -> None:
+        """Add a draw of the `share` of `snapshot`."""
         self._reuse.add(snapshot, share)
 
     def stats(self, epoch: int, prepare_s: float) -> LoaderStats:
-        """All of it, for a loader in `epoch`."""
+        """The statistics of a loader in `epoch`."""
+        totals = self._epoch
         passed_s = 0.0 if self._began_s is None else self.last_s - self._began_s
-        epoch_s = self.last_s - self._epoch_began_s
+        epoch_s = self.last_s - totals.began_s
         return LoaderStats(
             epoch=epoch,
-            epoch_samples=self._epoch_drawn.samples,
-            shards=self._epoch_drawn.shards,
+            epoch_samples=totals.drawn.samples,
+            shards=totals.drawn.shards,
             samples=self.samples,
             batches=self.batches,
             skipped=self.skipped,
             wait_s=self.wait_s,
             wait_share=min(1.0, self.wait_s / passed_s) if passed_s > 0 else 0.0,
-            epoch_wait_share=min(1.0, self._epoch_wait_s / epoch_s) if epoch_s > 0 else 0.0,
+            epoch_wait_share=min(1.0, totals.wait_s / epoch_s) if epoch_s > 0 else 0.0,
             gap_s=self.gap_s,
-            samples_per_s=self._epoch_samples / epoch_s if self._epoch_samples and epoch_s > 0 else 0.0,
+            samples_per_s=totals.samples / epoch_s if totals.samples and epoch_s > 0 else 0.0,
             reuse_factor=self._reuse.factor,
             prepare_s=prepare_s,
         )

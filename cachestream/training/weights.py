@@ -1,8 +1,8 @@
-"""Weights by key: they outlive the epochs that their samples are drawn in, and evictions, and arrivals.
+"""Sample weights by key, which persist over epochs, evictions and new samples.
 
-A key is known by its 64-bit hash, so a weight takes 12 bytes, whatever the key. An epoch draws each sample as often as
-its share of the weights says: `n * w / sum(w)` times, rounded up or down at random (systematic sampling, Madow 1949),
-so that equal weights draw every sample once.
+A key is stored as its 64-bit hash, so a weight takes 12 bytes. An epoch of n samples draws each sample `n * w
+/ sum(w)` times, rounded up or down at random (systematic sampling, Madow 1949), so that equal weights draw
+every sample once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SHUFFLE_KEY: Final = 2
 
 Hashes = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
-Packed = dict[str, str]  # hashes and float32 weights, as base64: JSON, in stores and checkpoints
+Packed = dict[str, str]  # hashes and float32 weights in base64, for JSON in stores and checkpoints
 
 
 class KeyWeights:
     """The weights of all keys that were ever given one. Thread-safe.
 
-    The trainer's `update`s wait until the next epoch is prepared, when all ranks exchange them.
+    Updates are pending until the next epoch is prepared, when all ranks exchange them.
     """
 
     def __init__(self, initial: Mapping[str, float] | None = None) -> None:
@@ -48,7 +48,9 @@ class KeyWeights:
             self.update(list(initial), list(initial.values()))
 
     def update(self, keys: Sequence[str], values: Any) -> None:
-        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for others."""
+        """Give `keys` the weights `values`: numbers, an array or a tensor `[n]`; raises ConfigError for other
+        values.
+        """
         try:
             given = torch.as_tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
@@ -69,7 +71,9 @@ class KeyWeights:
             self._pending.append((hashes, weights))
 
     def of(self, hashes: Hashes) -> Floats:
-        """The weights of the keys behind `hashes`; those that have none yet get the mean of the others, or 1 if it is 0."""
+        """The weights of the keys with `hashes`; a key without a weight gets the mean of the others, or 1 if
+        that is 0.
+        """
         with self._lock:
             known, weights = self._hashes, self._weights
         if not len(known):
@@ -81,7 +85,7 @@ class KeyWeights:
         return np.where(found, values, mean or 1.0)
 
     def of_snapshot(self, snapshot: Snapshot) -> Floats:
-        """The weight of each sample of `snapshot`, float64 `[num_samples]`. For one thread."""
+        """The weight of each sample of `snapshot`, float64 `[num_samples]`. Used by one thread."""
         known, self._of_shards = self._of_shards, {}
         for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
             found = known.get(shard_id)
@@ -91,32 +95,34 @@ class KeyWeights:
     # --- between ranks, and checkpoints
 
     def pending(self) -> Packed:
-        """The updates that wait."""
+        """The pending updates."""
         with self._lock:
             waiting = list(self._pending)
             self._sent = len(waiting)
         return _pack(*_latest(waiting))
 
     def settle(self, updates: Iterable[Packed]) -> None:
-        """Take the `updates` of all ranks in, later ones over earlier ones."""
+        """Apply the `updates` of all ranks; later ones replace earlier ones."""
         with self._lock:
             self._hashes, self._weights = _latest(
                 [(self._hashes, self._weights), *(_unpack(packed) for packed in updates)]
             )
 
     def confirm(self) -> None:
-        """All ranks have taken in what `pending` gave. Not before that: a rank that jumps away has not, and others have."""
+        """Drop the updates that `pending` returned. Called once all ranks agreed: a cancelled preparation
+        sends them again.
+        """
         with self._lock:
             del self._pending[: self._sent]
             self._sent = 0
 
     def to_state(self) -> Packed:
-        """All of them, those that wait included."""
+        """All weights, with the pending updates applied."""
         with self._lock:
             return _pack(*_latest([(self._hashes, self._weights), *self._pending]))
 
     def load(self, state: Packed) -> None:
-        """Be as when `to_state` was called; raises ConfigError for another value."""
+        """Restore a state from `to_state`; raises ConfigError for another value."""
         try:
             hashes, weights = _unpack(state)
         except (KeyError, TypeError, ValueError) as error:
@@ -138,7 +144,8 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
     ends = np.cumsum(weights if total else np.ones(len(weights)))
     offset = mix_key(key, _OFFSET_KEY) / 2.0**64
     points = (np.arange(count) + offset) * (ends[-1] / count)
-    # Rounding may put the last point on the end; a sample of weight 0 is never the first that ends after a point.
+    # Rounding may put the last point on the end. A sample of weight 0 is never the first to end after a
+    # point.
     last = int(np.searchsorted(ends, ends[-1]))
     chosen = np.minimum(np.searchsorted(ends, points, side="right"), last)
     order = Permutation(count, mix_key(key, _SHUFFLE_KEY)).at(np.arange(count, dtype=np.int64))
@@ -147,7 +154,9 @@ def draw(weights: Floats, count: int, key: int) -> IntArray:
 
 
 def _read(snapshot: Snapshot, shard_id: int, count: int) -> Hashes:
-    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged one, which whoever gathers from it puts aside."""
+    """The hashes of a shard's keys, uint64 `[count]`; zeros for a damaged shard, which the gathering
+    quarantines.
+    """
     try:
         hashes = MappedShard(shard_path(snapshot.root, shard_id)).key_hashes()
     except CorruptShardError:
@@ -166,7 +175,7 @@ def _bytes(key: str) -> bytes:
 def _latest(
     parts: Sequence[tuple[Hashes, npt.NDArray[np.float32]]],
 ) -> tuple[Hashes, npt.NDArray[np.float32]]:
-    """Sorted by hash, of each the last weight given."""
+    """Merge `parts`: sorted by hash, with the last weight given for each."""
     hashes = np.concatenate([np.empty(0, np.uint64), *(part[0] for part in parts)])
     weights = np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
     order = np.argsort(hashes, kind="stable")

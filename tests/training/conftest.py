@@ -1,4 +1,4 @@
-"""Caches for the tests of the training side, closed when a test ends."""
+"""Fixtures of the training tests: caches, closed at the end of a test, and jobs of threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NewJob = Callable[[int], Job]
 
 @pytest.fixture
 def new_cache(tmp_path: Path) -> Iterator[NewCache]:
-    """Makes caches: `new_cache(num_shards, samples_each)` of numbered samples, or empty ones."""
+    """Make caches: `new_cache(num_shards, samples_each)` of numbered samples, or empty ones."""
     made: list[Cache] = []
 
     def new(num_shards: int = 0, samples_each: int = 0, first: int = 0) -> Cache:
@@ -35,7 +35,9 @@ def new_cache(tmp_path: Path) -> Iterator[NewCache]:
 
 @pytest.fixture
 def cache_of(new_cache: NewCache) -> Callable[[list[Any], list[int]], Cache]:
-    """Makes a cache of given samples, in shards of given sizes; the keys are "key 0", "key 1" and so on."""
+    """Make a cache of the given samples, in shards of the given sizes; the keys are "key 0", "key 1" and so
+    on.
+    """
 
     def new(samples: list[Any], shard_sizes: list[int]) -> Cache:
         cache = new_cache()
@@ -50,11 +52,11 @@ def cache_of(new_cache: NewCache) -> Callable[[list[Any], list[int]], Cache]:
 
 @pytest.fixture(scope="session")
 def job_server() -> Any:
-    """The store that all jobs of threads meet at."""
+    """The store that all jobs of threads use."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture
 def new_job(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> NewJob:
-    """Makes jobs: `new_job(ranks).run(work)`."""
+    """Make jobs: `new_job(ranks).run(work)`."""
     return lambda size: Job(job_server, size, monkeypatch)

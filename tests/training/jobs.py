@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from cachestream import Cache, EpochLoader
 from cachestream.training import loader as loader_module
 from cachestream.training.ranks import Deadlines, Ranks, StoreRanks
-from cachestream.training.rendezvous import Line
+from cachestream.training.rendezvous import StoreConnection
 
 __all__ = ["PATIENCE_S", "Job"]
 
@@ -49,19 +49,19 @@ class Job:
         closed: threading.Event,
         *job: object,
     ) -> Ranks:
-        # Called in the loader's own thread: which rank it is for was noted when the loader was made.
+        # Called in the loader's background thread: the event tells for which rank.
         rank = next(r for r, made in self.events.items() if made is closed)
         client = TCPStore(
             "127.0.0.1", self._server.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
         )
         deadlines = Deadlines(min(deadlines_s.first, self.meeting_s), self.deadline_s)
-        line = Line(PrefixStore(self._name, client))
+        line = StoreConnection(PrefixStore(self._name, client))
         ranks = StoreRanks(line, rank, self.size, deadlines, closed)
         ranks.meet(settings, cache_id)
         return ranks
 
     def run(self, work: Callable[[int, Callable[..., EpochLoader]], Any]) -> list[Any]:
-        """What `work(rank, make_loader)` returns, or raises, on each rank."""
+        """The result of `work(rank, make_loader)`, or its exception, for each rank."""
         self.events: dict[int, threading.Event] = {}
 
         def one(rank: int) -> Any:
@@ -69,7 +69,7 @@ class Job:
 
             def make(cache: Cache, *args: Any, **options: Any) -> EpochLoader:
                 loader = EpochLoader(cache, *args, **{"timeout_s": PATIENCE_S, **options})
-                self.events[rank] = loader._engine._closed
+                self.events[rank] = loader._pipeline._closed
                 made.append(loader)
                 return loader
 

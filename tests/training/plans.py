@@ -1,4 +1,4 @@
-"""What a plan gives to a rank, listed."""
+"""The positions that a plan gives to a rank."""
 
 from __future__ import annotations
 

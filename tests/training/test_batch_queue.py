@@ -159,7 +159,7 @@ def test_what_moves_is_on_its_way_before_the_trainer_comes_for_it(
     monkeypatch.setattr(loader_module, "make_transfer", lambda _, keep: Elsewhere(keep))
     cache = cache_of([SAMPLES["a large one"](i % 61) for i in range(600)], [600])
     with EpochLoader(cache, 32, prefetch=4) as loader:
-        feed, ahead = loader._engine._gathering.feed, []
+        feed, ahead = loader._pipeline._gathering.feed, []
         assert feed is not None
         for taken, _ in enumerate(loader, 1):
             ahead.append(Elsewhere.sent - taken)

@@ -1,4 +1,4 @@
-"""A checkpoint at any step: the job goes on at the exact next sample, in another loader, as if nothing had been."""
+"""A checkpoint at any step: another loader goes on at the exact next sample."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_state_is_plain_values_that_checkpoints_can_hold(new_cache: NewCache) 
 def test_a_loader_is_saved_and_loaded_by_a_distributed_checkpoint(
     new_cache: NewCache, tmp_path: Path
 ) -> None:
-    """Which takes states apart, and asks a new loader for the parts to look for."""
+    """torch.distributed.checkpoint flattens states, and expects the keys that a new loader's state has."""
     cache, folder = new_cache(3, 8), str(tmp_path / "checkpoint")
     with EpochLoader(cache, 4, weights=True) as loader:
         assert isinstance(loader, Stateful)

@@ -1,4 +1,4 @@
-"""What those are told who wait for samples that will not come, or train on a part of them; with a real worker."""
+"""Errors and warnings for a trainer whose samples do not come, or only in part; with a real worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_too_few_samples_because_most_decided_what_all_are_says_how_to_leave_the
 
 
 def half_of(count: int) -> list[dict[str, int]]:
-    """Samples of which every second has a field that the first has not."""
+    """Samples of which every second one has a field that the first lacks."""
     return [{"x": number, **({"more": 1} if number % 2 else {})} for number in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The epoch's dataset under the ordinary torch tools, and under everything that can happen to its files."""
+"""The epoch's dataset in the ordinary torch tools, and with damaged, missing and evicted files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random transforms of batches: the same draws in every run, and the trainer's own generators as if there were no loader."""
+"""Random transforms of batches: the same draws in every run; the trainer's own generators stay untouched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.conftest import NewCache, NewJob
 
 
 def noisy(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
-    """A transform as the guide shows them."""
+    """A transform as in the guide."""
     return batch | {"noise": torch.rand(4, generator=generator)}
 
 
@@ -25,12 +25,12 @@ def noise_of(batches: Any) -> list[list[float]]:
 
 
 def states() -> tuple[bytes, str, object]:
-    """Where the trainer's generators are."""
+    """The states of the trainer's generators."""
     return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), random.getstate()  # noqa: NPY002
 
 
 def run(cache: Cache, epochs: int = 2, **options: Any) -> tuple[list[list[float]], list[list[float]]]:
-    """What the batches of a run drew, and what a trainer's dropout did."""
+    """The draws of a run's batches, and of a trainer's dropout."""
     torch.manual_seed(0)
     dropout, drawn, dropped = torch.nn.Dropout(0.5), [], []
     with EpochLoader(cache, 4, batch_transform=noisy, **options) as loader:

@@ -30,7 +30,7 @@ COUNT = 600
 
 
 class Numbered:
-    """Units of several samples, whose keys and values say which they are."""
+    """Units of several samples, which their keys and values identify."""
 
     def __init__(self, units: int = COUNT // 4, samples: int = 4, size: int = 1000) -> None:
         self.fingerprint, self.num_units = f"numbered {units} {samples} {size}", units
@@ -46,7 +46,7 @@ class Numbered:
 
 
 class Slow(Numbered):
-    """The same, one after the other."""
+    """The same samples, one after the other."""
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         time.sleep(0.03)

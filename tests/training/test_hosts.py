@@ -1,4 +1,6 @@
-"""Jobs on several hosts, under torchrun: network namespaces, links that are cut, nodes that leave and come back."""
+"""Jobs on several hosts, under torchrun: network namespaces, links that are cut, nodes that leave and come
+back.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ pytestmark = [pytest.mark.timeout(600)]
 
 @dataclass
 class Log:
-    """What one life of a rank has said."""
+    """The output of one process of a rank, which torchrun may start again."""
 
     events: list[dict[str, Any]]
 
@@ -51,7 +53,7 @@ class Log:
 
 
 class Cluster:
-    """A job over hosts: a torchrun on each, and what their ranks say."""
+    """A job over hosts: a torchrun on each, and the output of their ranks."""
 
     def __init__(self, hosts: Hosts, folder: Path, settings: Settings, nodes: str, ranks: int) -> None:
         self.hosts = hosts
@@ -71,7 +73,8 @@ class Cluster:
             *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"),
             *("--module", "tests.training.scripts.node", self._settings.to_json()),
         ]
-        # Without the last of them gloo at times goes to where ranks were before a restart: torch keeps its store.
+        # Without the last option gloo sometimes connects to ranks from before a restart: torch keeps its
+        # store.
         own = {
             "GLOO_SOCKET_IFNAME": host.link,
             "OMP_NUM_THREADS": "1",
@@ -83,16 +86,18 @@ class Cluster:
             )
 
     def logs(self) -> list[Log]:
-        """The lives of ranks that have got their loader."""
+        """The processes of ranks that have made their loader."""
         texts = [path.read_text() for path in sorted(Path(self._settings.out).glob("*.jsonl"))]
-        # A process that was killed in the midst of a line has written no more than that.
+        # A process that was killed while writing leaves an incomplete line.
         found = [
             [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")] for text in texts
         ]
         return [Log(events) for events in found if events]
 
     def lives(self, world: int, after: Sequence[Log] = ()) -> list[Log]:
-        """The lives of all ranks of the latest run of `world` ranks that is at work, if it is later than `after`."""
+        """The processes of the latest run of `world` ranks in which all of them train, if it is later than
+        `after`.
+        """
         since_s = max((log.begin["s"] for log in after), default=0.0)
         lives = [log for log in self.logs() if log.begin["world"] == world and log.begin["s"] > since_s]
         latest = sorted(lives, key=lambda log: float(log.begin["s"]))[-world:]
@@ -100,7 +105,7 @@ class Cluster:
         return sorted(latest, key=lambda log: int(log.begin["rank"])) if at_work == set(range(world)) else []
 
     def all_of(self, lives: Sequence[Log]) -> list[Log]:
-        """`lives` with what they have said by now."""
+        """Return `lives` with their output so far."""
         names = {(log.begin["host"], log.begin["pid"]) for log in lives}
         return [log for log in self.logs() if (log.begin["host"], log.begin["pid"]) in names]
 
@@ -112,12 +117,12 @@ class Cluster:
         return found
 
     def leave(self, host: Host) -> None:
-        """The node goes: its torchrun ends, and its ranks with it."""
+        """End the torchrun of a node, and its ranks with it."""
         os.killpg(self._agents[host.name].pid, signal.SIGTERM)
         self._agents[host.name].wait(PATIENCE_S)
 
     def finish(self) -> None:
-        """Let the job end in order."""
+        """End the job normally."""
         Path(self._settings.out, "stop").touch()
         for agent in self._agents.values():
             assert agent.wait(PATIENCE_S) == 0, self._said()
@@ -160,7 +165,7 @@ def run_job(folder: Path, hosts: int, nodes: str, ranks: int, **options: Any) ->
 
 
 def numbers_in(path: Path) -> list[int]:
-    """The numbers in a cache, all of it found sound."""
+    """The numbers in a cache, after a check of all shards."""
     with Cache(path) as cache:
         assert cache.verify().ok
         with cache.snapshot() as dataset:
@@ -174,7 +179,9 @@ def whole_epochs(lives: list[Log]) -> dict[int, list[list[list[int]]]]:
 
 
 def check_epochs(lives: list[Log], disjoint: bool = True) -> None:
-    """Equal steps on all ranks, and no number twice in an epoch. The first epoch may have begun before a checkpoint."""
+    """Equal steps on all ranks, and no number twice in an epoch. The first epoch may have begun before a
+    checkpoint.
+    """
     epochs = whole_epochs(lives)
     assert epochs
     for ranks in epochs.values():

@@ -1,4 +1,4 @@
-"""The loader: an epoch is what is cached by then, each sample once, and the next one is ready in time."""
+"""The loader: an epoch has the samples cached by then, each once, and the next one is ready in time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def leases(cache: Cache) -> int:
 
 @pytest.fixture(autouse=True, params=["by threads in C", "by torch"])
 def gathered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is said here holds with the part in C and without."""
+    """Run each test with the part in C and without it."""
     if request.param == "by torch":
         monkeypatch.setattr(columns, "in_c", None)
     elif columns.in_c is None:
@@ -468,7 +468,7 @@ def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
             add_shard(cache, numbered(0, 8))
 
     listener = Listener()
-    monkeypatch.setattr(cold_start, "_SILENT_S", 0.0)
+    monkeypatch.setattr(cold_start, "_WARN_AFTER_S", 0.0)
     logging.getLogger("cachestream").addHandler(listener)
     try:
         with EpochLoader(cache, 4) as loader:
@@ -562,7 +562,7 @@ def test_a_stop_iteration_of_the_users_own_code_does_not_end_the_epoch_as_if_all
 
 
 def patiently(batches: Iterator[Any]) -> list[Any]:
-    """All that is left of an epoch, however often its loader says that a batch does not come."""
+    """The rest of an epoch, whose loader may raise timeouts in between."""
     found, give_up = [], time.monotonic() + 120
     while True:
         try:
@@ -679,7 +679,7 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
             first = threads.submit(next, batches)
             assert transforming.wait(60)
             give_up = time.monotonic() + 60
-            while not loader._engine.schedule._has_waited:  # it is inside
+            while not repr(loader._position._lock).startswith("<locked"):  # it is inside
                 assert time.monotonic() < give_up
                 time.sleep(0.001)
             with pytest.raises(EpochError, match=r"two threads take batches .* over a queue\.Queue"):
@@ -757,7 +757,7 @@ def test_an_epochs_shards_are_leased_until_it_ends_or_is_left(new_cache: NewCach
 
 
 def ours() -> list[threading.Thread]:
-    """The threads of loaders: others come and go."""
+    """The threads of loaders, without those of other tests."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-")]
 
 
@@ -822,7 +822,7 @@ def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: N
 def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapped(
     new_cache: NewCache,
 ) -> None:
-    """Before garbage is collected, which may be hours later."""
+    """The maps are freed by reference counts, before a garbage collection, which may be hours later."""
     cache, count = new_cache(4, 8), itertools.count()
 
     def transform(batch: Any) -> Any:
@@ -832,7 +832,7 @@ def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapp
 
     loader = EpochLoader(cache, 4, batch_transform=transform)
     assert len(numbers(loader)) == 32
-    schedule = loader._engine.schedule
+    schedule = loader._pipeline.schedule
     wait_until(lambda: schedule._failure is not None, "the next epoch fails")
     gc.collect()
     gc.disable()
@@ -889,7 +889,7 @@ def test_stats_add_up(new_cache: NewCache) -> None:
 
 
 def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewCache) -> None:
-    """Epochs flow into one another: the next one's first batch comes before anybody asks for it."""
+    """The first batch of the next epoch is gathered before the trainer asks for it."""
     gaps = []
     with EpochLoader(new_cache(6, 50), 4) as loader:
         for epoch in range(6):
@@ -900,14 +900,14 @@ def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewC
                         assert time.monotonic() < give_up
                         time.sleep(0.001)
             gaps.append(loader.stats.gap_s)
-    # One of five: nothing is waited for, but the machine may be busy just then.
+    # The smallest of five: a busy machine delays some.
     assert min(gaps[1:]) < 0.05
 
 
 def is_ready(loader: EpochLoader, epoch: int) -> bool:
-    """Whether a batch of `epoch` waits for the trainer."""
+    """Return whether a batch of `epoch` is queued."""
     return any(
-        parcel.segment.request.epoch == epoch for parcel in tuple(loader._engine.schedule._shelf._parcels)
+        parcel.segment.request.epoch == epoch for parcel in tuple(loader._pipeline.schedule._queue._parcels)
     )
 
 
@@ -948,7 +948,9 @@ def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
 
 
 def test_a_limit_that_is_lowered_while_training_is_reached_as_epochs_end(new_cache: NewCache) -> None:
-    """Each next epoch is prepared while the one before holds its shards: together they would hold all of them for ever."""
+    """Each epoch is prepared while the previous one leases its shards: together they could lease all shards
+    for ever.
+    """
     cache = new_cache(400, 8)
     with EpochLoader(cache, 8) as loader:
         for batch in loader:

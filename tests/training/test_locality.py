@@ -1,4 +1,4 @@
-"""An order shuffled within a window: all samples once, from few places at a time, and the same again wherever it is resumed."""
+"""An order shuffled within a window: all samples once, from few places at a time, and equal after any resume."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ def test_any_position_is_computed_alone_and_a_shorter_order_is_the_beginning_of_
 def test_a_window_is_made_of_whole_runs_but_for_those_at_its_ends(
     samples: int, window: int, run: int, key: int
 ) -> None:
-    """Consecutive samples stay together: that is what makes the reads of a window long."""
+    """Consecutive samples stay together, which makes the reads of a window long."""
     order = listed(LocalOrder(samples, samples, window, run, key))
     for start in range(0, samples, window):
         drawn = np.sort(order[start : start + window])
         breaks = int(np.count_nonzero(np.diff(drawn) != 1))
-        # Runs in the window, two of them cut by its ends, one by the end of the data, one being the short last one.
+        # Runs in the window, two of them cut by its ends, one by the end of the data, one being the short
+        # last one.
         assert breaks <= len(drawn) // run + 3
 
 

@@ -1,4 +1,4 @@
-"""DDP in all its combinations: how processes start, how many ranks, which caches, with the last batch or without."""
+"""Combinations of DDP: start methods of processes, numbers of ranks, caches, with or without the last batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def run_matrix(method: str, epochs: int, out: Path, timeout_s: float) -> None:
 
 
 def check_epoch(epoch: Epoch, case: Case, cached: int) -> None:
-    """Even steps, nothing twice, and of one cache all that makes batches; `cached` samples in it at least."""
+    """Check equal steps on all ranks and no sample twice; with one cache of at least `cached` samples, none
+    left out.
+    """
     steps = {len(rank) for rank in epoch}
     assert len(steps) == 1
     assert min(steps) > 0

@@ -1,4 +1,4 @@
-"""Work shared by threads comes out in order, whole, and with its errors in their places."""
+"""OrderedThreads: results in order, none missing, and errors after the results before them."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_threads_work_at_once_and_settling_waits_for_all_of_them() -> None:
     def tickets() -> Iterator[int]:
         for i in range(8):
             if i % 4 == 0:
-                crew.settle()
+                workers.settle()
                 assert busy == 0
             yield i
 
-    crew = OrderedThreads(2, work, lambda _: True)
-    assert crew.run(tickets())
+    workers = OrderedThreads(2, work, lambda _: True)
+    assert workers.run(tickets())
     assert most == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-gather")]
 
@@ -95,7 +95,7 @@ class Ticket:
 @pytest.mark.parametrize("where", ["drawing", "working", "delivering"])
 @pytest.mark.parametrize("hands", [1, 2])
 def test_an_error_that_is_over_keeps_nothing(where: str, hands: int) -> None:
-    """A loader that is forgotten while its batches are drawn must not leave shards mapped until garbage is collected."""
+    """A loader that is dropped in mid-epoch must not keep shards mapped until a garbage collection."""
     made: list[weakref.ref[Ticket]] = []
 
     def fail(place: str) -> None:

@@ -1,4 +1,4 @@
-"""How fast the trainer goes, by a clock of the test's own."""
+"""The pace of the trainer, measured with a fake clock."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Clock:
 
 
 def paced(steps_s: list[float]) -> Pace:
-    """The pace of a trainer that takes so long for its batches."""
+    """The pace of a trainer with these times per batch."""
     clock = Clock()
     pace = Pace(4, clock)
-    pace.note(1)
+    pace.record(1)
     for step_s in steps_s:
         clock.now_s += step_s
-        pace.note(1)
+        pace.record(1)
     return pace
 
 
@@ -39,24 +39,24 @@ def test_a_trainer_that_has_become_slow_is_a_slow_trainer() -> None:
 
 
 def test_a_trainer_that_took_its_first_batches_at_once_is_known_soon() -> None:
-    """Some take one ahead: nothing is prepared too early for that."""
-    assert paced([0.0001] + [1.0] * 10).until_gone(2) == pytest.approx(2.5, rel=0.2)
+    """Some trainers take one batch ahead: the next segment is not prepared too early because of it."""
+    assert paced([0.0001] + [1.0] * 10).time_until_taken(2) == pytest.approx(2.5, rel=0.2)
 
 
 @given(st.lists(st.floats(0.02, 2.0), min_size=4, max_size=50))
 def test_a_pace_lies_between_the_shortest_step_and_the_longest(steps_s: list[float]) -> None:
-    """Which is asked for by how long two batches and a half take."""
+    """The time for two batches is that for two and a half steps."""
     pace = paced(steps_s)
-    assert 2.5 * min(steps_s) * 0.999 <= pace.until_gone(2) <= 2.5 * max(steps_s) * 1.001
+    assert 2.5 * min(steps_s) * 0.999 <= pace.time_until_taken(2) <= 2.5 * max(steps_s) * 1.001
 
 
 def test_until_the_pace_is_known_that_of_the_epoch_before_is_expected() -> None:
-    """A short epoch is over before its pace is known; the next one is to be there by then."""
+    """A short epoch ends before its pace is known; the next one must be prepared by then."""
     new = Pace(4, Clock())
-    assert not new.is_time(200, 0, 0, 0.0)
-    fast, slow = paced([0.002] * 10).anew(), paced([0.2] * 10).anew()
-    assert fast.is_time(200, 0, 0, 0.0)
-    assert not slow.is_time(200, 0, 0, 0.0)
-    assert fast.anew().is_time(200, 0, 0, 0.0), "nor was it known in the epoch between"
+    assert not new.should_prepare(200, 0, 0, 0.0)
+    fast, slow = paced([0.002] * 10).for_next_epoch(), paced([0.2] * 10).for_next_epoch()
+    assert fast.should_prepare(200, 0, 0, 0.0)
+    assert not slow.should_prepare(200, 0, 0, 0.0)
+    assert fast.for_next_epoch().should_prepare(200, 0, 0, 0.0), "nor was it known in the epoch between"
     assert not fast.is_slow
     assert not slow.is_slow, "which is told by this epoch's own pace only"

@@ -1,4 +1,4 @@
-"""The plan: equal numbers of batches on all ranks, nothing twice, nothing left out but what is declared."""
+"""The plan: equal numbers of batches on all ranks, no sample twice, none left out unless stated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that agree through a real store: threads stand in for processes, so that many cases run in little time."""
+"""Ranks that agree through a real store; threads stand in for processes, for speed."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_samplers_are_split_between_the_ranks(new_cache: NewCache, new_job: NewJ
     data = torch.utils.data
 
     def own(dataset: Any, rank: int) -> Any:
-        """A distributed sampler of the user's own."""
+        """A user's distributed sampler."""
         return type(
             "Own", (), {"num_replicas": 2, "__iter__": lambda _: iter(range(rank, len(dataset), 2))}
         )()
@@ -393,7 +393,7 @@ def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_dead
 
 
 def test_a_rank_whose_trainer_pauses_still_answers_the_others(new_cache: NewCache, new_job: NewJob) -> None:
-    """One rank computes for longer than the deadline, in the midst of an epoch: nobody takes it for dead."""
+    """A rank that computes for longer than the deadline in mid-epoch is not taken for dead."""
     cache, job = new_cache(4, 24), new_job(2)
     job.deadline_s = 4.0
 

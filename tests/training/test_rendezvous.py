@@ -1,4 +1,6 @@
-"""Where ranks meet: not where those before them met, and never waiting for a store that says nothing."""
+"""The rendezvous of ranks: apart from that of earlier runs, and with a deadline for a store that does not
+answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from cachestream import RankMismatchError
 from cachestream.training import rendezvous
 from cachestream.training.ranks import Deadlines, StoreRanks, find_share, is_elastic
-from cachestream.training.rendezvous import Cancelled, Line, ProcessGroup, meet_at
+from cachestream.training.rendezvous import Cancelled, ProcessGroup, StoreConnection, meet_at
 
 PATIENCE_S: Final = 180.0
 SERVER: Final = """
@@ -32,7 +34,7 @@ sys.stdin.read()
 
 
 class Dist:
-    """What `torch.distributed` says of the store of the jobs, which outlives them."""
+    """A stand-in for `torch.distributed` whose store outlives the jobs."""
 
     def __init__(self, server: Any) -> None:
         self.distributed_c10d = self
@@ -50,7 +52,7 @@ def dist(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> Dist:
 
 
 def meet(dist: Dist, rank: int, name: str, life: int) -> list[str]:
-    """What rank `rank` in its life number `life` learns of the others: the names of their caches."""
+    """The names of the other ranks' caches that rank `rank` learns after restart `life`."""
     never = threading.Event()
     line = meet_at(ProcessGroup(rank, 3, None), name, "the test", PATIENCE_S, PATIENCE_S, never)
     ranks = StoreRanks(line, rank, 3, Deadlines(PATIENCE_S), never)
@@ -95,7 +97,7 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
     stoppable: tuple[subprocess.Popen[str], int],
 ) -> None:
     process, port = stoppable
-    line = Line(rendezvous._client("127.0.0.1", port, PATIENCE_S, 4.0))
+    line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S, 4.0))
     line.call(lambda store: store.set("there", "1"))
     assert line.call(lambda store: store.check(["there"]))
     process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""An epoch leaves a manifest, from which it comes again: the same batches, from whichever cache holds its shards."""
+"""Manifests: a replay gives the same batches, from any cache that holds the shards."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_manifests_may_lie_at_the_users_home(
 
 
 def test_an_epoch_that_was_interrupted_is_one_manifest(new_cache: NewCache, tmp_path: Path) -> None:
-    """Stopped twice, gone on with other batch sizes, after a shard was lost."""
+    """An epoch that is resumed twice, with other batch sizes, and after a shard was lost."""
     cache, folder = new_cache(4, 10), tmp_path / "run"
     trained: list[int] = []
     state: dict[str, Any] | None = None
@@ -181,7 +181,7 @@ def test_a_folder_that_is_gone_costs_the_records_with_a_warning_and_not_the_trai
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk for manifests that answers once this is set; nobody waits longer than a moment for it."""
+    """A disk for manifests that answers once the event is set; waits for it are cut short."""
     answers = threading.Event()
 
     def save(path: str, manifest: EpochManifest) -> None:
@@ -224,7 +224,7 @@ def test_a_loader_whose_last_warning_is_made_an_error_is_closed_all_the_same(
     next(iter(loader))
     with pytest.raises(UserWarning, match="not written"):
         loader.close()
-    assert not loader._engine._threads
+    assert not loader._pipeline._threads
     assert not disk.is_set()
 
 

@@ -1,4 +1,4 @@
-"""A training job is killed at random, again and again: its samples are those of one that never was."""
+"""A training job that is killed at random, repeatedly, trains on the samples of one that is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Steps = list[list[list[str]]]  # [step][rank] is a list of keys
 
 
 def run_killed(cache: str, out: Path, kills: int, mode: str) -> dict[int, Steps]:
-    """What the interrupted job trained on, epoch by epoch."""
+    """The samples of the interrupted job, by epoch."""
     seed = os.environ.get("KILLS_SEED", str(secrets.randbelow(10**6)))
     sys.stdout.write(f"\nreplay: KILLS_SEED={seed} pytest {Path(__file__).name}\n")
     command = [sys.executable, "-m", "tests.training.scripts.killed", cache, str(out), str(kills), seed, mode]
@@ -56,7 +56,9 @@ def check_alone(new_cache: NewCache, out: Path, kills: int) -> None:
 
 
 def uninterrupted(folder: Path, to: Path) -> list[int]:
-    """Write the manifests of `folder` as if nothing had been interrupted: their first orders, whole; the epochs."""
+    """Write the manifests of `folder` as if nothing had been interrupted: their first orders, whole; the
+    epochs.
+    """
     to.mkdir()
     for path in folder.glob("*.json"):
         manifest = load_manifest(str(path))

@@ -1,4 +1,4 @@
-"""Samplers mean the same everywhere: in a DataLoader over the dataset, in the loader, on any number of ranks."""
+"""Samplers give the same order in a DataLoader over the dataset, in the loader, and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.training.plans import batch_positions
 
 
 class Strided(data.Sampler[int]):
-    """A user's own: every third sample, shuffled by its own seed and the epoch."""
+    """A user's sampler: every third sample, shuffled by its own seed and the epoch."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -161,7 +161,7 @@ def test_ranks_together_go_through_the_same_samples_in_the_same_order_whatever_t
 def test_a_distributed_sampler_gives_all_ranks_together_each_sample_once(
     shuffle: bool, new_cache: NewCache, new_job: NewJob
 ) -> None:
-    """What it would pad is not padded: no sample comes twice."""
+    """The loader does not pad as the sampler would: no sample comes twice."""
     cache = new_cache(5, 7)
     for size in (1, 2, 4):
 
@@ -178,7 +178,7 @@ def test_a_distributed_sampler_gives_all_ranks_together_each_sample_once(
 
 
 class Bucket:
-    """A user's own distributed sampler: it gives each rank what is its, in batches if asked to."""
+    """A user's distributed sampler, which gives each rank its share, optionally in batches."""
 
     def __init__(self, dataset: Any, rank: int, size: int, batched: bool) -> None:
         self.num_replicas = size
@@ -312,7 +312,7 @@ def test_what_can_be_iterated_only_once_is_no_sampler(spent: Iterator[Any], new_
 
 
 class Peekable(data.Sampler[int]):
-    """A user's own that has a `next` too, and gives every epoch an iterator of its own."""
+    """A user's sampler with a `__next__`, whose `__iter__` gives each epoch a new iterator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(7, -1, -1))

@@ -1,4 +1,4 @@
-"""When the next segment is prepared: as late as is safe, so that it holds what is newest."""
+"""The schedule: the next segment is prepared as late as is safe, so that it has the newest samples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cachestream.training.dataset import EpochDataset
 from cachestream.training.plan import Plan, SequentialOrder
 from cachestream.training.schedule import Schedule
 from cachestream.training.segment import Request, Segment
-from cachestream.training.threads import use_threads
+from cachestream.training.threads import use_one_torch_thread
 from tests.training.conftest import NewCache
 
 NOTHING = np.zeros(0, np.int64)
 
 
 class Trainer:
-    """A schedule with an epoch of `batches` under way, and a clock of its own."""
+    """A schedule with a running epoch of `batches`, and a fake clock."""
 
     def __init__(self, batches: int) -> None:
         self.now = 0.0
@@ -88,24 +88,6 @@ def test_once_all_batches_ahead_are_there_the_gathering_thread_rests_until_half_
     assert trainer.schedule.take(0, 1.0).batches[0].number == 3
 
 
-def test_a_trainer_is_hurried_only_when_it_finds_no_batch_that_waits() -> None:
-    """Copies are then shared with a second thread, which takes a core."""
-    trainer = Trainer(batches=100)
-    trainer.gather(2)
-    trainer.schedule.take(0, 1.0)
-    assert not trainer.schedule.was_hurried(), "one of four was left"
-    trainer.schedule.take(0, 1.0)
-    assert not trainer.schedule.was_hurried(), "it was there when it was wanted"
-    taking = threading.Thread(target=trainer.schedule.take, args=(0, 60.0), daemon=True)
-    taking.start()
-    while not trainer.schedule._has_waited and taking.is_alive():
-        taking.join(0.01)
-    trainer.gather()
-    taking.join(60.0)
-    assert trainer.schedule.was_hurried()
-    assert not trainer.schedule.was_hurried(), "not since it was asked last"
-
-
 class Promise(BatchGroup):
     """Batches that are gathered while they are taken, four ahead."""
 
@@ -141,13 +123,15 @@ def promised(batches: int) -> tuple[Trainer, Promise]:
 
 @pytest.mark.parametrize(("step_s", "total"), [(1 / 1024, 1000), (1 / 16, 100), (1 / 4, 100)])
 def test_what_is_promised_counts_as_gathered_only_when_it_is_asked_for(step_s: float, total: int) -> None:
-    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as without flows."""
+    """The next segment is due when a second's worth is left, or a quarter is still to be gathered, as without
+    flows.
+    """
     trainer, flow = promised(total)
     assert not trainer.is_due()
     for taken in range(1, total):
         flow.left -= 1
         trainer.now += step_s
-        trainer.schedule.moved(1)
+        trainer.schedule.advance(1)
         late = step_s * flow.left <= 1.0 and taken >= 3
         assert trainer.is_due() == (late or flow.num_ungathered <= 0.25 * total), f"{flow.left} left"
 
@@ -159,11 +143,11 @@ def test_a_flow_is_followed_until_it_is_low_or_unwanted() -> None:
     following.start()
     for flow.left in range(99, 25, -1):
         trainer.now += 0.001
-        trainer.schedule.moved(1)
+        trainer.schedule.advance(1)
     following.join(0.2)
     assert following.is_alive()
     flow.left = 25
-    trainer.schedule.moved(1)
+    trainer.schedule.advance(1)
     following.join(60.0)
     assert told == [False]
     assert trainer.schedule.wanted(flow)
@@ -178,7 +162,7 @@ def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pause
     for _ in range(6):
         flow.left -= 1
         trainer.now += 0.02
-        trainer.schedule.moved(1)
+        trainer.schedule.advance(1)
     assert trainer.schedule.follow(flow), "two batches are gone by now"
     told: list[bool] = []
     following = threading.Thread(target=lambda: told.append(trainer.schedule.follow(flow)), daemon=True)
@@ -187,7 +171,7 @@ def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pause
     assert following.is_alive(), "nothing was taken since"
     flow.left -= 1
     trainer.now += 5.0
-    trainer.schedule.moved(1)
+    trainer.schedule.advance(1)
     following.join(60.0)
     assert told == [True]
 
@@ -196,7 +180,7 @@ def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pause
 def test_a_slow_trainer_does_not_wake_the_gathering_thread_which_comes_by_itself(
     step_s: float, woken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Woken, it would take the GIL from the trainer."""
+    """A woken thread takes the GIL from the trainer."""
     trainer = Trainer(batches=100)
     trainer.gather(4)
     for number in range(1, 9):
@@ -288,7 +272,7 @@ def test_the_lengths_of_epochs_that_were_jumped_away_from_are_forgotten(new_cach
         for _ in range(20):
             loader.set_epoch(0)
             assert len(loader) == len(list(loader)) == 2
-        assert len(loader._course._schedule._totals) <= 2
+        assert len(loader._position._schedule._totals) <= 2
 
 
 def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
@@ -297,7 +281,7 @@ def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:
     seen: list[int] = []
 
     def single() -> None:
-        use_threads(1)
+        use_one_torch_thread()
         seen.append(torch.get_num_threads())
         late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         late.start()

@@ -59,7 +59,7 @@ def test_two_ranks_under_torchrun_train_disjoint_and_equal_epochs_over_a_growing
 
 
 class Ranks:
-    """Ranks started by hand, so that nobody else tidies up when one of them is killed."""
+    """Ranks started without a launcher, so that the others stay when one of them is killed."""
 
     def __init__(self, cache: Cache, out: Path, mode: str, size: int = 2) -> None:
         port = str(free_port())
