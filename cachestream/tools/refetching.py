@@ -38,7 +38,7 @@ from cachestream.storage.locks import lock_file
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
 from cachestream.storage.shard import ShardContent, content_hash
-from cachestream.training.epoch_record import load_manifest
+from cachestream.training.epoch_manifest import load_manifest
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.cached_units import END, Coverage
 from cachestream.worker.encode import to_record

@@ -18,7 +18,7 @@ import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
 from cachestream.training import epoch_record
-from cachestream.training.epoch_record import EpochManifest, load_manifest, save_manifest
+from cachestream.training.epoch_manifest import EpochManifest, load_manifest, save_manifest
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 from tests.worker.support import DEADLINE_S, wait_until

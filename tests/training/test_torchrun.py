@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cachestream import Cache, EpochLoader
-from cachestream.training.epoch_record import load_manifest
+from cachestream.training.epoch_manifest import load_manifest
 from tests.training.conftest import NewCache
 from tests.training.scripts.ports import free_port
 
