@@ -1,4 +1,4 @@
-"""Write the data sets of this folder anew: `python -m tests.remote.peers.write`, from the repository's root.
+"""Write the data sets of this folder anew: `python -m tests.sources.peers.write`, from the repository's root.
 
 The libraries ask for older versions of what this project is tested with, so they are none of its
 requirements, and their files are kept here. Those were written by mosaicml-streaming 0.13.0 and
