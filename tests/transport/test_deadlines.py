@@ -61,7 +61,7 @@ def deadlines(monkeypatch: pytest.MonkeyPatch, short_waits: None) -> None:
     """All deadlines, a twentieth of what they are: they stand in one place, and these are those that use them."""
     for name, module in list(sys.modules.items()):
         for constant, short_s in SHORT.items():
-            if name.startswith("cachestream.remote.") and hasattr(module, constant):
+            if name.startswith("cachestream.transport.") and hasattr(module, constant):
                 monkeypatch.setattr(module, constant, short_s)
 
 
