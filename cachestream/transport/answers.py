@@ -173,8 +173,3 @@ def is_packed(response: Any) -> bool:
             "have the server send the file without this header"
         )
     return True
-
-
-def close_answer(answer: Any) -> None:
-    """Let go of an answer of S3 that nobody waits for any more."""
-    answer["Body"].close()

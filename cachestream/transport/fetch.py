@@ -17,8 +17,7 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import bounds, metering
-from cachestream.transport.answers import Facts, close_answer, parse_range, s3_target, version_of
-from cachestream.transport.hedge import first_answer
+from cachestream.transport.answers import Facts, parse_range, s3_target, version_of
 from cachestream.transport.network_stream import WebStream
 from cachestream.transport.ranges import RangedFile
 from cachestream.transport.remote import PIECE_S, Remote, run
@@ -96,7 +95,7 @@ class _S3Stream:
     """
 
     def __init__(self, remote: Remote, path: str) -> None:
-        self._filesystem, self._hedge = remote.filesystem(), remote.hedge
+        self._filesystem = remote.filesystem()
         self._most_bytes = remote.most_bytes
         self._target = s3_target(self._filesystem, path)
         self._body: Any = None
@@ -158,7 +157,7 @@ class _S3Stream:
         wanted = {"Range": f"bytes={self.have}-{most - 1}"}
         if self.etag:
             wanted["IfMatch"] = self.etag
-        answer = await first_answer(self._hedge, 0, lambda: self._get(wanted), close_answer)
+        answer = await get_object(self._filesystem, self._target, **wanted)
         self._body = answer["Body"]
         told = parse_range(answer.get("ContentRange"))
         if told is None:  # a server without ranges: all over again
@@ -172,9 +171,6 @@ class _S3Stream:
             self._buffer = np.empty(size, np.uint8).data
         elif etag != self.etag or size != len(self._buffer):
             raise ChangedError(f"{self.etag} became {etag}")
-
-    async def _get(self, wanted: dict[str, str]) -> Any:
-        return await get_object(self._filesystem, self._target, **wanted)
 
     def _drop_body(self) -> None:
         if self._body is not None:
@@ -199,9 +195,8 @@ def _fetch_ranges(remote: Remote, path: str) -> memoryview:
     filesystem = remote.filesystem()
     most = metering.at_most(remote.pieces.nbytes)
     metering.asking(min(remote.likely_bytes(), most))
-    request = first_answer(remote.hedge, 0, lambda: filesystem._cat_file(path, start=0, end=most))
     try:
-        head = remote.run(request, most)
+        head: bytes = remote.run(filesystem._cat_file(path, start=0, end=most), most)
     except Exception as error:
         if classify(error) != "range":
             raise

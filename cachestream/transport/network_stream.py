@@ -20,14 +20,12 @@ import numpy as np
 from cachestream.errors import SampleError
 from cachestream.transport import bounds, metering
 from cachestream.transport.answers import (
-    close_answer,
     is_packed,
     open_web,
     parse_range,
     s3_target,
     version_of,
 )
-from cachestream.transport.hedge import first_answer
 from cachestream.transport.remote import CALL_S, PIECE_S, Remote, result_of
 from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge, map_errors
 from cachestream.transport.s3_requests import get_object
@@ -55,7 +53,6 @@ class _AsyncStream(Stream):
         super().__init__(where, remote.secrets, start)
         self._filesystem = remote.filesystem()
         self._remote = remote
-        self._hedge = remote.hedge
         self._path = path
         self._offset = start  # of the first byte that was not taken yet
         self._likely_stop = likely_stop
@@ -169,11 +166,7 @@ class RangeStream(_AsyncStream):
         begin, end = self._offset, self._stop(metering.at_most(most))
         if end <= begin:
             return b""
-        data: bytes = await first_answer(
-            self._hedge,
-            end - begin,
-            lambda: self._filesystem._cat_file(self._path, start=begin, end=end),
-        )
+        data: bytes = await self._filesystem._cat_file(self._path, start=begin, end=end)
         if len(data) < end - begin:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
         if end == self.size_bytes:
@@ -264,8 +257,9 @@ class S3Stream(_BodyStream):
         if self._version is not None and self._version[1]:
             target["IfMatch"] = self._version[1]
         begin = self._offset
+        last = "" if stop is None else max(begin, stop - 1)
         try:
-            answer = await first_answer(self._hedge, 0, lambda: self._get(target, begin, stop), close_answer)
+            answer = await get_object(self._filesystem, target, Range=f"bytes={begin}-{last}")
         except Exception as error:
             if classify(error) == "range" and self.size_bytes is None:  # there is nothing at or after `begin`
                 self.size_bytes = begin
@@ -283,10 +277,6 @@ class S3Stream(_BodyStream):
             raise
         return body
 
-    async def _get(self, target: dict[str, str], begin: int, stop: int | None) -> Any:
-        last = "" if stop is None else max(begin, stop - 1)
-        return await get_object(self._filesystem, target, Range=f"bytes={begin}-{last}")
-
     def _close_body(self, body: Any) -> None:
         body.close()
 
@@ -301,12 +291,7 @@ class WebStream(_BodyStream):
         byte_range = ""
         if (self._offset or stop is not None) and not self._is_packed:
             byte_range = f"bytes={self._offset}-{'' if stop is None else max(self._offset, stop - 1)}"
-        response = await first_answer(
-            self._hedge,
-            0,
-            lambda: open_web(self._filesystem, self._path, byte_range),
-            lambda late: late.close(),
-        )
+        response = await open_web(self._filesystem, self._path, byte_range)
         try:
             if response.status == 416 and self.size_bytes is None:  # nothing is there, or after it
                 self.size_bytes = self._offset

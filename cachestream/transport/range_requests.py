@@ -15,7 +15,6 @@ import numpy as np
 from cachestream.errors import SampleError
 from cachestream.transport import metering
 from cachestream.transport.answers import Answer, Facts, Version, ask_s3, ask_web, version_of
-from cachestream.transport.hedge import first_answer
 from cachestream.transport.remote import CALL_S, Remote, for_bytes_s, result_of
 from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge
 
@@ -141,23 +140,15 @@ class RemoteParts:
         start, stop = span
         if self.tells_all:
             return await self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
-        data: bytes = await first_answer(
-            self._remote.hedge,
-            stop - start,
-            lambda: filesystem._cat_file(self._path, start=start, end=stop),
-        )
+        data: bytes = await filesystem._cat_file(self._path, start=start, end=stop)
         return Answer(start, data, None)
 
     async def _request(
         self, filesystem: Any, range_header: str, nbytes: int, out: memoryview | None = None
     ) -> Answer:
         ask = ask_s3 if self._remote.is_s3 else ask_web
-        hedge = self._remote.hedge
-        into = out if hedge is None else None  # two answers may be of two versions
         most = self._remote.most_bytes if nbytes == 0 else max(nbytes, self._remote.most_bytes)
-        return await first_answer(
-            hedge, nbytes, lambda: ask(filesystem, self._path, range_header, most, into)
-        )
+        return await ask(filesystem, self._path, range_header, most, out)
 
     def _settle(self, answer: Answer, span: Span, out: memoryview) -> None:
         """See that `out` has the bytes of `span`: a server without ranges sends all of the file."""

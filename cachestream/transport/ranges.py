@@ -19,7 +19,6 @@ from cachestream.errors import SampleError
 from cachestream.linux import FileMap
 from cachestream.transport import metering
 from cachestream.transport.answers import Facts, Version, ask_s3, ask_web
-from cachestream.transport.hedge import first_answer
 from cachestream.transport.range_requests import ATTEMPTS, PART_BYTES, RemoteParts, Span, submit
 from cachestream.transport.remote import CALL_S, Remote, for_bytes_s, in_time
 from cachestream.transport.remote_errors import ChangedError, backoff_delays, judge
@@ -277,10 +276,7 @@ async def _object(
         last = "" if stop is None else stop - 1
         header = f"bytes={start}" if start is not None and start < 0 else f"bytes={start or 0}-{last}"
     ask = ask_s3 if remote.is_s3 else ask_web
-    nbytes = stop - start if start is not None and stop is not None else 0
-    answer = await first_answer(
-        remote.hedge, nbytes, lambda: ask(filesystem, path, header, remote.most_bytes)
-    )
+    answer = await ask(filesystem, path, header, remote.most_bytes)
     if start is not None and start < 0:
         return answer.data[start:]
     first = (start or 0) - answer.start

@@ -33,7 +33,6 @@ from fsspec.utils import get_protocol
 from cachestream.config import check_mapping, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import bounds, metering
-from cachestream.transport.hedge import Hedge
 from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
 
 T = TypeVar("T")
@@ -224,7 +223,7 @@ def _keep_deadlines(filesystem: Any) -> None:
 class Remote:
     """Where `url` lies, and the options to open it with.
 
-    The options "hedge" (see `hedge.Hedge.of`) and "max_object_size" (see `bounds`) are ours, all others are the driver's.
+    The option "max_object_size" (see `bounds`) is ours, all others are the driver's.
 
     Picklable, thread-safe, fork-safe. The URL and the options may hold secrets: no repr, error or
     log shows them.
@@ -239,7 +238,6 @@ class Remote:
         self._url = url
         check_mapping("storage_options", storage_options, "{'anon': True}")
         self._options = dict(storage_options or {})
-        self._hedge_option = self._options.pop("hedge", None)
         most = self._options.pop("max_object_size", None)
         self.object_bytes = bounds.DEFAULT_BYTES if most is None else parse_size(most, "max_object_size")
         self.protocol = get_protocol(url)
@@ -251,7 +249,6 @@ class Remote:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._shared: Any = None
-        self.hedge = Hedge.of(self._hedge_option)
         self._usual_bytes = 0.0  # of an object that is read whole
         self.pieces = CallPieces(CALL_BYTES)
         self._of_thread = threading.local()
@@ -261,13 +258,12 @@ class Remote:
             "url": self._url,
             "options": self._options,
             "protocol": self.protocol,
-            "hedge": self._hedge_option,
             "object_bytes": self.object_bytes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
-        self._hedge_option, self.object_bytes = state["hedge"], state["object_bytes"]
+        self.object_bytes = state["object_bytes"]
         self._reset()
 
     def __repr__(self) -> str:
