@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,24 +33,13 @@ Items = Iterator[tuple[int, memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class ItemFile:
-    """A file of `count` items; `is_packed` where all of it is compressed."""
+    """A file of `count` items; `is_compressed` where all of it is compressed."""
 
     remote: Remote
     path: str = field(repr=False)  # may be signed
     where: str
     count: int
-    is_packed: bool = False
-
-
-class HeldStream(Stream):
-    """Bytes that are in memory."""
-
-    def __init__(self, data: memoryview, where: str) -> None:
-        super().__init__(where, start=len(data))
-        self.push_back(data)
-
-    def _next_piece(self) -> memoryview:
-        return memoryview(b"")
+    is_compressed: bool = False
 
 
 def read_items(
@@ -68,7 +58,7 @@ def read_items(
             with open_stream(file.remote, file.path, file.where) as stream:
                 if check is not None:
                     check(stream)
-                inner = _unpacked(stream) if file.is_packed else stream
+                inner = decompressed(stream) if file.is_compressed else stream
                 yield from cut_items(inner, read_table(inner, file.count, 0, stop), 0, problems)
             return
         table_end = _WORD * (stop + 2)
@@ -81,7 +71,8 @@ def read_items(
         problems.add(str(error))
 
 
-def _unpacked(stream: Stream) -> Stream:
+def decompressed(stream: Stream) -> Stream:
+    """The unpacked bytes of `stream`. Raises SampleError if it is not compressed."""
     inner = unpacked(stream)
     if inner is stream:
         raise SampleError(f"{stream.where}: it is not compressed, as the index says it is")
@@ -163,6 +154,17 @@ class IndexedFolder:
             return as_mapping(json.loads(bytes(data)), "it")
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{where}: not an index: {error}") from error
+
+    @contextmanager
+    def index_errors(self) -> Iterator[None]:
+        """Raise what a malformed index fails with as a ConfigError that names the index."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            if reason.startswith(self.shown):
+                raise
+            raise ConfigError(f"{self.shown}{INDEX_NAME}: {reason}") from error
 
     def name_files(self, names: Sequence[Any]) -> None:
         """Say which files the index names. Raises ValueError for none, and for names that lead elsewhere."""

@@ -15,17 +15,16 @@ from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import Url, check_unit
 from cachestream.sources.arrow import Columns, Unusable
-from cachestream.sources.decode.compression import unpacked
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fingerprint import check_columns, identity_of
 from cachestream.sources.peers.index import (
-    HeldStream,
     IndexedFolder,
     ItemFile,
     Visits,
     as_count,
     as_mapping,
     cut_items,
+    decompressed,
     read_items,
     read_table,
 )
@@ -87,9 +86,7 @@ def read_chunk(
             if level == "batch":
                 yield from _framed(stream, file.count, problems)
                 return
-            inner = unpacked(stream) if level == "chunk" else stream
-            if inner is stream and level == "chunk":
-                raise SampleError(f"{file.where}: it is not compressed, as the index says it is")
+            inner = decompressed(stream) if level == "chunk" else stream
             table = read_table(inner, file.count, 0, file.count)
             if has_rows and table[0] == table[-1]:
                 yield ArrowRows(inner.read_whole())
@@ -117,24 +114,12 @@ def _framed(stream: Stream, count: int, problems: Problems) -> Iterator[tuple[in
         if offset != begin:
             raise SampleError(f"{stream.where}: its frames do not follow one another: it is damaged")
         begin += packed_bytes
-    inner = unpacked(stream)
-    if inner is stream:
-        raise SampleError(f"{stream.where}: its frames are not compressed by zstd")
-    yield from cut_items(inner, np.frombuffer(words, "<u4").astype(np.int64), 0, problems)
-
-
-def unpack_item(data: memoryview, where: str) -> memoryview:
-    """An item that is packed by itself. Raises SampleError."""
-    held = HeldStream(data, where)
-    stream = unpacked(held)
-    if stream is held:
-        raise SampleError("it is not compressed by zstd")
-    return stream.read_whole()
+    yield from cut_items(decompressed(stream), np.frombuffer(words, "<u4").astype(np.int64), 0, problems)
 
 
 MAX_LEAVES: Final = 10_000
-_PLAIN: Final = ("str", "int", "float", "bool", "bytes", "json")
-_LEVELS: Final = ("chunk", "batch", "sample")
+_JSON_FORMATS: Final = ("str", "int", "float", "bool", "bytes", "json")
+_COMPRESSION_UNITS: Final = ("chunk", "batch")  # the defaults of older and newer writers
 
 
 class LitDataSource:
@@ -159,8 +144,8 @@ class LitDataSource:
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
-    Chunks may be compressed by zstd in any of LitData's ways (`pip install 'cachestream[zstd]'`); encrypted
-    ones are refused. Chunks are read from begin to end in bounded memory; one that is damaged gives the
+    Chunks may be compressed by zstd, whole or in frames of several samples (`pip install 'cachestream[zstd]'`);
+    those of which each sample is compressed by itself, and encrypted ones, are refused. Chunks are read from begin to end in bounded memory; one that is damaged gives the
     samples before the damage, and is then counted as a failure. Raises ConfigError for an index that is
     malformed or names what cannot be read, and otherwise as `FileSource`.
     """
@@ -179,10 +164,10 @@ class LitDataSource:
         check_columns(columns)
         self._images = ImageOptions(resize, crop)
         self._chosen, self._decoders = columns, dict(decoders or {})
-        self._asked = (*(columns or ()), *self._decoders)
+        self._named_fields = (*(columns or ()), *self._decoders)
         self._folder = IndexedFolder(url, storage_options, "LitDataSource")
         counts = self._read_index()
-        if samples_per_visit is not None and self._level != "none":
+        if samples_per_visit is not None and self._compression_unit != "none":
             raise ConfigError(
                 f"{self._folder.shown}: a compressed chunk can only be read from its begin; leave out samples_per_visit"
             )
@@ -210,7 +195,7 @@ class LitDataSource:
         if stop - first < count:
             found: Iterator[Any] = read_items(file, first, stop, problems)
         else:
-            found = read_chunk(file, self._level, self._tree.has_sizes, problems)
+            found = read_chunk(file, self._compression_unit, self._tree.has_sizes, problems)
         for number, sample in self._samples(found, file, problems):
             yield f"{folder.name(index)}#{number}", sample
         problems.raise_any()
@@ -226,7 +211,6 @@ class LitDataSource:
                     raise SampleError(
                         "it lies in a table of Arrow's, which is read whole: leave out samples_per_visit"
                     )
-                data = unpack_item(data, file.where) if self._level == "sample" else data
                 sample = self._tree.sample(data)
             except SampleError as error:
                 problems.add(f"sample {number}: {error}")
@@ -244,7 +228,7 @@ class LitDataSource:
             problems.add(str(error))
 
     def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        for name in self._asked:
+        for name in self._named_fields:
             if name not in row:
                 raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
         for name, decoder in self._decoders.items():
@@ -257,8 +241,7 @@ class LitDataSource:
 
     def _read_index(self) -> list[int]:
         """The samples of each chunk; sets what the items of all of them are like."""
-        shown = self._folder.shown
-        try:
+        with self._folder.index_errors():
             index = self._folder.load()
             if not isinstance(index.get("chunks"), list) or "config" not in index:
                 raise ValueError("no chunks and config of LitData's; is this another data set's?")
@@ -267,14 +250,9 @@ class LitDataSource:
             chunks = [as_mapping(one, "a chunk") for one in index["chunks"]]
             chunks = [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
             self._folder.name_files([one["filename"] for one in chunks])
-            self._level = _level(config)
+            self._compression_unit = _compression_unit(config)
             self._tree = self._new_tree(config)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            if reason.startswith(shown):
-                raise
-            raise ConfigError(f"{shown}index.json: {reason}") from error
-        return [one["chunk_size"] for one in chunks]
+            return [one["chunk_size"] for one in chunks]
 
     def _check_kind(self, config: Mapping[str, Any]) -> None:
         loader = config.get("item_loader")
@@ -293,9 +271,10 @@ class LitDataSource:
             raise ValueError("data_format or data_spec, which are no texts")
         container, names = leaf_names(spec, len(formats))
         known = set(names)
-        if all(one in _PLAIN for one in formats):  # may be rows, which have other names below the topmost
-            known.update(name for name in self._asked if name.partition(".")[0] in _tops(names))
-        for name in self._asked:
+        # The chunks may hold rows of Arrow's, of which only the topmost names are in the index.
+        if all(one in _JSON_FORMATS for one in formats):
+            known.update(name for name in self._named_fields if name.partition(".")[0] in _tops(names))
+        for name in self._named_fields:
             if name not in known:
                 raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
         readers = tuple(
@@ -320,14 +299,15 @@ def _tops(names: tuple[str, ...]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def _level(config: Mapping[str, Any]) -> str:
-    """What is packed together: "chunk", "batch", "sample", or "none"."""
+def _compression_unit(config: Mapping[str, Any]) -> str:
+    """What is packed together: "chunk", "batch", or "none"."""
     compression, level = config.get("compression"), config.get("compression_level") or "chunk"
     if not compression:
         return "none"
-    if str(compression).partition(":")[0] != "zstd" or level not in _LEVELS:
+    if str(compression).partition(":")[0] != "zstd" or level not in _COMPRESSION_UNITS:
         raise ValueError(
-            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time"
+            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time, which cannot be read "
+            "here: write them with compression='zstd' and no compression_level, or without"
         )
     require("zstandard", "zstd", "LitData compressed by zstd")
     return str(level)

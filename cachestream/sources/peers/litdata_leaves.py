@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_with, json_field
-from cachestream.sources.peers.mds_encodings import decode_images, decode_pil
+from cachestream.sources.peers.mds_encodings import decode_images, decode_pil, decode_text
 from cachestream.sources.user_code import decode_by_user
 
 _LAST_TAG: Final = 0x20  # JSON text begins with something above
@@ -212,8 +212,8 @@ def leaf_reader(
             raise ConfigError(f"field '{name}' has the format {kind[:60]!r}: {error}") from error
     image = partial(decode_image, options=images)
     readers: dict[str, Reader] = {
-        "str": _text,
-        "text": _text,
+        "str": decode_text,
+        "text": decode_text,
         "bool": _bool,
         "int": partial(_scalar, "<q"),
         "float": partial(_scalar, "<d"),
@@ -232,10 +232,6 @@ def leaf_reader(
             f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
         )
     return readers[base]
-
-
-def _text(data: memoryview) -> str:
-    return str(data, "utf-8")
 
 
 def _bool(data: memoryview) -> bool:

@@ -22,7 +22,7 @@ from cachestream.sources.tar_groups import Problems
 from cachestream.transport.stream import Stream
 
 MAX_COLUMNS: Final = 10_000
-_PACKERS: Final = ("zstd", "gz", "bz2")  # of those that MDS has; not br and snappy
+_COMPRESSIONS: Final = ("zstd", "gz", "bz2")  # of those that MDS has; not br and snappy
 _XXHASHES: Final = {
     "xxh32": xxhash.xxh32,
     "xxh64": xxhash.xxh64,
@@ -39,7 +39,7 @@ class _Shard:
     name: Any
     key: Any
     count: int
-    is_packed: bool
+    is_compressed: bool
     layout: ShardColumns
     hashes: Mapping[str, str]
 
@@ -89,14 +89,14 @@ class MDSSource:
         images = ImageOptions(resize, crop)
         self._folder = IndexedFolder(url, storage_options, "MDSSource")
         shards = _shards(self._folder, _Columns(columns, dict(decoders or {}), images))
-        if samples_per_visit is not None and any(shard.is_packed for shard in shards):
+        if samples_per_visit is not None and any(shard.is_compressed for shard in shards):
             raise ConfigError(
                 f"{self._folder.shown}: a compressed shard can only be read from its begin; leave out samples_per_visit"
             )
         self._visits = Visits([shard.count for shard in shards], samples_per_visit)
         self._keys = tuple(shard.key for shard in shards)
         self._layouts = tuple(shard.layout for shard in shards)
-        self._packed = tuple(shard.is_packed for shard in shards)
+        self._compressed = tuple(shard.is_compressed for shard in shards)
         self._hashes = (
             tuple(_known_hash(self._folder.shown, shard) for shard in shards) if check_hashes else ()
         )
@@ -119,7 +119,9 @@ class MDSSource:
         index, count, first, stop = self._visits.locate(unit)
         folder, layout = self._folder, self._layouts[index]
         problems = Problems(folder.where(index))
-        file = ItemFile(folder.remote, folder.path(index), folder.where(index), count, self._packed[index])
+        file = ItemFile(
+            folder.remote, folder.path(index), folder.where(index), count, self._compressed[index]
+        )
         whole = stop - first == count
         check = partial(_check_hash, *self._hashes[index]) if self._hashes and whole else None
         for number, data in read_items(file, first, stop, problems, check):
@@ -183,7 +185,7 @@ class _Columns:
 
 def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
     """The shards that hold samples. Raises ConfigError that says what of the index cannot be read."""
-    try:
+    with folder.index_errors():
         index = folder.load()
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
             raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
@@ -193,37 +195,32 @@ def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
             if not isinstance(key, str) or not key.isprintable():
                 raise ValueError(f"the file name {str(key)[:100]!r}")
         folder.name_files([shard.name for shard in shards])
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        if reason.startswith(folder.shown):
-            raise
-        raise ConfigError(f"{folder.shown}index.json: {reason}") from error
-    return shards
+        return shards
 
 
 def _shard(shard: Mapping[str, Any], columns: _Columns) -> _Shard:
     if shard.get("format") != "mds" or shard.get("version") != 2:
         raise ValueError(f"shards of the format {str(shard.get('format'))[:60]!r}; only 'mds' can be read")
-    raw, packed = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
-    stored = as_mapping(packed, "zip_data") if packed else raw
-    if packed:
-        _require_unpacker(str(shard.get("compression")).partition(":")[0])
+    raw, zip_data = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
+    stored = as_mapping(zip_data, "zip_data") if zip_data else raw
+    if zip_data:
+        _check_compression(str(shard.get("compression")).partition(":")[0])
     hashes = stored.get("hashes") or {}
     return _Shard(
         name=stored["basename"],
         key=raw["basename"],
         count=as_count(shard["samples"], "the number of samples of a shard"),
-        is_packed=bool(packed),
+        is_compressed=bool(zip_data),
         layout=columns.layout(shard),
         hashes={str(name): str(value) for name, value in as_mapping(hashes, "hashes").items()},
     )
 
 
-def _require_unpacker(packer: str) -> None:
-    if packer not in _PACKERS:
+def _check_compression(packer: str) -> None:
+    if packer not in _COMPRESSIONS:
         raise ValueError(
             f"shards are compressed by {packer[:40]!r}, which cannot be unpacked here: write them with one of "
-            f"{', '.join(_PACKERS)}, or without"
+            f"{', '.join(_COMPRESSIONS)}, or without"
         )
     if packer == "zstd":
         require("zstandard", "zstd", "MDS compressed by zstd")

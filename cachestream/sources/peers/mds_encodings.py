@@ -97,7 +97,7 @@ def column_reader(
     pil = partial(decode_pil, options=images)
     readers: dict[str, Reader] = {
         "bytes": bytes,
-        "str": _text,
+        "str": decode_text,
         "int": partial(_scalar, np.dtype("<i8")),
         "str_int": _decimal_integer,
         "str_float": _float,
@@ -128,19 +128,19 @@ def _scalar(dtype: np.dtype[Any], data: memoryview) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def _text(data: memoryview) -> str:
+def decode_text(data: memoryview) -> str:
     return str(data, "utf-8")
 
 
 def _decimal_integer(data: memoryview) -> int:
-    value = int(_text(data))
+    value = int(decode_text(data))
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer beyond 64 bits")
     return value
 
 
 def _float(data: memoryview) -> float:
-    return float(_text(data))
+    return float(decode_text(data))
 
 
 # --- arrays ------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def write_litdata() -> None:
         )
     write("litdata", samples, 3)
     few = [{name: sample[name] for name in ("a_tensor", "pair", "words")} for sample in samples]
-    for level in ("chunk", "batch", "sample"):
+    for level in ("chunk", "batch"):
         write(
             f"litdata-{level}", few, 4, compression="zstd", compression_level=level, compression_batch_size=2
         )
