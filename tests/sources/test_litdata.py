@@ -1,4 +1,4 @@
-"""LitDataSource on chunks that litdata wrote (see peers/write.py), damaged ones, and ones made to harm."""
+"""LitDataSource on chunks that litdata wrote (see peers/write.py), and on damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKED: Final = ("litdata", "litdata-tuples", "litdata-tokens", "litdata-batch"
 
 
 def need(name: str) -> Path:
-    """The folder of a set, if what reads it is installed."""
+    """Return the folder of a data set; skip the test if a library to read it is not installed."""
     if name in PACKED:
         pytest.importorskip("zstandard")
     if name in ROWS:
@@ -45,7 +45,7 @@ def need(name: str) -> Path:
 
 
 def expected(number: int) -> dict[str, Any]:
-    """The fields of what was given to the writer."""
+    """Return the fields of sample `number`, which was given to the writer."""
     sample = litdata_sample(number)
     nested, pair, box = sample.pop("nested"), sample.pop("pair"), sample.pop("box")
     return {
@@ -322,7 +322,7 @@ def test_a_chunk_that_differs_from_the_index_is_a_sample_error(copy: Callable[[s
 
 
 def forged(folder: Path, kind: str, leaf: bytes, sizes: bytes | None = None) -> Path:
-    """A set of one chunk of one sample of one leaf."""
+    """Write a data set of one chunk of one sample of one leaf."""
     item = (struct.pack("<I", len(leaf)) if sizes is None else sizes) + leaf
     (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 12 + len(item)) + item)
     chunk = {"chunk_bytes": 0, "chunk_size": 1, "dim": None, "filename": "chunk-0-0.bin"}

@@ -1,4 +1,4 @@
-"""Lightning's LitData sets, read from their own chunks: no conversion, and no pickle.
+"""LitData's data sets, read from their own chunks without conversion and without pickle.
 
 (litdata 0.2.76, streaming/framed_zstd.py and item_loader.py.)
 """
@@ -41,13 +41,13 @@ _ROWS_END: Final = b"LDARW01\0"
 
 
 class ArrowRows:
-    """The rows of a chunk that holds a table of Arrow's in place of items."""
+    """The rows of a chunk that holds an Arrow table instead of items."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
 
     def samples(self, images: ImageOptions, count: int) -> Iterator[dict[str, Any] | Unusable]:
-        """`count` samples. Raises SampleError for what is malformed."""
+        """Yield the samples of the `count` rows. Raises SampleError if the table is malformed."""
         try:
             arrow = require("pyarrow", "parquet", "LitData's rows in Arrow's format")
             ipc, _ = (require(f"pyarrow.{name}", "parquet", "this") for name in ("ipc", "compute"))
@@ -69,7 +69,7 @@ class ArrowRows:
                 yield from columns.rows(batch)
         except CacheStreamError as error:
             raise SampleError(str(error)) from error
-        except Exception as error:  # pyarrow raises whatever its parts do
+        except Exception as error:  # pyarrow raises errors of many classes
             raise SampleError(f"malformed: {type(error).__name__}: {error}"[:300]) from error
 
 
@@ -80,7 +80,11 @@ def _batches(reader: Any) -> Iterator[Any]:
 def read_chunk(
     file: ItemFile, level: str, has_rows: bool, problems: Problems
 ) -> Iterator[tuple[int, memoryview] | ArrowRows]:
-    """The items of a whole chunk by number, or its rows where it `has_rows`. `level`: what is packed together."""
+    """Yield the numbered items of a whole chunk, or its rows if it holds an Arrow table.
+
+    `level`: what is compressed at a time: "chunk", "batch", or "none". `has_rows`: an Arrow table may be
+    there.
+    """
     try:
         with open_stream(file.remote, file.path, file.where) as stream:
             if level == "batch":
@@ -97,7 +101,7 @@ def read_chunk(
 
 
 def _framed(stream: Stream, count: int, problems: Problems) -> Iterator[tuple[int, memoryview]]:
-    """Items in frames of zstd, each of several, that follow one another."""
+    """Yield the items of a chunk in consecutive zstd frames, each of several items."""
     head = stream.read(_FRAMED_HEAD.size)
     if len(head) < _FRAMED_HEAD.size:
         raise SampleError(f"{stream.where}: it ends in the middle of its head")
@@ -127,27 +131,29 @@ class LitDataSource:
 
     url: the folder that holds its `index.json`, such as "s3://bucket/set/train".
 
-    A sample is what was stored: a dict by its names, those of dicts and lists inside as "box.x" and
-    "pair.0"; a tuple; or a single value. Numbers, bools, str and bytes are as they were, tensors and
-    arrays arrays, "jpeg", "image" and "pil" uint8 `[3, H, W]` RGB, several of them `[N, 3, H, W]`, lists
-    of numbers in dicts arrays, other lists JSON text, and the files of video, audio and the like bytes.
-    Rows that LitData stores in Arrow's format are as `ParquetSource` gives them, and need pyarrow. Of a
-    `TokensLoader`'s chunks a sample is what was given to the writer at once. The key is "chunk#number".
+    A sample has the form that was stored: a dict by its names, with names such as "box.x" and "pair.0" for
+    the values of dicts and lists inside it; a tuple; or a single value. Numbers, bools, str and bytes stay as
+    they are; tensors and arrays become arrays; "jpeg", "image" and "pil" become uint8 `[3, H, W]` RGB,
+    several images `[N, 3, H, W]`; lists of numbers in dicts become arrays, other lists JSON text; files of
+    video, audio and the like become bytes. Rows that LitData stores in Arrow's format are decoded as by
+    `ParquetSource`, and need pyarrow. A sample of a `TokensLoader`'s chunks is one array as it was given to
+    the writer. The key is "chunk#number".
 
-    columns: the fields to read, by name. None: all of them.
+    columns: the names of the fields to read. None: all fields.
 
-    decoders: functions of bytes by field, that come before those: `{"extra": pickle.loads}` for one that
-    LitData pickled, which is refused without.
+    decoders: functions of bytes by field name, used instead of the decoding above: `{"extra": pickle.loads}`
+    for a pickled field, which is refused otherwise.
 
-    samples_per_visit: read about so many samples of a chunk at a time, and then of others, so that
-    early epochs hold something of many chunks, which must be plain. None: a whole chunk.
+    samples_per_visit: read about this many samples of a chunk at a time, and then samples of other chunks, so
+    that early epochs hold samples of many chunks. The chunks must not be compressed. None: a whole chunk.
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
-    Chunks may be compressed by zstd, whole or in frames of several samples (`pip install 'cachestream[zstd]'`);
-    those of which each sample is compressed by itself, and encrypted ones, are refused. Chunks are read from begin to end in bounded memory; one that is damaged gives the
-    samples before the damage, and is then counted as a failure. Raises ConfigError for an index that is
-    malformed or names what cannot be read, and otherwise as `FileSource`.
+    Chunks may be compressed by zstd (needs `pip install 'cachestream[zstd]'`), whole or in frames of several
+    samples. Encrypted chunks, and chunks of samples that are compressed one by one, are refused. A chunk is
+    read from begin to end in bounded memory. A damaged chunk gives the samples before the damage, and is then
+    counted as a failure. Raises ConfigError for an index that is malformed or names something that cannot be
+    read, and the errors of `FileSource` otherwise.
     """
 
     def __init__(
@@ -169,7 +175,8 @@ class LitDataSource:
         counts = self._read_index()
         if samples_per_visit is not None and self._compression_unit != "none":
             raise ConfigError(
-                f"{self._folder.shown}: a compressed chunk can only be read from its begin; leave out samples_per_visit"
+                f"{self._folder.shown}: a compressed chunk can only be read from its begin; "
+                "leave out samples_per_visit"
             )
         self._visits = Visits(counts, samples_per_visit)
         self.listing_digest = self._folder.digest
@@ -182,11 +189,11 @@ class LitDataSource:
 
     @property
     def num_samples(self) -> int:
-        """How many samples the index says there are."""
+        """The number of samples according to the index."""
         return self._visits.num_items
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the samples of a chunk, or of one visit to it, in their order. Raises as `Source.read` says."""
+        """Yield the samples of a chunk, or of a visit to it, in order. Raises the errors of `Source.read`."""
         check_unit(self, unit, self.num_units)
         index, count, first, stop = self._visits.locate(unit)
         folder = self._folder
@@ -240,7 +247,9 @@ class LitDataSource:
     # --- the index
 
     def _read_index(self) -> list[int]:
-        """The samples of each chunk; sets what the items of all of them are like."""
+        """Return the number of samples of each chunk; set the compression and the layout that all chunks
+        share.
+        """
         with self._folder.index_errors():
             index = self._folder.load()
             if not isinstance(index.get("chunks"), list) or "config" not in index:
@@ -271,7 +280,7 @@ class LitDataSource:
             raise ValueError("data_format or data_spec, which are no texts")
         container, names = leaf_names(spec, len(formats))
         known = set(names)
-        # The chunks may hold rows of Arrow's, of which only the topmost names are in the index.
+        # The chunks may hold Arrow rows. Below the top level, their names are not those in the index.
         if all(one in _JSON_FORMATS for one in formats):
             known.update(name for name in self._named_fields if name.partition(".")[0] in _tops(names))
         for name in self._named_fields:
@@ -300,14 +309,15 @@ def _tops(names: tuple[str, ...]) -> set[str]:
 
 
 def _compression_unit(config: Mapping[str, Any]) -> str:
-    """What is packed together: "chunk", "batch", or "none"."""
+    """Return what is compressed at a time: "chunk", "batch", or "none"."""
     compression, level = config.get("compression"), config.get("compression_level") or "chunk"
     if not compression:
         return "none"
     if str(compression).partition(":")[0] != "zstd" or level not in _COMPRESSION_UNITS:
         raise ValueError(
-            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time, which cannot be read "
-            "here: write them with compression='zstd' and no compression_level, or without"
+            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time, "
+            "which cannot be read here: write them with compression='zstd' and no compression_level, "
+            "or without"
         )
     require("zstandard", "zstd", "LitData compressed by zstd")
     return str(level)
