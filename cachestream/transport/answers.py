@@ -19,19 +19,19 @@ def s3_target(filesystem: Any, path: str) -> dict[str, str]:
     return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
 
 
-def version_of(info: dict[str, Any]) -> tuple[str, ...]:
-    """What names one version of an object, under the names that the drivers have for it."""
-    names = ("ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified")
-    return tuple(str(info[name]) for name in names if name in info)
-
+Span = tuple[int, int]  # the first byte of a part, and the one after its last
 
 _PIECE_BYTES: Final = 1 << 20
+# The names under which drivers tell what names one version of an object.
+_VERSION_NAMES: Final = (
+    "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
+)  # fmt: skip
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The size of one version of a file, and what tells that version from others."""
+    """The size of one version of a file (-1: not told), and what tells that version from others."""
 
     size_bytes: int
     version: str
@@ -52,13 +52,30 @@ class Version:
 
     facts: Facts | None = None
 
+    def check(self, facts: Facts) -> None:
+        """Take this version from `facts`, if it is not known yet; raise ChangedError if they are of another one."""
+        if self.facts is None:
+            self.facts = facts
+        elif facts != self.facts:
+            raise ChangedError(f"version {self.facts.version} became {facts.version}")
+
     def note(self, answer: Answer) -> None:
         """Report `answer`, and see that it is of this version."""
         metering.fetched(len(answer.data))
-        if self.facts is None:
-            self.facts = answer.facts
-        elif answer.facts is not None and answer.facts != self.facts:
-            raise ChangedError(f"version {self.facts.version} became {answer.facts.version}")
+        if answer.facts is not None:
+            self.check(answer.facts)
+
+
+def facts_of_info(info: dict[str, Any]) -> Facts:
+    """The facts in what a driver's `info` says of a file."""
+    return Facts(int(info["size"]), "|".join(str(info[name]) for name in _VERSION_NAMES if name in info))
+
+
+def facts_of_s3(answer: dict[str, Any]) -> tuple[int, Facts]:
+    """The place of the first byte of an answer of S3, and the facts of the whole object."""
+    length = int(answer["ContentLength"])
+    start, size_bytes = parse_range(answer.get("ContentRange")) or (0, length)
+    return start, Facts(size_bytes, str(answer.get("ETag") or ""))
 
 
 async def ask_s3(
@@ -83,7 +100,8 @@ async def ask_s3(
         body.close()
     if len(data) < length:
         raise ConnectionError(f"the body ended after {len(data)} of {length} bytes")
-    return _answer(data, told, str(answer.get("ETag", "")))
+    start, facts = facts_of_s3(answer)
+    return Answer(start, data, facts)
 
 
 async def open_web(filesystem: Any, path: str, range_header: str) -> Any:
@@ -124,8 +142,8 @@ async def ask_web(
                 raise ConnectionError(f"the body ended after {len(data)} of {len(out)} bytes")
         else:
             data = await _read_all(response.content.read, most)
-        version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    return _answer(data, told, version)
+        start, size_bytes = parse_range(told) or (0, len(data))
+        return Answer(start, data, Facts(size_bytes, web_version(response)))
 
 
 async def _read_all(read: Callable[[int], Coroutine[Any, Any, bytes]], most: int) -> memoryview:
@@ -148,9 +166,9 @@ async def _read_into(read: Callable[[int], Coroutine[Any, Any, bytes]], out: mem
     return out if have == len(out) else out[:have]
 
 
-def _answer(data: bytes | memoryview, content_range: str | None, version: str) -> Answer:
-    start, size_bytes = parse_range(content_range) or (0, len(data))
-    return Answer(start, data, Facts(size_bytes, version))
+def web_version(response: Any) -> str:
+    """What a web server says that tells this version of a file from others."""
+    return str(response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
 
 
 def parse_range(content_range: str | None) -> tuple[int, int] | None:

@@ -7,25 +7,22 @@ else goes by fsspec's `cat_file` or `open`. What is above the bound for one obje
 
 from __future__ import annotations
 
-import os
 import random
-import stat
 from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import SampleError
 from cachestream.transport import bounds, metering
-from cachestream.transport.answers import Facts, parse_range, s3_target, version_of
+from cachestream.transport.answers import Version, facts_of_info, facts_of_s3, s3_target
+from cachestream.transport.local import fetch_local
 from cachestream.transport.network_stream import WebStream
 from cachestream.transport.ranges import RangedFile
 from cachestream.transport.remote import PIECE_S, Remote, run
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge, redact
+from cachestream.transport.remote_errors import backoff_delays, classify, judge, redact
 from cachestream.transport.s3_requests import get_object
 
 PIECE_BYTES: Final = 1 << 20  # of a stream, between two reports
-RANGE_BYTES: Final = 8 << 20  # of a local file, between two reports
 STREAM_BYTES: Final = 32 << 20  # of an object of S3, as one stream; the rest in parts
 RESUMES: Final = 4  # without a piece in between
 
@@ -34,7 +31,7 @@ def fetch(remote: Remote, path: str) -> memoryview:
     """All bytes of `path`, writable. Raises the driver's errors: see `retry.map_errors`."""
     bounds.enter(remote.object_bytes)
     if remote.is_local:
-        return _fetch_local(path)
+        return fetch_local(path)
     if remote.is_s3:
         return _fetch_s3(remote, path)
     if remote.is_web:
@@ -45,29 +42,6 @@ def fetch(remote: Remote, path: str) -> memoryview:
     return _fetch_opened(remote, path)
 
 
-def _fetch_local(path: str) -> memoryview:
-    # O_NONBLOCK: to open a named pipe would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise SampleError(f"{path}: not a regular file")
-        size = status.st_size
-        bounds.check(size)
-        buffer = np.empty(size, np.uint8).data
-        metering.asking(size)
-        have = 0
-        while have < size:
-            got = os.readv(fd, [buffer[have : have + RANGE_BYTES]])
-            if got == 0:
-                raise SampleError(f"{path}: truncated to {have} of {size} bytes while it was read")
-            have += got
-            metering.fetched(got)
-    finally:
-        os.close(fd)
-    return buffer
-
-
 def _fetch_s3(remote: Remote, path: str) -> memoryview:
     metering.asking(min(remote.likely_bytes(), PIECE_BYTES))
     tries = 0
@@ -76,7 +50,7 @@ def _fetch_s3(remote: Remote, path: str) -> memoryview:
         buffer = stream.read()
         if stream.have < len(buffer):
             rest = RangedFile(remote, path, redact(path))
-            rest.facts = Facts(len(buffer), stream.etag)
+            rest.facts = stream.version.facts
             try:
                 rest.read_into(stream.have, buffer[stream.have :])
             except Exception as error:
@@ -91,7 +65,7 @@ def _fetch_s3(remote: Remote, path: str) -> memoryview:
 class _S3Stream:
     """The first bytes of an object of S3, through s3fs's client: one request, unless the stream breaks.
 
-    `read` gives a buffer for all of it, of which `have` bytes came, of the version `etag`.
+    `read` gives a buffer for all of it, of which `have` bytes came, of one `version`.
     """
 
     def __init__(self, remote: Remote, path: str) -> None:
@@ -103,7 +77,7 @@ class _S3Stream:
         self._restart()
 
     def _restart(self) -> None:
-        self.etag = ""
+        self.version = Version()
         self.have = self._goal = 0
         self._buffer: memoryview | None = None
 
@@ -155,22 +129,17 @@ class _S3Stream:
     async def _open(self) -> None:
         most = max(self._goal, metering.at_most(STREAM_BYTES))
         wanted = {"Range": f"bytes={self.have}-{most - 1}"}
-        if self.etag:
-            wanted["IfMatch"] = self.etag
+        if self.version.facts is not None and self.version.facts.version:
+            wanted["IfMatch"] = self.version.facts.version
         answer = await get_object(self._filesystem, self._target, **wanted)
         self._body = answer["Body"]
-        told = parse_range(answer.get("ContentRange"))
-        if told is None:  # a server without ranges: all over again
-            self.have = 0
-        size = int(answer["ContentLength"]) if told is None else told[1]
-        self._goal = size if told is None else min(size, most)
-        etag = str(answer.get("ETag") or "")
-        bounds.check(size, self._most_bytes)
+        start, facts = facts_of_s3(answer)
+        self.have = min(self.have, start)  # a server without ranges sends all over again
+        self._goal = start + int(answer["ContentLength"])
+        bounds.check(facts.size_bytes, self._most_bytes)
+        self.version.check(facts)
         if self._buffer is None:
-            self.etag = etag
-            self._buffer = np.empty(size, np.uint8).data
-        elif etag != self.etag or size != len(self._buffer):
-            raise ChangedError(f"{self.etag} became {etag}")
+            self._buffer = np.empty(facts.size_bytes, np.uint8).data
 
     def _drop_body(self) -> None:
         if self._body is not None:
@@ -206,15 +175,13 @@ def _fetch_ranges(remote: Remote, path: str) -> memoryview:
     if len(head) < most:
         remote.saw_object(len(head))
         return memoryview(bytearray(head))
-    info = remote.run(filesystem._info(path))
-    bounds.check(int(info["size"]))
-    buffer = np.empty(int(info["size"]), np.uint8).data
+    facts = facts_of_info(remote.info(path))
+    bounds.check(facts.size_bytes)
+    buffer = np.empty(facts.size_bytes, np.uint8).data
     buffer[:most] = head
-    rest, version = RangedFile(remote, path, redact(path)), version_of(info)
-    rest.facts = Facts(len(buffer), "|".join(version))
+    rest = RangedFile(remote, path, redact(path))
+    rest.facts = facts
     rest.read_into(most, buffer[most:])
-    now = version_of(remote.run(filesystem._info(path)))
-    if now != version:
-        raise ChangedError(f"{version} became {now}")
+    Version(facts).check(facts_of_info(remote.info(path)))
     remote.saw_object(len(buffer))
     return buffer

@@ -29,17 +29,13 @@ TICK_S: Final = 0.5
 NO_LIMIT_BYTES: Final = 1 << 62
 
 
-def _ignore(nbytes: int) -> None:
-    """What happens in a process that installed nothing."""
-
-
-def _ignore_all() -> None:
-    """What happens in a process that installed nothing."""
+def _ignore(nbytes: int = 0) -> None:
+    """Do nothing, in a process that installed nothing."""
 
 
 _on_fetched: Callable[[int], None] = _ignore
 _on_asking: Callable[[int], None] = _ignore
-_on_slow_down: Callable[[], None] = _ignore_all
+_on_slow_down: Callable[[], None] = _ignore
 _request_bytes = NO_LIMIT_BYTES
 
 
@@ -60,7 +56,7 @@ def install(
     global _on_fetched, _on_asking, _on_slow_down, _request_bytes
     _on_fetched = _ignore if on_fetched is None else on_fetched
     _on_asking = _ignore if on_asking is None else on_asking
-    _on_slow_down = _ignore_all if on_slow_down is None else on_slow_down
+    _on_slow_down = _ignore if on_slow_down is None else on_slow_down
     _request_bytes = request_bytes
 
 

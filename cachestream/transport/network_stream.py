@@ -10,24 +10,26 @@ import concurrent.futures
 import contextlib
 import os
 import random
-import stat
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
-import numpy as np
-
 from cachestream.errors import SampleError
 from cachestream.transport import bounds, metering
 from cachestream.transport.answers import (
+    Facts,
+    Version,
+    facts_of_info,
+    facts_of_s3,
     is_packed,
     open_web,
     parse_range,
     s3_target,
-    version_of,
+    web_version,
 )
+from cachestream.transport.local import LocalStream
 from cachestream.transport.remote import CALL_S, PIECE_S, Remote, result_of
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge, map_errors
+from cachestream.transport.remote_errors import backoff_delays, classify, judge, map_errors
 from cachestream.transport.s3_requests import get_object
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
@@ -56,7 +58,7 @@ class _AsyncStream(Stream):
         self._path = path
         self._offset = start  # of the first byte that was not taken yet
         self._likely_stop = likely_stop
-        self._version: Any = None
+        self._version = Version()
         self._begun = False
         self._slow_s, self._slow_bytes = 0.0, 0  # waited for less than a piece
         self._pending: concurrent.futures.Future[bytes | bytearray] | None = None
@@ -141,11 +143,6 @@ class _AsyncStream(Stream):
         self._drop()
         self._offset += nbytes
 
-    def _check_version(self, version: Any) -> None:
-        if self._version not in (None, version):
-            raise ChangedError(f"{self._version} became {version}")
-        self._version = version
-
     def close(self) -> None:
         self._drop()
 
@@ -160,8 +157,9 @@ class RangeStream(_AsyncStream):
 
     async def _next(self) -> bytes | bytearray:
         if self.size_bytes is None:
-            info = await self._filesystem._info(self._path)
-            self.size_bytes, self._version = int(info["size"]), version_of(info)
+            facts = facts_of_info(await self._filesystem._info(self._path))
+            self._version.check(facts)
+            self.size_bytes = facts.size_bytes
         most = min(self._piece_bytes if self._begun else PIECE_BYTES, self._remote.pieces.nbytes)
         begin, end = self._offset, self._stop(metering.at_most(most))
         if end <= begin:
@@ -170,7 +168,7 @@ class RangeStream(_AsyncStream):
         if len(data) < end - begin:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
         if end == self.size_bytes:
-            self._check_version(version_of(await self._filesystem._info(self._path)))
+            self._version.check(facts_of_info(await self._filesystem._info(self._path)))
         return bytearray(data)
 
 
@@ -232,7 +230,7 @@ class _BodyStream(_AsyncStream):
 
     async def _leave_out(self, body: Any, nbytes: int) -> None:
         """Read past what a server without ranges sends again."""
-        while nbytes:
+        while nbytes > 0:
             part = await body.read(min(nbytes, PIECE_BYTES))
             if not part:
                 raise ConnectionError("the body ended early")
@@ -254,8 +252,8 @@ class S3Stream(_BodyStream):
 
     async def _open(self, stop: int | None) -> Any:
         target = s3_target(self._filesystem, self._path)
-        if self._version is not None and self._version[1]:
-            target["IfMatch"] = self._version[1]
+        if self._version.facts is not None and self._version.facts.version:
+            target["IfMatch"] = self._version.facts.version
         begin = self._offset
         last = "" if stop is None else max(begin, stop - 1)
         try:
@@ -267,11 +265,10 @@ class S3Stream(_BodyStream):
             raise
         body = answer["Body"]
         try:
-            told = parse_range(answer.get("ContentRange"))
-            size_bytes = int(answer["ContentLength"]) if told is None else told[1]
-            self._check_version((size_bytes, answer.get("ETag")))  # not every server heeds If-Match
-            self.size_bytes = size_bytes
-            await self._leave_out(body, begin if told is None else 0)
+            start, facts = facts_of_s3(answer)
+            self._version.check(facts)  # not every server heeds If-Match
+            self.size_bytes = facts.size_bytes
+            await self._leave_out(body, begin - start)
         except BaseException:
             body.close()
             raise
@@ -302,8 +299,7 @@ class WebStream(_BodyStream):
             length = response.headers.get("Content-Length") if told is None else told[1]
             self._is_packed = is_packed(response)
             size_bytes = None if length is None or self._is_packed else int(length)
-            version = response.headers.get("ETag") or response.headers.get("Last-Modified")
-            self._check_version((size_bytes, version))
+            self._version.check(Facts(-1 if size_bytes is None else size_bytes, web_version(response)))
             self.size_bytes = size_bytes
             await self._leave_out(response.content, 0 if response.status == 206 else self._offset)
         except BaseException:
@@ -326,7 +322,7 @@ def open_stream(
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         stream: Stream
         if remote.is_local:
-            stream = _LocalStream(path, where, start)
+            stream = LocalStream(path, where, start)
         elif not remote.filesystem().async_impl:
             stream = _OpenedStream(remote, path, where, start)
         elif remote.is_web:
@@ -346,45 +342,10 @@ def size_of(remote: Remote, path: str, where: str) -> int:
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         if remote.is_local:
             return os.stat(path).st_size
-        filesystem = remote.filesystem()
-        if filesystem.async_impl:
-            info = remote.run(filesystem._info(path))
-        else:
-            info = remote.call(lambda filesystem: filesystem.info(path))
-    size = info.get("size")
+        size = remote.info(path).get("size")
     if size is None:
         raise SampleError(f"{where}: the server does not tell its size, which reading it in parts needs")
     return int(size)
-
-
-class _LocalStream(Stream):
-    def __init__(self, path: str, where: str, start: int) -> None:
-        super().__init__(where, start=start)
-        # O_NONBLOCK: to open a named pipe would wait for its writer.
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise SampleError(f"{where}: not a regular file")
-        self.size_bytes = status.st_size
-        self._offset = start
-
-    def _next_piece(self) -> memoryview:
-        buffer = np.empty(PIECE_BYTES, np.uint8).data
-        if self.size_bytes is not None:
-            metering.asking(max(0, min(PIECE_BYTES, self.size_bytes - self._offset)))
-        got = os.preadv(self._fd, [buffer], self._offset)
-        self._offset += got
-        metering.fetched(got)
-        return buffer[:got]
-
-    def _jump(self, nbytes: int) -> None:
-        self._offset += nbytes
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class _OpenedStream(Stream):

@@ -14,12 +14,11 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering
-from cachestream.transport.answers import Answer, Facts, Version, ask_s3, ask_web, version_of
+from cachestream.transport.answers import Answer, Facts, Span, Version, ask_s3, ask_web, facts_of_info
 from cachestream.transport.remote import CALL_S, Remote, for_bytes_s, result_of
 from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge
 
 T = TypeVar("T")
-Span = tuple[int, int]
 
 PART_BYTES: Final = 4 << 20
 PARALLEL: Final = 4
@@ -46,12 +45,7 @@ class RemoteParts:
             self.one("bytes=0-0")
             assert self._version.facts is not None
             return self._version.facts
-        filesystem = self._remote.filesystem()
-        if filesystem.async_impl:
-            info = self._remote.run(filesystem._info(self._path))
-        else:
-            info = self._remote.call(lambda filesystem: filesystem.info(self._path))
-        return Facts(int(info["size"]), "|".join(version_of(info)))
+        return facts_of_info(self._remote.info(self._path))
 
     def one(self, range_header: str) -> bytes | memoryview:
         """The bytes that the server sends for one range; none where the file is empty."""

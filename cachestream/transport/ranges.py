@@ -1,132 +1,23 @@
 """Parts of one object: the bytes that are asked for and few others, all of one version of it.
 
 Neighbouring parts come in one request, large ones in several at once; each is reported to `pulse` as
-it arrives. Local files are read straight into place.
+it arrives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import stat
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from cachestream.errors import SampleError
-from cachestream.linux import FileMap
 from cachestream.transport import metering
-from cachestream.transport.answers import Facts, Version, ask_s3, ask_web
-from cachestream.transport.range_requests import ATTEMPTS, PART_BYTES, RemoteParts, Span, submit
+from cachestream.transport.answers import Facts, Span, Version, ask_s3, ask_web
+from cachestream.transport.local import LocalParts
+from cachestream.transport.range_requests import ATTEMPTS, PART_BYTES, RemoteParts, submit
 from cachestream.transport.remote import CALL_S, Remote, for_bytes_s, in_time
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, judge
-
-READAHEAD_BYTES: Final = 128 << 10  # what a page fault reads at once, usually
-
-
-def mapped_spans(mapped: FileMap, spans: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-    """The bytes of `spans` of a mapped file, read-only and not copied; None before Linux 5.14.
-
-    The pages are brought in first, by a call that raises OSError where a plain access would end the
-    process with SIGBUS.
-    """
-    for start, stop in spans:
-        if stop - start > READAHEAD_BYTES and not mapped.is_cached(start, stop):
-            mapped.ask_for(start, stop)
-        if start < stop and not mapped.bring_in(start, stop):
-            return None
-    whole = mapped.array().data
-    return [whole[start:stop] for start, stop in spans]
-
-
-READ_BYTES: Final = 4 << 20
-REPORT_BYTES: Final = 1 << 20
-
-
-class LocalParts:
-    """Reads `path`, of the version that `version` tells. Thread-safe and picklable."""
-
-    def __init__(self, path: str, shown: str, version: Version) -> None:
-        self._path, self._shown, self._version = path, shown, version
-        self._map: tuple[Facts, FileMap] | None = None  # swapped as one: other threads read meanwhile
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
-
-    def look_up(self) -> Facts:
-        """The size and the version that the file has now."""
-        fd = _open(self._path)
-        try:
-            return _facts_of(os.fstat(fd))
-        finally:
-            os.close(fd)
-
-    def read(
-        self, spans: Sequence[Span], outs: Sequence[memoryview] | None, sparse: bool
-    ) -> Sequence[memoryview]:
-        """The bytes of each span, as `RangedFile.read_spans` has it."""
-        fd = _open(self._path)
-        unreported = 0
-        try:
-            now = _facts_of(os.fstat(fd))
-            if self._version.facts is None:
-                self._version.facts = now
-            elif now != self._version.facts:
-                raise ChangedError("the file was replaced")
-            if outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans):
-                nbytes = sum(stop - start for start, stop in spans)
-                metering.asking(nbytes)
-                found = self._mapped_spans(fd, now, spans)
-                if found is not None:
-                    metering.fetched(nbytes)
-                    return found
-            if outs is None:
-                outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
-            for (start, _), out in zip(spans, outs, strict=True):
-                have = 0
-                metering.asking(len(out))
-                while have < len(out):
-                    got = os.preadv(fd, [out[have : have + READ_BYTES]], start + have)
-                    if got == 0:
-                        raise SampleError(
-                            f"{self._shown}: ends after {start + have} of at least {start + len(out)} bytes"
-                        )
-                    have += got
-                    unreported += got
-                    if unreported >= REPORT_BYTES:
-                        metering.fetched(unreported)
-                        unreported = 0
-        finally:
-            os.close(fd)
-        metering.fetched(unreported)
-        return outs
-
-    def _mapped_spans(self, fd: int, now: Facts, spans: Sequence[Span]) -> list[memoryview] | None:
-        """The bytes of `spans` without a copy; None where the file cannot be mapped."""
-        mapped = self._map
-        if mapped is None or mapped[0] != now:
-            try:
-                mapped = now, FileMap(fd, now.size_bytes)
-            except OSError:
-                return None
-            self._map = mapped
-        return mapped_spans(mapped[1], spans)
-
-
-def _open(path: str) -> int:
-    # O_NONBLOCK: to open a named pipe would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise SampleError(f"{path}: not a regular file")
-    return fd
-
-
-def _facts_of(status: os.stat_result) -> Facts:
-    return Facts(status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
-
+from cachestream.transport.remote_errors import backoff_delays, judge
 
 T = TypeVar("T")
 

@@ -421,6 +421,16 @@ class Remote:
         self.pieces.took(nbytes, time.monotonic() - begun_s)
         return found
 
+    def info(self, path: str) -> dict[str, Any]:
+        """What the driver says of the file `path`: its "size", and more."""
+        filesystem = self.filesystem()
+        found: dict[str, Any]
+        if filesystem.async_impl:
+            found = self.run(filesystem._info(path))
+        else:
+            found = self.call(lambda filesystem: filesystem.info(path))
+        return found
+
     def _forget(self) -> None:
         self._of_thread.filesystem = self._of_thread.caller = None
 

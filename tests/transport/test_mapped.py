@@ -11,7 +11,8 @@ import pytest
 
 from cachestream.errors import SampleError
 from cachestream.linux import FileMap
-from cachestream.transport.ranges import RangedFile, mapped_spans
+from cachestream.transport.local import mapped_spans
+from cachestream.transport.ranges import RangedFile
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 
