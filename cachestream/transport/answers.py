@@ -132,7 +132,7 @@ async def ask_web(
         if response.status != 416:  # that one has a meaning of its own to us
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
-        is_packed(response)
+        is_encoded(response)
         told = response.headers.get("Content-Range") if response.status == 206 else None
         length = response.content_length
         bounds.check(length or 0, most)
@@ -177,7 +177,7 @@ def parse_range(content_range: str | None) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def is_packed(response: Any) -> bool:
+def is_encoded(response: Any) -> bool:
     """Whether a web server packed all of a file on its way, unasked: it is unpacked as it is read, to another length.
 
     Raises ValueError for a part of one: its bytes are not those of the file.

@@ -19,13 +19,13 @@ class TooLargeError(ValueError):
     """An object above the bound: it is skipped and counted, as one that is malformed is."""
 
 
-class _OfThread(threading.local):
+class _PerThread(threading.local):
     """The bound of the source that a thread reads."""
 
     asked_bytes = DEFAULT_BYTES
 
 
-_of_thread = _OfThread()
+_per_thread = _PerThread()
 
 
 def limit_to(nbytes: int) -> None:
@@ -36,7 +36,7 @@ def limit_to(nbytes: int) -> None:
 
 def enter(asked_bytes: int) -> None:
     """Set the bound for what this thread reads and decodes from now on: that of its source."""
-    _of_thread.asked_bytes = asked_bytes
+    _per_thread.asked_bytes = asked_bytes
 
 
 def smaller(asked_bytes: int) -> int:
@@ -46,7 +46,7 @@ def smaller(asked_bytes: int) -> int:
 
 def most_bytes() -> int:
     """The bound for what this thread reads and decodes."""
-    return smaller(_of_thread.asked_bytes)
+    return smaller(_per_thread.asked_bytes)
 
 
 def check(nbytes: int, most: int | None = None) -> None:

@@ -46,7 +46,7 @@ def _fetch_s3(remote: Remote, path: str) -> memoryview:
     metering.asking(min(remote.likely_bytes(), PIECE_BYTES))
     tries = 0
     while True:
-        stream = _S3Stream(remote, path)
+        stream = _S3Download(remote, path)
         buffer = stream.read()
         if stream.have < len(buffer):
             rest = RangedFile(remote, path, redact(path))
@@ -62,7 +62,7 @@ def _fetch_s3(remote: Remote, path: str) -> memoryview:
         return buffer
 
 
-class _S3Stream:
+class _S3Download:
     """The first bytes of an object of S3, through s3fs's client: one request, unless the stream breaks.
 
     `read` gives a buffer for all of it, of which `have` bytes came, of one `version`.
@@ -78,20 +78,20 @@ class _S3Stream:
 
     def _restart(self) -> None:
         self.version = Version()
-        self.have = self._goal = 0
+        self.have = self._end = 0
         self._buffer: memoryview | None = None
 
     def read(self) -> memoryview:
         failures, delays = 0, backoff_delays(random)
-        while self._buffer is None or self.have < self._goal:
+        while self._buffer is None or self.have < self._end:
             self._arrived = 0
             if self._buffer is not None:
-                metering.asking(min(PIECE_BYTES, self._goal - self.have))
+                metering.asking(min(PIECE_BYTES, self._end - self.have))
             try:
-                run(self._filesystem.loop, self._advance(), PIECE_S)
+                run(self._filesystem.loop, self._read_piece(), PIECE_S)
             except Exception as error:
                 kind = judge(error)
-                self._drop_body()
+                self._close_body()
                 if kind == "range" and self._buffer is None:
                     return memoryview(bytearray())
                 # What never began is retried from outside, with the whole unit's back-off.
@@ -107,13 +107,13 @@ class _S3Stream:
                 metering.fetched(self._arrived)
         return self._buffer
 
-    async def _advance(self) -> None:
+    async def _read_piece(self) -> None:
         """Read one piece more; open the stream if there is none."""
         if self._body is None:
             await self._open()
         buffer = self._buffer
         assert buffer is not None
-        goal = min(self._goal, self.have + PIECE_BYTES)
+        goal = min(self._end, self.have + PIECE_BYTES)
         while self.have < goal:
             data = await self._body.read(goal - self.have)
             if not data:
@@ -121,13 +121,13 @@ class _S3Stream:
             buffer[self.have : self.have + len(data)] = data
             self.have += len(data)
             self._arrived += len(data)
-        if self.have == self._goal:
+        if self.have == self._end:
             await self._body.read()  # its end: only then is the connection free for the next request
             self._body.close()
             self._body = None
 
     async def _open(self) -> None:
-        most = max(self._goal, metering.at_most(STREAM_BYTES))
+        most = max(self._end, metering.at_most(STREAM_BYTES))
         wanted = {"Range": f"bytes={self.have}-{most - 1}"}
         if self.version.facts is not None and self.version.facts.version:
             wanted["IfMatch"] = self.version.facts.version
@@ -135,13 +135,13 @@ class _S3Stream:
         self._body = answer["Body"]
         start, facts = facts_of_s3(answer)
         self.have = min(self.have, start)  # a server without ranges sends all over again
-        self._goal = start + int(answer["ContentLength"])
+        self._end = start + int(answer["ContentLength"])
         bounds.check(facts.size_bytes, self._most_bytes)
         self.version.check(facts)
         if self._buffer is None:
             self._buffer = np.empty(facts.size_bytes, np.uint8).data
 
-    def _drop_body(self) -> None:
+    def _close_body(self) -> None:
         if self._body is not None:
             body, self._body = self._body, None
             self._filesystem.loop.call_soon_threadsafe(body.close)

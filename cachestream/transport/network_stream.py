@@ -21,7 +21,7 @@ from cachestream.transport.answers import (
     Version,
     facts_of_info,
     facts_of_s3,
-    is_packed,
+    is_encoded,
     open_web,
     parse_range,
     s3_target,
@@ -63,7 +63,7 @@ class _AsyncStream(Stream):
         self._slow_s, self._slow_bytes = 0.0, 0  # waited for less than a piece
         self._pending: concurrent.futures.Future[bytes | bytearray] | None = None
 
-    def _next(self) -> Coroutine[Any, Any, bytes | bytearray]:
+    def _fetch_piece(self) -> Coroutine[Any, Any, bytes | bytearray]:
         """Get a piece from `_offset` on; empty at the end."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class _AsyncStream(Stream):
         """How long a piece may take; less than its parts have."""
         return CALL_S + PIECE_S
 
-    def _stop(self, nbytes: int) -> int:
+    def _request_end(self, nbytes: int) -> int:
         """How far to ask for about `nbytes` more."""
         stop = self._offset + nbytes
         if self._likely_stop is not None:
@@ -79,15 +79,15 @@ class _AsyncStream(Stream):
             stop = min(stop, self._likely_stop if beyond < 0 else self._offset + max(BEYOND_BYTES, beyond))
         return stop if self.size_bytes is None else min(stop, self.size_bytes)
 
-    def _ask(self) -> concurrent.futures.Future[bytes | bytearray]:
+    def _request_piece(self) -> concurrent.futures.Future[bytes | bytearray]:
         """What is on its way; sees that something is."""
         if self._pending is None:
             likely = self._piece_bytes if self._begun else min(self._remote.likely_bytes(), PIECE_BYTES)
-            metering.asking(self._stop(likely) - self._offset)
-            self._pending = asyncio.run_coroutine_threadsafe(self._next(), self._filesystem.loop)
+            metering.asking(self._request_end(likely) - self._offset)
+            self._pending = asyncio.run_coroutine_threadsafe(self._fetch_piece(), self._filesystem.loop)
         return self._pending
 
-    def _drop(self) -> None:
+    def _cancel(self) -> None:
         """Give up what is on its way."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -96,7 +96,7 @@ class _AsyncStream(Stream):
     def _next_piece(self) -> memoryview:
         if self._offset == self.size_bytes:
             return memoryview(b"")
-        piece = self._patiently()
+        piece = self._next_with_retries()
         self._begun = self._begun or len(piece) > 0
         self._offset += len(piece)
         metering.fetched(len(piece))
@@ -104,22 +104,22 @@ class _AsyncStream(Stream):
         if at_end and self.size_bytes is not None:
             self._remote.saw_object(self.size_bytes)
         if not at_end and (self._likely_stop is None or self._offset < self._likely_stop):
-            self._ask()
+            self._request_piece()
         return memoryview(piece)
 
-    def _patiently(self) -> bytes | bytearray:
+    def _next_with_retries(self) -> bytes | bytearray:
         """What is next on its way; asked for again where it broke. Empty at the end."""
         failures, delays = 0, backoff_delays(random)
         while True:
             asked_s = time.monotonic()
             try:
-                piece: bytes | bytearray = result_of(self._ask(), self._deadline_s())
-                self._see_speed(len(piece), time.monotonic() - asked_s)
+                piece: bytes | bytearray = result_of(self._request_piece(), self._deadline_s())
+                self._check_speed(len(piece), time.monotonic() - asked_s)
             except _TooSlowError:
-                self._drop()
+                self._cancel()
                 raise
             except Exception as error:
-                self._drop()
+                self._cancel()
                 if isinstance(error, TimeoutError):
                     self._remote.pieces.was_late()
                 # What never began is retried from outside, with the whole unit's back-off.
@@ -131,7 +131,7 @@ class _AsyncStream(Stream):
                 self._pending = None
                 return piece
 
-    def _see_speed(self, nbytes: int, waited_s: float) -> None:
+    def _check_speed(self, nbytes: int, waited_s: float) -> None:
         """Raise a TimeoutError where so little comes that all of it would take for ever."""
         self._slow_s, self._slow_bytes = self._slow_s + waited_s, self._slow_bytes + nbytes
         if self._slow_bytes >= PIECE_BYTES:
@@ -140,11 +140,11 @@ class _AsyncStream(Stream):
             raise _TooSlowError(f"only {self._slow_bytes} bytes came within {self._slow_s:.0f} s")
 
     def _jump(self, nbytes: int) -> None:
-        self._drop()
+        self._cancel()
         self._offset += nbytes
 
     def close(self) -> None:
-        self._drop()
+        self._cancel()
 
 
 class RangeStream(_AsyncStream):
@@ -155,13 +155,13 @@ class RangeStream(_AsyncStream):
     def _deadline_s(self) -> float:
         return CALL_S
 
-    async def _next(self) -> bytes | bytearray:
+    async def _fetch_piece(self) -> bytes | bytearray:
         if self.size_bytes is None:
             facts = facts_of_info(await self._filesystem._info(self._path))
             self._version.check(facts)
             self.size_bytes = facts.size_bytes
         most = min(self._piece_bytes if self._begun else PIECE_BYTES, self._remote.pieces.nbytes)
-        begin, end = self._offset, self._stop(metering.at_most(most))
+        begin, end = self._offset, self._request_end(metering.at_most(most))
         if end <= begin:
             return b""
         data: bytes = await self._filesystem._cat_file(self._path, start=begin, end=end)
@@ -187,7 +187,7 @@ class _BodyStream(_AsyncStream):
     def _close_body(self, body: Any) -> None:
         raise NotImplementedError
 
-    async def _next(self) -> bytes | bytearray:
+    async def _fetch_piece(self) -> bytes | bytearray:
         data, opened = bytearray(), False
         while not data and self._offset != self.size_bytes:
             if self._body is None:
@@ -196,19 +196,19 @@ class _BodyStream(_AsyncStream):
                 opened = True
                 most = metering.at_most()
                 open_ended = self._likely_stop is None and most == metering.NO_LIMIT_BYTES
-                self._body = await self._open(None if open_ended else self._stop(most))
+                self._body = await self._open(None if open_ended else self._request_end(most))
             body = self._body
             if body is None:
                 break
             try:
                 ended = await self._read(body, data)
             except BaseException:
-                self._hang_up(body)
+                self._release(body)
                 if not data:
                     raise
                 break  # what came is not lost: the next call resumes after it
             if ended:
-                self._hang_up(body)
+                self._release(body)
                 if self.size_bytes is None:
                     self.size_bytes = self._offset + len(data)
         return data
@@ -228,7 +228,7 @@ class _BodyStream(_AsyncStream):
             return True
         return False
 
-    async def _leave_out(self, body: Any, nbytes: int) -> None:
+    async def _skip_bytes(self, body: Any, nbytes: int) -> None:
         """Read past what a server without ranges sends again."""
         while nbytes > 0:
             part = await body.read(min(nbytes, PIECE_BYTES))
@@ -236,15 +236,15 @@ class _BodyStream(_AsyncStream):
                 raise ConnectionError("the body ended early")
             nbytes -= len(part)
 
-    def _hang_up(self, body: Any) -> None:
+    def _release(self, body: Any) -> None:
         if self._body is body:
             self._body = None
         self._close_body(body)
 
-    def _drop(self) -> None:
-        super()._drop()
+    def _cancel(self) -> None:
+        super()._cancel()
         if self._body is not None:
-            self._filesystem.loop.call_soon_threadsafe(self._hang_up, self._body)
+            self._filesystem.loop.call_soon_threadsafe(self._release, self._body)
 
 
 class S3Stream(_BodyStream):
@@ -268,7 +268,7 @@ class S3Stream(_BodyStream):
             start, facts = facts_of_s3(answer)
             self._version.check(facts)  # not every server heeds If-Match
             self.size_bytes = facts.size_bytes
-            await self._leave_out(body, begin - start)
+            await self._skip_bytes(body, begin - start)
         except BaseException:
             body.close()
             raise
@@ -282,11 +282,11 @@ class WebStream(_BodyStream):
     """A file of a web server: one request, unless it breaks; a server may have no ranges."""
 
     _response: Any = None
-    _is_packed = False  # on its way: only all of it can be unpacked
+    _is_encoded = False  # on its way: only all of it can be unpacked
 
     async def _open(self, stop: int | None) -> Any:
         byte_range = ""
-        if (self._offset or stop is not None) and not self._is_packed:
+        if (self._offset or stop is not None) and not self._is_encoded:
             byte_range = f"bytes={self._offset}-{'' if stop is None else max(self._offset, stop - 1)}"
         response = await open_web(self._filesystem, self._path, byte_range)
         try:
@@ -297,11 +297,11 @@ class WebStream(_BodyStream):
             self._filesystem._raise_not_found_for_status(response, self._path)
             told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
             length = response.headers.get("Content-Length") if told is None else told[1]
-            self._is_packed = is_packed(response)
-            size_bytes = None if length is None or self._is_packed else int(length)
+            self._is_encoded = is_encoded(response)
+            size_bytes = None if length is None or self._is_encoded else int(length)
             self._version.check(Facts(-1 if size_bytes is None else size_bytes, web_version(response)))
             self.size_bytes = size_bytes
-            await self._leave_out(response.content, 0 if response.status == 206 else self._offset)
+            await self._skip_bytes(response.content, 0 if response.status == 206 else self._offset)
         except BaseException:
             response.close()
             raise

@@ -35,32 +35,32 @@ class RemoteParts:
         self._remote, self._path, self._shown, self._version = remote, path, shown, version
 
     @property
-    def tells_all(self) -> bool:
+    def answers_tell_facts(self) -> bool:
         """Whether an answer tells the size and the version of the whole file."""
         return self._remote.is_s3 or self._remote.is_web
 
     def look_up(self) -> Facts:
         """The size and the version that the file has now."""
-        if self.tells_all:
-            self.one("bytes=0-0")
+        if self.answers_tell_facts:
+            self.request("bytes=0-0")
             assert self._version.facts is not None
             return self._version.facts
         return facts_of_info(self._remote.info(self._path))
 
-    def one(self, range_header: str) -> bytes | memoryview:
+    def request(self, range_header: str) -> bytes | memoryview:
         """The bytes that the server sends for one range; none where the file is empty."""
-        found = self._one_if_any(range_header)
+        found = self._request_if_any(range_header)
         if found is None:
             self._version.note(Answer(0, b"", Facts(0, "")))
             return b""
         return found
 
-    def _one_if_any(self, range_header: str) -> bytes | memoryview | None:
+    def _request_if_any(self, range_header: str) -> bytes | memoryview | None:
         """The bytes that the server sends for one range; None where it has none of it."""
         filesystem = self._remote.filesystem()
         try:
             answer: Answer = result_of(
-                submit(filesystem, self._request(filesystem, range_header, 0)), for_bytes_s(PART_BYTES)
+                submit(filesystem, self._ask(filesystem, range_header, 0)), for_bytes_s(PART_BYTES)
             )
         except Exception as error:
             if classify(error) != "range":
@@ -69,11 +69,11 @@ class RemoteParts:
         self._version.note(answer)
         return answer.data
 
-    def last(self, nbytes: int) -> bytes | memoryview:
+    def request_tail(self, nbytes: int) -> bytes | memoryview:
         """The last `nbytes`, or all there are."""
-        found = self._one_if_any(f"bytes=-{nbytes}")
+        found = self._request_if_any(f"bytes=-{nbytes}")
         # Some servers refuse to send the end of a file that is shorter; then its beginning is all of it.
-        return self.one(f"bytes=0-{nbytes - 1}") if found is None else found
+        return self.request(f"bytes=0-{nbytes - 1}") if found is None else found
 
     def fetch(self, spans: Sequence[Span]) -> list[memoryview]:
         """The bytes of each span."""
@@ -81,16 +81,16 @@ class RemoteParts:
         if not filesystem.async_impl:
             return self._read_opened(spans)
         outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
-        self._arrive(filesystem, spans, outs)
+        self._fetch_all(filesystem, spans, outs)
         return outs
 
     def fetch_into(self, start: int, out: memoryview) -> None:
         """The bytes from `start` on, of a file of which something was read before."""
-        self._arrive(self._remote.filesystem(), [(start, start + len(out))], [out], begun=True)
+        self._fetch_all(self._remote.filesystem(), [(start, start + len(out))], [out], begun=True)
 
     # --- requests
 
-    def _arrive(
+    def _fetch_all(
         self, filesystem: Any, spans: Sequence[Span], outs: Sequence[memoryview], begun: bool = False
     ) -> None:
         """Bring `spans` into `outs`, a few requests ahead of the next that is waited for.
@@ -99,18 +99,18 @@ class RemoteParts:
         retried from outside, with the whole unit's back-off.
         """
         pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
-        part_bytes = PART_BYTES if self.tells_all else min(PART_BYTES, self._remote.pieces.nbytes)
-        todo = deque(_cuts(spans, outs, metering.at_most(part_bytes)))
+        part_bytes = PART_BYTES if self.answers_tell_facts else min(PART_BYTES, self._remote.pieces.nbytes)
+        todo = deque(_split(spans, outs, metering.at_most(part_bytes)))
         came, failures, delays = begun, 0, backoff_delays(random)
         try:
             while pending or todo:
                 while todo and len(pending) < PARALLEL:
                     span, out = todo.popleft()
                     metering.asking(len(out))
-                    pending.append((span, out, submit(filesystem, self._part(filesystem, span, out))))
+                    pending.append((span, out, submit(filesystem, self._ask_part(filesystem, span, out))))
                 span, out, future = pending[0]
                 try:
-                    answer = result_of(future, for_bytes_s(len(out)) if self.tells_all else CALL_S)
+                    answer = result_of(future, for_bytes_s(len(out)) if self.answers_tell_facts else CALL_S)
                 except Exception as error:
                     if isinstance(error, TimeoutError):
                         self._remote.pieces.was_late()
@@ -120,31 +120,31 @@ class RemoteParts:
                     if kind != "unavailable" or not came or failures >= ATTEMPTS:
                         raise
                     metering.wait(next(delays))
-                    pending[0] = span, out, submit(filesystem, self._part(filesystem, span, out))
+                    pending[0] = span, out, submit(filesystem, self._ask_part(filesystem, span, out))
                     continue
                 pending.popleft()
                 came, failures = True, 0
                 self._version.note(answer)
-                self._settle(answer, span, out)
+                self._place(answer, span, out)
         finally:
             for _, _, future in pending:
                 future.cancel()
 
-    async def _part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
+    async def _ask_part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
         start, stop = span
-        if self.tells_all:
-            return await self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
+        if self.answers_tell_facts:
+            return await self._ask(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
         data: bytes = await filesystem._cat_file(self._path, start=start, end=stop)
         return Answer(start, data, None)
 
-    async def _request(
+    async def _ask(
         self, filesystem: Any, range_header: str, nbytes: int, out: memoryview | None = None
     ) -> Answer:
         ask = ask_s3 if self._remote.is_s3 else ask_web
         most = self._remote.most_bytes if nbytes == 0 else max(nbytes, self._remote.most_bytes)
         return await ask(filesystem, self._path, range_header, most, out)
 
-    def _settle(self, answer: Answer, span: Span, out: memoryview) -> None:
+    def _place(self, answer: Answer, span: Span, out: memoryview) -> None:
         """See that `out` has the bytes of `span`: a server without ranges sends all of the file."""
         if answer.data is out:
             return
@@ -178,7 +178,7 @@ def _seek(file: Any, start: int, _filesystem: Any) -> None:
     file.seek(start)
 
 
-def _cuts(
+def _split(
     spans: Sequence[Span], outs: Sequence[memoryview], part_bytes: int
 ) -> Iterator[tuple[Span, memoryview]]:
     """The parts that are asked for one by one, and where each goes."""

@@ -77,14 +77,14 @@ class RangedFile:
 
     def head(self, nbytes: int) -> memoryview:
         """The first `nbytes`, or all there are."""
-        if self._parts.tells_all:
-            return memoryview(self._parts.one(f"bytes=0-{nbytes - 1}"))[:nbytes]
+        if self._parts.answers_tell_facts:
+            return memoryview(self._parts.request(f"bytes=0-{nbytes - 1}"))[:nbytes]
         return self.read(0, min(self.look().size_bytes, nbytes))
 
     def tail(self, nbytes: int) -> memoryview:
         """The last `nbytes`, or all there are."""
-        if self._parts.tells_all:
-            return memoryview(self._parts.last(nbytes))[-nbytes:]
+        if self._parts.answers_tell_facts:
+            return memoryview(self._parts.request_tail(nbytes))[-nbytes:]
         size = self.look().size_bytes
         return self.read(max(0, size - nbytes), size)
 
@@ -144,8 +144,8 @@ async def fetch_object(
     if not filesystem.async_impl:
         data: bytes | memoryview = remote.call(lambda one: one.cat_file(path, start=start, end=stop))
     else:
-        tells_all = remote.is_s3 or remote.is_web
-        deadline_s = for_bytes_s(PART_BYTES) if tells_all else CALL_S
+        answers_tell_facts = remote.is_s3 or remote.is_web
+        deadline_s = for_bytes_s(PART_BYTES) if answers_tell_facts else CALL_S
         request = in_time(_object(remote, filesystem, path, start, stop), deadline_s)
         likely = min(remote.likely_bytes(), PART_BYTES)
         metering.asking(likely if start is None or stop is None else stop - start)

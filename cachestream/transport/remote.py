@@ -49,7 +49,7 @@ _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after such a call the next one asks f
 _LEAST_CALL_BYTES: Final = 64 << 10
 
 _late_lock = threading.Lock()
-_late = 0
+_late_calls = 0
 
 
 def for_bytes_s(nbytes: int) -> float:
@@ -130,8 +130,8 @@ class Caller:
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
         """What `call` returns; shows life meanwhile. Raises TimeoutError in time: this Caller is not used again then."""
-        global _late
-        if _late >= MOST_LATE:
+        global _late_calls
+        if _late_calls >= MOST_LATE:
             return call()  # they never come back: the process hangs, is ended, and begins with none of them
         future = concurrent.futures.Future[T]()
         self._todo.put((call, future))
@@ -140,16 +140,16 @@ class Caller:
         except TimeoutError:
             if future.cancelled():
                 with _late_lock:
-                    _late += 1
-                self._todo.put((_came_back, concurrent.futures.Future()))
+                    _late_calls += 1
+                self._todo.put((_count_return, concurrent.futures.Future()))
             raise
         return found
 
 
-def _came_back() -> None:
-    global _late
+def _count_return() -> None:
+    global _late_calls
     with _late_lock:
-        _late -= 1
+        _late_calls -= 1
 
 
 def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]) -> None:
@@ -174,21 +174,21 @@ LIST_ATTEMPTS: Final = 4
 _PUBLIC_OPTIONS: Final = frozenset(
     {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
 )
-_USUAL_GAIN: Final = 0.1
+_MEAN_GAIN: Final = 0.1
 _MIN_SECRET_CHARS: Final = 4  # a shorter one would blot out half of every message
 
 
-def _leaves(options: Mapping[str, Any]) -> Iterator[str]:
+def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value)
+            yield from _secret_values(value)
         elif isinstance(value, str | bytes) and name not in _PUBLIC_OPTIONS:
             yield os.fsdecode(value)
 
 
 def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """What must not be shown, the longest first."""
-    found = set(_leaves(options))
+    found = set(_secret_values(options))
     for part in url.split("::"):
         found.update(urlsplit(part).netloc.rpartition("@")[0].split(":"))
     return tuple(sorted((one for one in found if len(one) >= _MIN_SECRET_CHARS), key=len, reverse=True))
@@ -213,7 +213,7 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
     }
 
 
-def _keep_deadlines(filesystem: Any) -> None:
+def _set_timeouts(filesystem: Any) -> None:
     """Have requests of a driver that uses `requests`, which waits for ever unless it is told otherwise, fail in time."""
     session: Any = getattr(filesystem, "session", None)
     if type(session).__module__.partition(".")[0] == "requests":
@@ -249,9 +249,9 @@ class Remote:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._shared: Any = None
-        self._usual_bytes = 0.0  # of an object that is read whole
+        self._mean_object_bytes = 0.0  # of an object that is read whole
         self.pieces = CallPieces(CALL_BYTES)
-        self._of_thread = threading.local()
+        self._per_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -317,7 +317,7 @@ class Remote:
         with map_errors(where, secrets=self.secrets):
             try:
                 filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
-                _keep_deadlines(filesystem)
+                _set_timeouts(filesystem)
                 if self.is_s3:
                     filesystem.retries = attempts
                     filesystem.connect()
@@ -330,12 +330,12 @@ class Remote:
 
     def likely_bytes(self) -> int:
         """How much one request for a whole object is likely to bring."""
-        return metering.at_most(int(self._usual_bytes or metering.NO_LIMIT_BYTES))
+        return metering.at_most(int(self._mean_object_bytes or metering.NO_LIMIT_BYTES))
 
     def saw_object(self, nbytes: int) -> None:
         """Learn how large objects are that are read whole."""
-        usual = self._usual_bytes
-        self._usual_bytes = usual + _USUAL_GAIN * (nbytes - usual) if usual else float(nbytes)
+        usual = self._mean_object_bytes
+        self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
 
     def open_for_listing(self) -> tuple[Any, str]:
         """A filesystem of one's own that tries each request several times, and this URL's path in it."""
@@ -354,19 +354,19 @@ class Remote:
         """
         if self._pid != os.getpid():
             self._reset()
-        known = self._known()
+        known = self._opened_filesystem()
         if known is None:
             shared = "::" in self._url or fsspec.get_filesystem_class(self.protocol).async_impl
             # Where each thread has its own, none waits for another one's server, which may be silent.
             with self._lock if shared else contextlib.nullcontext():
-                known = self._known()  # another thread was first
+                known = self._opened_filesystem()  # another thread was first
                 if known is None:
                     caller = Caller()
                     known, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
                     if known.async_impl:
                         self._shared = known
                     else:
-                        self._of_thread.filesystem, self._of_thread.caller = known, caller
+                        self._per_thread.filesystem, self._per_thread.caller = known, caller
         return known
 
     def call(self, work: Callable[[Any], T], nbytes: int = 0) -> T:
@@ -379,13 +379,13 @@ class Remote:
         begun_s = time.monotonic()
         metering.asking(max(1, nbytes))
         try:
-            found: T = self._of_thread.caller.run(lambda: work(filesystem), CALL_S)
+            found: T = self._per_thread.caller.run(lambda: work(filesystem), CALL_S)
         except EOFError as error:  # so ftplib says that the server hung up
-            self._forget()
+            self._discard_filesystem()
             raise ConnectionError(f"the connection was closed {error}") from error
         except Exception as error:
             if classify(error) not in ("missing", "denied"):
-                self._forget()
+                self._discard_filesystem()
             if isinstance(error, TimeoutError):
                 self.pieces.was_late()
             raise
@@ -407,7 +407,7 @@ class Remote:
 
     def close(self, file: Any) -> None:
         """Let go of a `file` that was opened by a `call`."""
-        if (caller := getattr(self._of_thread, "caller", None)) is not None:
+        if (caller := getattr(self._per_thread, "caller", None)) is not None:
             caller.run(file.close, CALL_S)
 
     def run(self, call: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
@@ -431,8 +431,8 @@ class Remote:
             found = self.call(lambda filesystem: filesystem.info(path))
         return found
 
-    def _forget(self) -> None:
-        self._of_thread.filesystem = self._of_thread.caller = None
+    def _discard_filesystem(self) -> None:
+        self._per_thread.filesystem = self._per_thread.caller = None
 
-    def _known(self) -> Any:
-        return self._shared if self._shared is not None else getattr(self._of_thread, "filesystem", None)
+    def _opened_filesystem(self) -> Any:
+        return self._shared if self._shared is not None else getattr(self._per_thread, "filesystem", None)

@@ -210,7 +210,7 @@ _SECRET_IN_TEXT: Final = re.compile(
     r"['\"]?[^\s'\"&,)}]+"
 )
 # Parts of a query by which S3, Google, Azure, CloudFront and others are told who may read, and until when.
-_SIGNS: Final = re.compile(
+_SIGNING_PART: Final = re.compile(
     r"(?i)(x-(amz|goog|oss|cos|ms|obs)-[\w-]*|[\w-]*(signature|token|secret|passw(or)?d|credential|api[_-]?key|accesskeyid|accessid)"
     r"|s(ig|e|t|p|v|r|pr|ks|kv|ke|kt|koid|ktid)|expires?|policy|key-pair-id|auth(orization)?)="
 )
@@ -241,7 +241,7 @@ def public_name(name: str) -> str:
     Of a query that tells more than who may read, a digest remains: it may name the object.
     """
     path, _, query = name.partition("?")
-    told = "&".join(part for part in query.split("&") if part and not _SIGNS.match(part))
+    told = "&".join(part for part in query.split("&") if part and not _SIGNING_PART.match(part))
     digest = f"?{hashlib.blake2b(told.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
     return redact(path) + (digest if told else "")
 

@@ -23,11 +23,11 @@ logger = logging.getLogger("cachestream")
 MAX_STRIKES: Final = 3  # in a row: answers that only the client got
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
-_OWN_HEADERS: Final = frozenset(  # of each request
+_REQUEST_HEADERS: Final = frozenset(  # of each request
     {"amz-sdk-invocation-id", "amz-sdk-request", "authorization", "if-match", "range", "traceparent", "tracestate",
      "x-amz-checksum-mode", "x-amz-content-sha256", "x-amz-date", "x-amz-security-token", "x-amzn-trace-id"}
 )  # fmt: skip
-_MAYBE_OURS: Final = frozenset({301, 302, 303, 307, 308, 400, 401, 403})
+_LEFT_TO_CLIENT: Final = frozenset({301, 302, 303, 307, 308, 400, 401, 403})
 _CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</Message>")
 
@@ -55,14 +55,14 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _ComposedRequest:
     """The request that is being composed by a client; `pattern` is what it became."""
 
     key: str
     pattern: _Pattern | None = field(default=None)
 
 
-_asked: contextvars.ContextVar[_Asked | None] = contextvars.ContextVar("_asked", default=None)
+_composed: contextvars.ContextVar[_ComposedRequest | None] = contextvars.ContextVar("_composed", default=None)
 # By client: it holds the credentials, the region and the connections.
 _buckets: Final[weakref.WeakKeyDictionary[Any, dict[str, _Bucket]]] = weakref.WeakKeyDictionary()
 
@@ -82,7 +82,7 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     client = await filesystem.get_s3(target["Bucket"])
     if client not in _buckets:
         _buckets[client] = {}
-        client.meta.events.register_last(_EVENT, _note)
+        client.meta.events.register_last(_EVENT, _keep_pattern)
     bucket = _buckets[client].setdefault(target["Bucket"], _Bucket())
     failed = False
     if bucket.pattern is not None and bucket.strikes < MAX_STRIKES:
@@ -99,14 +99,14 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
             bucket.strikes = 0
             return answer
         failed = True
-    asked = _Asked(target["Key"])
-    token = _asked.set(asked)
+    composed = _ComposedRequest(target["Key"])
+    token = _composed.set(composed)
     try:
         asking = filesystem._call_s3("get_object", **target, **wanted)
         found = await in_time(asking, _first_byte_s(filesystem))
     finally:
-        _asked.reset(token)
-    bucket.pattern = asked.pattern
+        _composed.reset(token)
+    bucket.pattern = composed.pattern
     bucket.strikes += failed
     return found
 
@@ -120,24 +120,26 @@ def _first_byte_s(filesystem: Any) -> float:
 # --- the first request -------------------------------------------------------------------------
 
 
-def _note(request: Any, signing_name: str, region_name: str, signature_version: Any, **_: Any) -> None:
+def _keep_pattern(
+    request: Any, signing_name: str, region_name: str, signature_version: Any, **_: Any
+) -> None:
     """Keep the pattern of a request that the client is about to sign."""
     import botocore
 
-    asked = _asked.get()
-    if asked is None:
+    composed = _composed.get()
+    if composed is None:
         return
     signing = request.context.get("signing", {})
-    before, key, after = request.url.partition("/" + _encoded(asked.key))
+    before, key, after = request.url.partition("/" + _encoded(composed.key))
     is_signed = signature_version is not botocore.UNSIGNED
     usual = signature_version == _SIGNATURE and not {"identity_cache", "request_credentials"} & signing.keys()
     if not key or (after and not after.startswith("?")) or (is_signed and not usual):
         return
     headers = [(name, _text(value)) for name, value in request.headers.items()]
-    asked.pattern = _Pattern(
+    composed.pattern = _Pattern(
         before + "/",
         after,
-        tuple((name, value) for name, value in headers if name.lower() not in _OWN_HEADERS),
+        tuple((name, value) for name, value in headers if name.lower() not in _REQUEST_HEADERS),
         (signing.get("signing_name") or signing_name) if is_signed else None,
         signing.get("region") or region_name,
     )
@@ -198,7 +200,7 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
         text = (await answer.raw.read()).decode("utf-8", "replace")
     finally:
         answer.raw.close()
-    if status in _MAYBE_OURS:
+    if status in _LEFT_TO_CLIENT:
         return None
     raise _error(status, text)
 
