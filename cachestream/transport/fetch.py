@@ -1,8 +1,13 @@
-"""The bytes of one remote file, each piece reported to `pulse` as it arrives.
+"""Fetching a whole file; each piece is reported to `metering` as it arrives.
 
-Local files are read straight into place. S3 objects come as one stream that is resumed where it broke, of
-one version of the object; what large ones have more comes in parts, several at once. A web server's come as one stream. Everything
-else goes by fsspec's `cat_file` or `open`. What is above the bound for one object is not read on.
+| | |
+|-|-|
+| local files | read straight into place |
+| S3 | one stream, resumed where it broke, of one version; after `STREAM_BYTES`, parts, several at once |
+| web servers | one stream |
+| other drivers | fsspec's `_cat_file` if the driver is asynchronous, a file object if not |
+
+An object above the bound is not read further.
 """
 
 from __future__ import annotations
@@ -22,13 +27,13 @@ from cachestream.transport.remote import PIECE_S, Remote, run
 from cachestream.transport.remote_errors import backoff_delays, classify, judge, redact
 from cachestream.transport.s3_requests import get_object
 
-PIECE_BYTES: Final = 1 << 20  # of a stream, between two reports
-STREAM_BYTES: Final = 32 << 20  # of an object of S3, as one stream; the rest in parts
-RESUMES: Final = 4  # without a piece in between
+PIECE_BYTES: Final = 1 << 20  # between two reports
+STREAM_BYTES: Final = 32 << 20  # an object of S3 is one stream up to here; the rest comes in parts
+RESUMES: Final = 4  # in a row, without a whole piece in between
 
 
 def fetch(remote: Remote, path: str) -> memoryview:
-    """All bytes of `path`, writable. Raises the driver's errors: see `retry.map_errors`."""
+    """Return all bytes of `path`, writable. Raises the driver's errors: see `remote_errors.map_errors`."""
     bounds.enter(remote.object_bytes)
     if remote.is_local:
         return fetch_local(path)
@@ -63,9 +68,9 @@ def _fetch_s3(remote: Remote, path: str) -> memoryview:
 
 
 class _S3Download:
-    """The first bytes of an object of S3, through s3fs's client: one request, unless the stream breaks.
+    """The download of the first `STREAM_BYTES` of an object of S3: one request, unless the stream breaks.
 
-    `read` gives a buffer for all of it, of which `have` bytes came, of one `version`.
+    `read` returns a buffer of the size of the object. Its first `have` bytes are filled, from one `version`.
     """
 
     def __init__(self, remote: Remote, path: str) -> None:
@@ -73,7 +78,7 @@ class _S3Download:
         self._most_bytes = remote.most_bytes
         self._target = s3_target(self._filesystem, path)
         self._body: Any = None
-        self._arrived = 0  # in this step; less than `have` where a server begins anew
+        self._arrived = 0  # in this step; `have` is smaller if the server begins anew
         self._restart()
 
     def _restart(self) -> None:
@@ -94,7 +99,7 @@ class _S3Download:
                 self._close_body()
                 if kind == "range" and self._buffer is None:
                     return memoryview(bytearray())
-                # What never began is retried from outside, with the whole unit's back-off.
+                # A stream that never began is retried by the caller, with the back-off of the whole unit.
                 if self._buffer is None or kind not in ("unavailable", "changed") or failures >= RESUMES:
                     raise
                 failures += 1
@@ -108,7 +113,7 @@ class _S3Download:
         return self._buffer
 
     async def _read_piece(self) -> None:
-        """Read one piece more; open the stream if there is none."""
+        """Read one more piece; open the stream first if there is none."""
         if self._body is None:
             await self._open()
         buffer = self._buffer
@@ -122,7 +127,7 @@ class _S3Download:
             self.have += len(data)
             self._arrived += len(data)
         if self.have == self._end:
-            await self._body.read()  # its end: only then is the connection free for the next request
+            await self._body.read()  # only at its end is the connection free for the next request
             self._body.close()
             self._body = None
 
@@ -134,7 +139,7 @@ class _S3Download:
         answer = await get_object(self._filesystem, self._target, **wanted)
         self._body = answer["Body"]
         start, facts = facts_of_s3(answer)
-        self.have = min(self.have, start)  # a server without ranges sends all over again
+        self.have = min(self.have, start)  # a server without ranges sends the object from its begin
         self._end = start + int(answer["ContentLength"])
         bounds.check(facts.size_bytes, self._most_bytes)
         self.version.check(facts)

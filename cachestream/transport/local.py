@@ -1,4 +1,4 @@
-"""Local files: a whole one, parts of one, and one as a stream; the bytes are read straight into place."""
+"""Local files, read as a whole, in parts, and as a stream, straight into place."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cachestream.transport import bounds, metering
 from cachestream.transport.answers import Facts, Span, Version
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
-READAHEAD_BYTES: Final = 128 << 10  # what a page fault reads at once, usually
+READAHEAD_BYTES: Final = 128 << 10  # usually read at a page fault
 READ_BYTES: Final = 4 << 20  # in one system call
 REPORT_BYTES: Final = 1 << 20
 
 
 def _open(path: str, where: str) -> tuple[int, os.stat_result]:
-    """A descriptor of a regular file, and its status; `where` names the file in messages."""
-    # O_NONBLOCK: to open a named pipe would wait for its writer.
+    """Open a regular file; return its descriptor and status. `where` names the file in messages."""
+    # O_NONBLOCK: without it, opening a named pipe waits for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -32,9 +32,10 @@ def _open(path: str, where: str) -> tuple[int, os.stat_result]:
 
 
 def _fill(fd: int, start: int, out: memoryview, where: str, unreported: int = 0) -> int:
-    """Read from byte `start` on until `out` is full; report all bytes but the last few, whose number is returned.
+    """Read from byte `start` on until `out` is full. Raises SampleError if the file ends before.
 
-    `unreported` bytes were read before this call.
+    Bytes are reported `REPORT_BYTES` at a time. `unreported` is the number of bytes that earlier calls have
+    not reported; the number after this call is returned.
     """
     have = 0
     while have < len(out):
@@ -50,7 +51,7 @@ def _fill(fd: int, start: int, out: memoryview, where: str, unreported: int = 0)
 
 
 def fetch_local(path: str) -> memoryview:
-    """All bytes of the file `path`, writable."""
+    """Return all bytes of the file `path`, writable."""
     fd, status = _open(path, path)
     try:
         bounds.check(status.st_size)
@@ -64,10 +65,10 @@ def fetch_local(path: str) -> memoryview:
 
 
 def mapped_spans(mapped: FileMap, spans: Sequence[Span]) -> list[memoryview] | None:
-    """The bytes of `spans` of a mapped file, read-only and not copied; None before Linux 5.14.
+    """Return the bytes of `spans` of a mapped file, read-only and without a copy; None before Linux 5.14.
 
-    The pages are brought in first, by a call that raises OSError where a plain access would end the
-    process with SIGBUS.
+    The pages are populated first, by a call that raises OSError where an access to them would end the process
+    with SIGBUS.
     """
     for start, stop in spans:
         if stop - start > READAHEAD_BYTES and not mapped.is_cached(start, stop):
@@ -79,17 +80,18 @@ def mapped_spans(mapped: FileMap, spans: Sequence[Span]) -> list[memoryview] | N
 
 
 class LocalParts:
-    """Reads `path`, of the version that `version` tells. Thread-safe and picklable."""
+    """Parts of the file `path`, of one `version`. Thread-safe and picklable."""
 
     def __init__(self, path: str, shown: str, version: Version) -> None:
         self._path, self._shown, self._version = path, shown, version
-        self._map: tuple[Facts, FileMap] | None = None  # swapped as one: other threads read meanwhile
+        # Assigned as one tuple: other threads read it meanwhile.
+        self._map: tuple[Facts, FileMap] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_map": None}
 
     def look_up(self) -> Facts:
-        """The size and the version that the file has now."""
+        """Return the current size and version of the file."""
         fd, status = _open(self._path, self._shown)
         os.close(fd)
         return _facts_of(status)
@@ -97,7 +99,7 @@ class LocalParts:
     def read(
         self, spans: Sequence[Span], outs: Sequence[memoryview] | None, sparse: bool
     ) -> Sequence[memoryview]:
-        """The bytes of each span, as `RangedFile.read_spans` has it."""
+        """Return the bytes of each span; the arguments are those of `RangedFile.read_spans`."""
         fd, status = _open(self._path, self._shown)
         unreported = 0
         try:
@@ -121,7 +123,7 @@ class LocalParts:
         return outs
 
     def _mapped_spans(self, fd: int, now: Facts, spans: Sequence[Span]) -> list[memoryview] | None:
-        """The bytes of `spans` without a copy; None where the file cannot be mapped."""
+        """Return the bytes of `spans` without a copy; None if the file cannot be mapped."""
         mapped = self._map
         if mapped is None or mapped[0] != now:
             try:

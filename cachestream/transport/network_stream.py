@@ -1,4 +1,4 @@
-"""`open_stream`: the bytes of one object in order, read ahead, and resumed where the connection breaks.
+"""`open_stream`: the bytes of one file in order, read ahead, and resumed where the connection broke.
 
 All pieces are of one version of the file.
 """
@@ -33,46 +33,47 @@ from cachestream.transport.remote_errors import backoff_delays, classify, judge,
 from cachestream.transport.s3_requests import get_object
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
-RANGE_BYTES: Final = 4 << 20  # in one request, where each piece is one
-ENOUGH_S: Final = 0.1  # after which a piece goes on with what there is
-BEYOND_BYTES: Final = 32 << 10  # asked for first past what was likely; then as much as came so far
-RESUMES: Final = 8  # without a byte in between; about a minute, as to begin anew costs all that came
+RANGE_BYTES: Final = 4 << 20  # in one request of a driver without streams
+ENOUGH_S: Final = 0.1  # after which a piece is handed over incomplete
+# Of the first request beyond `likely_stop`; each next one asks for as much as came beyond it.
+BEYOND_BYTES: Final = 32 << 10
+RESUMES: Final = 8  # in a row, without a byte in between: about a minute, as a restart loses all bytes so far
 
 
 class _TooSlowError(TimeoutError):
-    """Bytes come, but hardly any."""
+    """Bytes arrive, but far too slowly."""
 
 
 class _AsyncStream(Stream):
-    """What comes by coroutines on the filesystem's loop, which are tried again after what passes by itself.
+    """A stream whose pieces come from coroutines on the filesystem's loop; transient errors are retried.
 
-    Bytes past `likely_stop` are asked for only when they are needed.
+    Bytes beyond `likely_stop` are requested only when they are needed.
     """
 
-    _piece_bytes = PIECE_BYTES  # what comes at once, after the first piece
+    _piece_bytes = PIECE_BYTES  # of each piece after the first
 
     def __init__(self, remote: Remote, path: str, where: str, start: int, likely_stop: int | None) -> None:
         super().__init__(where, remote.secrets, start)
         self._filesystem = remote.filesystem()
         self._remote = remote
         self._path = path
-        self._offset = start  # of the first byte that was not taken yet
+        self._offset = start  # of the next piece
         self._likely_stop = likely_stop
         self._version = Version()
         self._begun = False
-        self._slow_s, self._slow_bytes = 0.0, 0  # waited for less than a piece
+        self._slow_s, self._slow_bytes = 0.0, 0  # since the last whole `PIECE_BYTES`
         self._pending: concurrent.futures.Future[bytes | bytearray] | None = None
 
     def _fetch_piece(self) -> Coroutine[Any, Any, bytes | bytearray]:
-        """Get a piece from `_offset` on; empty at the end."""
+        """Fetch the piece at `_offset`; empty at the end."""
         raise NotImplementedError
 
     def _deadline_s(self) -> float:
-        """How long a piece may take; less than its parts have."""
+        """The deadline for a piece, which is shorter than those of its steps together."""
         return CALL_S + PIECE_S
 
     def _request_end(self, nbytes: int) -> int:
-        """How far to ask for about `nbytes` more."""
+        """Return the end of a request for about `nbytes` more."""
         stop = self._offset + nbytes
         if self._likely_stop is not None:
             beyond = self._offset - self._likely_stop
@@ -80,7 +81,7 @@ class _AsyncStream(Stream):
         return stop if self.size_bytes is None else min(stop, self.size_bytes)
 
     def _request_piece(self) -> concurrent.futures.Future[bytes | bytearray]:
-        """What is on its way; sees that something is."""
+        """Return the pending piece; request one if there is none."""
         if self._pending is None:
             likely = self._piece_bytes if self._begun else min(self._remote.likely_bytes(), PIECE_BYTES)
             metering.asking(self._request_end(likely) - self._offset)
@@ -88,7 +89,7 @@ class _AsyncStream(Stream):
         return self._pending
 
     def _cancel(self) -> None:
-        """Give up what is on its way."""
+        """Give up the pending piece."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
@@ -108,7 +109,7 @@ class _AsyncStream(Stream):
         return memoryview(piece)
 
     def _next_with_retries(self) -> bytes | bytearray:
-        """What is next on its way; asked for again where it broke. Empty at the end."""
+        """Wait for the next piece; request it again after a transient error. Empty at the end."""
         failures, delays = 0, backoff_delays(random)
         while True:
             asked_s = time.monotonic()
@@ -122,7 +123,7 @@ class _AsyncStream(Stream):
                 self._cancel()
                 if isinstance(error, TimeoutError):
                     self._remote.pieces.was_late()
-                # What never began is retried from outside, with the whole unit's back-off.
+                # A stream that never began is retried by the caller, with the back-off of the whole unit.
                 if not self._begun or judge(error) != "unavailable" or failures >= RESUMES:
                     raise
                 failures += 1
@@ -132,7 +133,7 @@ class _AsyncStream(Stream):
                 return piece
 
     def _check_speed(self, nbytes: int, waited_s: float) -> None:
-        """Raise a TimeoutError where so little comes that all of it would take for ever."""
+        """Raise a TimeoutError if fewer than `PIECE_BYTES` arrived in `PIECE_S` seconds of waiting."""
         self._slow_s, self._slow_bytes = self._slow_s + waited_s, self._slow_bytes + nbytes
         if self._slow_bytes >= PIECE_BYTES:
             self._slow_s, self._slow_bytes = 0.0, 0
@@ -148,7 +149,7 @@ class _AsyncStream(Stream):
 
 
 class RangeStream(_AsyncStream):
-    """A request for each piece, through fsspec's `_cat_file`, where a filesystem offers no more."""
+    """A stream with one request for each piece, by fsspec's `_cat_file`, for drivers that have no streams."""
 
     _piece_bytes = RANGE_BYTES
 
@@ -173,14 +174,14 @@ class RangeStream(_AsyncStream):
 
 
 class _BodyStream(_AsyncStream):
-    """Pieces of the body of one answer; of another from where that one broke, or ended as it was asked to."""
+    """A stream of the body of an answer; where a body breaks or ends early, the next request continues."""
 
-    _body: Any = None  # has `read(nbytes)`, a coroutine
+    _body: Any = None  # has a coroutine `read(nbytes)`
 
     async def _open(self, stop: int | None) -> Any:
-        """Ask for the bytes from `_offset` to `stop` (None: the end); the body that stands at the first.
+        """Request the bytes from `_offset` to `stop` (None: the end); return a body that begins at `_offset`.
 
-        None if there is nothing. Sets `size_bytes`, if it is told.
+        Returns None if there are no bytes. Sets `size_bytes` if the server sends it.
         """
         raise NotImplementedError
 
@@ -206,7 +207,7 @@ class _BodyStream(_AsyncStream):
                 self._release(body)
                 if not data:
                     raise
-                break  # what came is not lost: the next call resumes after it
+                break  # the bytes so far are kept: the next call resumes after them
             if ended:
                 self._release(body)
                 if self.size_bytes is None:
@@ -214,8 +215,8 @@ class _BodyStream(_AsyncStream):
         return data
 
     async def _read(self, body: Any, data: bytearray) -> bool:
-        """Add a piece of `body` to `data`; whether that was its end."""
-        # Under a limit the requests are small, and each piece is paid for as if it were a whole one.
+        """Add a piece of `body` to `data`; return whether the body ended."""
+        # Under a bandwidth limit the requests are small, and an incomplete piece is charged as a whole one.
         patience_s = ENOUGH_S if metering.at_most() == metering.NO_LIMIT_BYTES else PIECE_S
         enough_s = time.monotonic() + patience_s
         while len(data) < PIECE_BYTES and not (data and time.monotonic() > enough_s):
@@ -224,12 +225,12 @@ class _BodyStream(_AsyncStream):
                 return True
             data += part
         if self._offset + len(data) == self.size_bytes:
-            await body.read(1)  # its end: only then is the connection free for the next request
+            await body.read(1)  # only at its end is the connection free for the next request
             return True
         return False
 
     async def _skip_bytes(self, body: Any, nbytes: int) -> None:
-        """Read past what a server without ranges sends again."""
+        """Skip the bytes that a server without ranges sends again."""
         while nbytes > 0:
             part = await body.read(min(nbytes, PIECE_BYTES))
             if not part:
@@ -248,7 +249,7 @@ class _BodyStream(_AsyncStream):
 
 
 class S3Stream(_BodyStream):
-    """An object of S3: one request, unless it breaks."""
+    """A stream of an object of S3: one request, unless the connection breaks."""
 
     async def _open(self, stop: int | None) -> Any:
         target = s3_target(self._filesystem, self._path)
@@ -259,14 +260,14 @@ class S3Stream(_BodyStream):
         try:
             answer = await get_object(self._filesystem, target, Range=f"bytes={begin}-{last}")
         except Exception as error:
-            if classify(error) == "range" and self.size_bytes is None:  # there is nothing at or after `begin`
+            if classify(error) == "range" and self.size_bytes is None:  # the object ends at `begin` or before
                 self.size_bytes = begin
                 return None
             raise
         body = answer["Body"]
         try:
             start, facts = facts_of_s3(answer)
-            self._version.check(facts)  # not every server heeds If-Match
+            self._version.check(facts)  # not every server honours If-Match
             self.size_bytes = facts.size_bytes
             await self._skip_bytes(body, begin - start)
         except BaseException:
@@ -279,10 +280,10 @@ class S3Stream(_BodyStream):
 
 
 class WebStream(_BodyStream):
-    """A file of a web server: one request, unless it breaks; a server may have no ranges."""
+    """A stream of a file of a web server, with or without ranges: one request, unless the connection breaks."""
 
     _response: Any = None
-    _is_encoded = False  # on its way: only all of it can be unpacked
+    _is_encoded = False  # compressed by the server: ranges are of no use
 
     async def _open(self, stop: int | None) -> Any:
         byte_range = ""
@@ -290,7 +291,7 @@ class WebStream(_BodyStream):
             byte_range = f"bytes={self._offset}-{'' if stop is None else max(self._offset, stop - 1)}"
         response = await open_web(self._filesystem, self._path, byte_range)
         try:
-            if response.status == 416 and self.size_bytes is None:  # nothing is there, or after it
+            if response.status == 416 and self.size_bytes is None:  # the file ends at the offset or before
                 self.size_bytes = self._offset
                 response.close()
                 return None
@@ -317,7 +318,11 @@ class WebStream(_BodyStream):
 def open_stream(
     remote: Remote, path: str, where: str, start: int = 0, likely_stop: int | None = None
 ) -> Iterator[Stream]:
-    """`path` from byte `start` on; `where` names it in messages. Bytes past `likely_stop` are not fetched ahead."""
+    """Open a stream of `path` from byte `start` on; `where` names the file in messages.
+
+    Bytes beyond `likely_stop` are not fetched ahead. Raises SampleError for a file that cannot be read, and
+    SourceUnavailableError for a remote that does not answer.
+    """
     bounds.enter(remote.object_bytes)
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         stream: Stream
@@ -338,7 +343,10 @@ def open_stream(
 
 
 def size_of(remote: Remote, path: str, where: str) -> int:
-    """The size of the file `path` in bytes. Raises as `open_stream` does; SampleError where it is not told."""
+    """Return the size of the file `path` in bytes.
+
+    Raises the errors of `open_stream`, and SampleError if the server does not send the size.
+    """
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         if remote.is_local:
             return os.stat(path).st_size
@@ -349,7 +357,7 @@ def size_of(remote: Remote, path: str, where: str) -> int:
 
 
 class _OpenedStream(Stream):
-    """Through the file object of a filesystem that is not asynchronous."""
+    """A stream of the file object of a driver that is not asynchronous."""
 
     def __init__(self, remote: Remote, path: str, where: str, start: int) -> None:
         super().__init__(where, remote.secrets, start)

@@ -1,4 +1,4 @@
-"""Requests for parts of one remote file, several on their way at once, each reported to `pulse` as it arrives."""
+"""Parallel requests for parts of one remote file; each part is reported to `metering` as it arrives."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ATTEMPTS: Final = 4
 
 
 class RemoteParts:
-    """Reads `path`, of the version that `version` tells, and learns from the first answer. Thread-safe and picklable.
+    """Parts of the remote file `path`, of one `version`, which the first answer sets.
 
-    Raises as `RangedFile` does.
+    Thread-safe and picklable. Raises the errors of `RangedFile`.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str, version: Version) -> None:
@@ -36,11 +36,11 @@ class RemoteParts:
 
     @property
     def answers_tell_facts(self) -> bool:
-        """Whether an answer tells the size and the version of the whole file."""
+        """True if every answer holds the size and the version of the whole file."""
         return self._remote.is_s3 or self._remote.is_web
 
     def look_up(self) -> Facts:
-        """The size and the version that the file has now."""
+        """Return the current size and version of the file."""
         if self.answers_tell_facts:
             self.request("bytes=0-0")
             assert self._version.facts is not None
@@ -48,7 +48,7 @@ class RemoteParts:
         return facts_of_info(self._remote.info(self._path))
 
     def request(self, range_header: str) -> bytes | memoryview:
-        """The bytes that the server sends for one range; none where the file is empty."""
+        """Return the bytes that the server sends for one range; none if the file is empty."""
         found = self._request_if_any(range_header)
         if found is None:
             self._version.note(Answer(0, b"", Facts(0, "")))
@@ -56,7 +56,7 @@ class RemoteParts:
         return found
 
     def _request_if_any(self, range_header: str) -> bytes | memoryview | None:
-        """The bytes that the server sends for one range; None where it has none of it."""
+        """Return the bytes that the server sends for one range; None if the range is beyond the end."""
         filesystem = self._remote.filesystem()
         try:
             answer: Answer = result_of(
@@ -70,13 +70,13 @@ class RemoteParts:
         return answer.data
 
     def request_tail(self, nbytes: int) -> bytes | memoryview:
-        """The last `nbytes`, or all there are."""
+        """Return the last `nbytes`, or the whole file if it is shorter."""
         found = self._request_if_any(f"bytes=-{nbytes}")
-        # Some servers refuse to send the end of a file that is shorter; then its beginning is all of it.
+        # Some servers refuse a suffix longer than the file; the first `nbytes` are the file then.
         return self.request(f"bytes=0-{nbytes - 1}") if found is None else found
 
     def fetch(self, spans: Sequence[Span]) -> list[memoryview]:
-        """The bytes of each span."""
+        """Return the bytes of each span."""
         filesystem = self._remote.filesystem()
         if not filesystem.async_impl:
             return self._read_opened(spans)
@@ -85,7 +85,7 @@ class RemoteParts:
         return outs
 
     def fetch_into(self, start: int, out: memoryview) -> None:
-        """The bytes from `start` on, of a file of which something was read before."""
+        """Fetch the bytes from `start` on into `out`, of a file of which a part was read before."""
         self._fetch_all(self._remote.filesystem(), [(start, start + len(out))], [out], begun=True)
 
     # --- requests
@@ -93,10 +93,10 @@ class RemoteParts:
     def _fetch_all(
         self, filesystem: Any, spans: Sequence[Span], outs: Sequence[memoryview], begun: bool = False
     ) -> None:
-        """Bring `spans` into `outs`, a few requests ahead of the next that is waited for.
+        """Fetch `spans` into `outs`, in order, with `PARALLEL` requests under way.
 
-        A request that fails after others came through (or had before, if `begun`) is tried again here; what never began is
-        retried from outside, with the whole unit's back-off.
+        A request that fails after another one succeeded (or before, if `begun`) is retried here. If the first
+        one fails, the caller retries, with the back-off of the whole unit.
         """
         pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
         part_bytes = PART_BYTES if self.answers_tell_facts else min(PART_BYTES, self._remote.pieces.nbytes)
@@ -145,7 +145,7 @@ class RemoteParts:
         return await ask(filesystem, self._path, range_header, most, out)
 
     def _place(self, answer: Answer, span: Span, out: memoryview) -> None:
-        """See that `out` has the bytes of `span`: a server without ranges sends all of the file."""
+        """Copy the bytes of `span` into `out`, unless they are there: the answer may be the whole file."""
         if answer.data is out:
             return
         start, stop = span
@@ -181,7 +181,7 @@ def _seek(file: Any, start: int, _filesystem: Any) -> None:
 def _split(
     spans: Sequence[Span], outs: Sequence[memoryview], part_bytes: int
 ) -> Iterator[tuple[Span, memoryview]]:
-    """The parts that are asked for one by one, and where each goes."""
+    """Yield each part that is one request, and the part of an out that it goes to."""
     for (start, stop), out in zip(spans, outs, strict=True):
         for cut in range(start, stop, part_bytes):
             end = min(cut + part_bytes, stop)

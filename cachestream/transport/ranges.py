@@ -1,7 +1,6 @@
-"""Parts of one object: the bytes that are asked for and few others, all of one version of it.
+"""Parts of one file: the requested bytes and few others, all of one version.
 
-Neighbouring parts come in one request, large ones in several at once; each is reported to `pulse` as
-it arrives.
+Near parts share a request, large ones take several at once; each is reported to `metering` as it arrives.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from cachestream.transport.remote_errors import backoff_delays, judge
 
 T = TypeVar("T")
 
-GAP_BYTES: Final = 64 << 10  # what a request costs in time would carry about as many bytes
+GAP_BYTES: Final = 64 << 10  # about as many as arrive in the time that one more request takes
 
 
 def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple[Span, list[int]]]:
-    """Spans that cover `spans` in order, each with the positions of those inside; near ones become one."""
+    """Merge near spans; return the merged spans in order, each with the indices of the `spans` inside it."""
     merged: list[tuple[Span, list[int]]] = []
     for position in sorted(range(len(spans)), key=spans.__getitem__):
         start, stop = spans[position]
@@ -38,7 +37,7 @@ def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple
 
 
 def patiently(look: Callable[[], T]) -> T:
-    """What `look` returns; tried up to four times, with full-jitter pauses, while the remote is away."""
+    """Call `look` and return its result; try up to `ATTEMPTS` times while the remote is unavailable."""
     delays = backoff_delays(random)
     for _ in range(ATTEMPTS - 1):
         try:
@@ -51,12 +50,11 @@ def patiently(look: Callable[[], T]) -> T:
 
 
 class RangedFile:
-    """Random access to `path`, which messages call `shown`. Raises the driver's errors (see
-    `retry.map_errors`), ChangedError for a file that was replaced since the first read, and
-    SampleError for bytes beyond its end.
+    """Random access to the file `path`, which messages call `shown`. Thread-safe and picklable.
 
-    `facts` are those of the version read; setting them to None takes the file as it is now.
-    Thread-safe and picklable.
+    `facts` are those of the version that is read. After they are set to None, the current version is read.
+    Raises the driver's errors (see `remote_errors.map_errors`), ChangedError if the file was replaced since
+    the first read, and SampleError for bytes beyond its end.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str) -> None:
@@ -76,34 +74,34 @@ class RangedFile:
         self._version.facts = facts
 
     def head(self, nbytes: int) -> memoryview:
-        """The first `nbytes`, or all there are."""
+        """Return the first `nbytes`, or the whole file if it is shorter."""
         if self._parts.answers_tell_facts:
             return memoryview(self._parts.request(f"bytes=0-{nbytes - 1}"))[:nbytes]
         return self.read(0, min(self.look().size_bytes, nbytes))
 
     def tail(self, nbytes: int) -> memoryview:
-        """The last `nbytes`, or all there are."""
+        """Return the last `nbytes`, or the whole file if it is shorter."""
         if self._parts.answers_tell_facts:
             return memoryview(self._parts.request_tail(nbytes))[-nbytes:]
         size = self.look().size_bytes
         return self.read(max(0, size - nbytes), size)
 
     def look(self) -> Facts:
-        """The size and the version; asks the remote only if nothing was read yet."""
+        """Return the size and the version; the remote is asked only if nothing was read yet."""
         if self.facts is None:
             self.facts = self._local.look_up() if self._remote.is_local else self._parts.look_up()
         return self.facts
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes from `start` up to, not with, `stop`."""
+        """Return the bytes from `start` up to, not including, `stop`."""
         return self.read_spans([(start, stop)])[0]
 
     def read_spans(
         self, spans: Sequence[Span], outs: Sequence[memoryview] | None = None, *, sparse: bool = False
     ) -> Sequence[memoryview]:
-        """The bytes of each span (start, stop); into `outs`, of the same sizes, where they are given.
+        """Return the bytes of each span (start, stop), in `outs`, of the same sizes, if they are given.
 
-        `sparse`: few of them will be looked at, and none be written to; local files are mapped then.
+        `sparse`: only few of the bytes will be used, and none written to; local files are mapped then.
         """
         facts = self.facts
         if facts is not None and spans:
@@ -125,9 +123,9 @@ class RangedFile:
         return found if outs is None else outs
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """The bytes from `start` on into `out`, in parts of which several are on their way at once.
+        """Read the bytes from `start` on into `out`, in parts, several at once.
 
-        For asynchronous filesystems, and a file of which something was read before.
+        For drivers that are asynchronous, and a file of which a part was read before.
         """
         self._parts.fetch_into(start, out)
 
@@ -135,10 +133,10 @@ class RangedFile:
 async def fetch_object(
     remote: Remote, path: str, start: int | None = None, stop: int | None = None
 ) -> bytes | memoryview:
-    """The bytes of `path`, or those from `start` (negative: from the end) up to `stop`.
+    """Return the bytes of `path`, or those from `start` (negative: from the end) up to `stop`.
 
-    Awaited on a loop of the caller's own, while the filesystem works on its own loop; several may be
-    under way. Raises the driver's errors. Not for local files.
+    Awaited on the caller's own loop, while the filesystem works on its own; several calls may be under way.
+    Raises the driver's errors. Not for local files.
     """
     filesystem = remote.filesystem()
     if not filesystem.async_impl:
