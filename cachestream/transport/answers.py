@@ -12,13 +12,6 @@ from cachestream.transport.remote import CONNECT_S, FIRST_BYTE_S, STALL_S, in_ti
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object
 
-
-def s3_target(filesystem: Any, path: str) -> dict[str, str]:
-    """Return the arguments that name an object in requests to S3."""
-    bucket, key, version = filesystem.split_path(path)
-    return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
-
-
 Span = tuple[int, int]  # the first byte of a part, and the end: the byte after its last one
 
 _PIECE_BYTES: Final = 1 << 20
@@ -27,6 +20,12 @@ _VERSION_NAMES: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
 )  # fmt: skip
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+def s3_target(filesystem: Any, path: str) -> dict[str, str]:
+    """Return the arguments that name an object in requests to S3."""
+    bucket, key, version = filesystem.split_path(path)
+    return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
 
 
 @dataclass(frozen=True, slots=True)

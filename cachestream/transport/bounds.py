@@ -1,7 +1,7 @@
 """The bound for one object: the most bytes that are read of it, or that decompressing it may give.
 
 An object is held in memory as a whole: a file, the files of a sample in a tar, a record, the arrays of an
-archive, the pixels of an image. Its bound is `max_object_size` of the source, and never above the cache's limit.
+archive, the pixels of an image. Its bound is `max_object_size` of the source, and at most the cache's limit.
 """
 
 from __future__ import annotations

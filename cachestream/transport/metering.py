@@ -27,6 +27,12 @@ from cachestream.linux import open_private
 
 TICK_S: Final = 0.5
 NO_LIMIT_BYTES: Final = 1 << 62
+BURST_S: Final = 0.1
+LOCK_TIMEOUT_S: Final = 2.0
+
+# The time at which all is paid for (CLOCK_MONOTONIC, seconds), and the boot id.
+_STATE: Final = struct.Struct("=d40s")
+_PAID: Final = struct.Struct("=d")
 
 
 def _ignore(nbytes: int = 0) -> None:
@@ -89,14 +95,6 @@ def wait(delay_s: float) -> None:
         if left_s <= 0:
             return
         time.sleep(min(left_s, TICK_S))
-
-
-BURST_S: Final = 0.1
-LOCK_TIMEOUT_S: Final = 2.0
-
-# The time at which all is paid for (CLOCK_MONOTONIC, seconds), and the boot id.
-_STATE: Final = struct.Struct("=d40s")
-_PAID: Final = struct.Struct("=d")
 
 
 def _boot_id() -> bytes:

@@ -48,6 +48,19 @@ MOST_LATE: Final = 64  # abandoned calls in a process
 _PIECE_BYTES: Final = 1 << 20
 _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
 _LEAST_CALL_BYTES: Final = 64 << 10
+CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
+OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
+# As many as there can be requests: waiting for a connection would count as the server's silence.
+MAX_CONNECTIONS: Final = 256
+LIST_ATTEMPTS: Final = 4
+
+# Values under these names may be shown; all others in storage_options may be secrets.
+_PUBLIC_OPTIONS: Final = frozenset(
+    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
+)
+_MEAN_GAIN: Final = 0.1
+_MIN_SECRET_CHARS: Final = 4  # masking a shorter one would destroy messages
+
 
 _late_lock = threading.Lock()
 _late_calls = 0
@@ -168,20 +181,6 @@ def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.F
             except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 future.set_exception(error)
         del wanted, call, future
-
-
-CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
-OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
-# As many as there can be requests: waiting for a connection would count as the server's silence.
-MAX_CONNECTIONS: Final = 256
-LIST_ATTEMPTS: Final = 4
-
-# Values under these names may be shown; all others in storage_options may be secrets.
-_PUBLIC_OPTIONS: Final = frozenset(
-    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
-)
-_MEAN_GAIN: Final = 0.1
-_MIN_SECRET_CHARS: Final = 4  # masking a shorter one would destroy messages
 
 
 def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:

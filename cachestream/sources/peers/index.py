@@ -27,6 +27,12 @@ from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote import Remote
 from cachestream.transport.stream import Stream
 
+INDEX_NAME: Final = "index.json"
+MAX_INDEX_BYTES: Final = 256 << 20
+MAX_NAME: Final = 4096
+MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held in memory
+
+
 _WORD: Final = 4
 Items = Iterator[tuple[int, memoryview]]
 
@@ -113,12 +119,6 @@ def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems
             problems.add(f"sample {number}: the file ends in the middle of it, or before")
             return
         yield number, data
-
-
-INDEX_NAME: Final = "index.json"
-MAX_INDEX_BYTES: Final = 256 << 20
-MAX_NAME: Final = 4096
-MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held in memory
 
 
 class IndexedFolder:

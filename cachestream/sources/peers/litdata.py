@@ -38,6 +38,9 @@ _FRAMED: Final = b"LDFZ01\0\0"
 _FRAMED_HEAD: Final = struct.Struct("<8sHHIII")
 _FRAME: Final = struct.Struct("<IIQII")
 _ROWS_END: Final = b"LDARW01\0"
+MAX_LEAVES: Final = 10_000
+_JSON_FORMATS: Final = ("str", "int", "float", "bool", "bytes", "json")
+_COMPRESSION_UNITS: Final = ("chunk", "batch")  # the defaults of older and newer writers
 
 
 class ArrowRows:
@@ -119,11 +122,6 @@ def _framed(stream: Stream, count: int, problems: Problems) -> Iterator[tuple[in
             raise SampleError(f"{stream.where}: its frames do not follow one another: it is damaged")
         begin += packed_bytes
     yield from cut_items(decompressed(stream), np.frombuffer(words, "<u4").astype(np.int64), 0, problems)
-
-
-MAX_LEAVES: Final = 10_000
-_JSON_FORMATS: Final = ("str", "int", "float", "bool", "bytes", "json")
-_COMPRESSION_UNITS: Final = ("chunk", "batch")  # the defaults of older and newer writers
 
 
 class LitDataSource:

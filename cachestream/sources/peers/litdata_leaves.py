@@ -27,6 +27,22 @@ _JSON, _STRS, _I64S, _F64S, _BOOLS, _DICT, _RECORDS, _STR, _I64, _F64, _BOOL, _N
 # The tags of values in records; the values are encoded as with the tags above.
 _RECORD_KINDS: Final = {0x10: _NONE, 0x11: _STR, 0x12: _I64, 0x13: _F64, 0x14: _BOOL}
 _U32: Final = struct.Struct("<I")
+Reader = Callable[[memoryview], Any]
+Container = Literal["dict", "tuple", "bare"]
+
+MAX_AXES: Final = 64
+MAX_DEPTH: Final = 100
+# By LitData's index. numpy has no bfloat16 (10); numpy's objects (14) and the like are pickled.
+_TORCH_DTYPES: Final = (
+    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "?",
+    "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8", "?1", "u2",
+)  # fmt: skip
+_NUMPY_DTYPES: Final = (
+    "i1", "i2", "i4", "i8", "u1", "u2", "u4",
+    "u8", "f2", "f4", "f8", "c8", "c16", "?1",
+)  # fmt: skip
+_FILES: Final = ("bytes", "file", "video", "audio", "nifti", "mesh", "pdf", "tifffile", "tiff")
+_PICKLES: Final = ("pickle", "graph")
 
 
 def parse_nested(data: memoryview) -> Any:
@@ -99,24 +115,6 @@ class _Parser:
         count, num_keys = self._count(), self._count()
         keys = [self._text() for _ in range(num_keys)]
         return [{key: self._scalar(_RECORD_KINDS[self._byte()]) for key in keys} for _ in range(count)]
-
-
-Reader = Callable[[memoryview], Any]
-Container = Literal["dict", "tuple", "bare"]
-
-MAX_AXES: Final = 64
-MAX_DEPTH: Final = 100
-# By LitData's index. numpy has no bfloat16 (10); numpy's objects (14) and the like are pickled.
-_TORCH_DTYPES: Final = (
-    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "?",
-    "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8", "?1", "u2",
-)  # fmt: skip
-_NUMPY_DTYPES: Final = (
-    "i1", "i2", "i4", "i8", "u1", "u2", "u4",
-    "u8", "f2", "f4", "f8", "c8", "c16", "?1",
-)  # fmt: skip
-_FILES: Final = ("bytes", "file", "video", "audio", "nifti", "mesh", "pdf", "tifffile", "tiff")
-_PICKLES: Final = ("pickle", "graph")
 
 
 # --- the tree ----------------------------------------------------------------------------------
