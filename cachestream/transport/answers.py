@@ -11,10 +11,10 @@ from cachestream.transport import bounds, metering
 from cachestream.transport.remote import CONNECT_S, FIRST_BYTE_S, STALL_S, in_time
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object
+from cachestream.transport.stream import PIECE_BYTES
 
 Span = tuple[int, int]  # the first byte of a part, and the end: the byte after its last one
 
-_PIECE_BYTES: Final = 1 << 20
 # What a driver's `info` may say of the version of an object.
 _VERSION_NAMES: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
@@ -148,7 +148,7 @@ async def ask_web(
 async def _read_all(read: Callable[[int], Coroutine[Any, Any, bytes]], most: int) -> memoryview:
     """Read to the end. Raises TooLargeError for more than `most` bytes."""
     data = bytearray()
-    while part := await read(_PIECE_BYTES):
+    while part := await read(PIECE_BYTES):
         data += part
         bounds.check(len(data), most)
     return memoryview(data)

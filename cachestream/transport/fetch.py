@@ -26,8 +26,8 @@ from cachestream.transport.ranges import RangedFile
 from cachestream.transport.remote import PIECE_S, Remote, run
 from cachestream.transport.remote_errors import backoff_delays, classify, judge, redact
 from cachestream.transport.s3_requests import get_object
+from cachestream.transport.stream import PIECE_BYTES
 
-PIECE_BYTES: Final = 1 << 20  # between two reports
 STREAM_BYTES: Final = 32 << 20  # an object of S3 is one stream up to here; the rest comes in parts
 RESUMES: Final = 4  # in a row, without a whole piece in between
 

@@ -105,7 +105,7 @@ def _boot_id() -> bytes:
 
 
 def next_paid_s(paid_s: float, now_s: float, cost_s: float) -> float:
-    """Return the time at which all is paid for after `cost_s` more are spent at `now_s`: GCRA's arrival rule."""
+    """Return when all is paid for after `cost_s` more are spent at `now_s`: the arrival rule of GCRA."""
     return max(paid_s, now_s) + cost_s
 
 
@@ -182,7 +182,7 @@ class Throttle:
         return max(0.0, paid_s - now_s - BURST_S)
 
     def spend(self, nbytes: int, on_wait: Callable[[], None] | None = None) -> None:
-        """Spend `nbytes` and block until they are paid for; call `on_wait` at least once a second meanwhile."""
+        """Spend `nbytes`; block until they are paid for, and call `on_wait` at least once a second."""
         if nbytes <= 0:
             return
         deadline_s = time.monotonic() + self.reserve(nbytes)

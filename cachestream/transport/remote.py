@@ -34,6 +34,7 @@ from cachestream.config import check_mapping, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import bounds, metering
 from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
+from cachestream.transport.stream import PIECE_BYTES
 
 T = TypeVar("T")
 
@@ -45,7 +46,6 @@ CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 PIECE_S: Final = 60.0
 LIFE_S: Final = 0.5
 MOST_LATE: Final = 64  # abandoned calls in a process
-_PIECE_BYTES: Final = 1 << 20
 _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
 _LEAST_CALL_BYTES: Final = 64 << 10
 CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
@@ -68,7 +68,7 @@ _late_calls = 0
 
 def for_bytes_s(nbytes: int) -> float:
     """Return the deadline for a request of `nbytes` and its answer."""
-    return CALL_S + PIECE_S * -(-nbytes // _PIECE_BYTES)
+    return CALL_S + PIECE_S * -(-nbytes // PIECE_BYTES)
 
 
 def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
@@ -81,7 +81,7 @@ async def in_time(answer: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
     try:
         if sys.version_info < (3, 11):
             return await asyncio.wait_for(answer, timeout_s)
-        # Not in a task of its own: if the server hangs up before the body is read, aiohttp would lose its begin.
+        # Not in a task of its own: if the server hangs up early, aiohttp would lose the begin of the body.
         async with asyncio.timeout(timeout_s):
             return await answer
     except asyncio.TimeoutError as error:  # in Python 3.10 not the built-in class
@@ -341,7 +341,7 @@ class Remote:
         self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
 
     def open_for_listing(self) -> tuple[Any, str]:
-        """Open a separate filesystem that retries requests itself; return it and the path of this URL in it."""
+        """Open a separate filesystem, which retries requests itself; return it and this URL's path in it."""
         return self._open(LIST_ATTEMPTS)
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 from cachestream.transport import bounds
 from cachestream.transport.remote_errors import map_errors
 
-PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 1 << 20  # between two reports
 _EMPTY: Final = memoryview(b"")
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.transport import s3_requests
-from cachestream.transport.answers import s3_target
+from cachestream.transport.answers import facts_of_s3, s3_target
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.s3_requests import get_object
@@ -241,3 +241,8 @@ def test_keys_are_encoded_as_botocore_does(key: str) -> None:
     from botocore.utils import percent_encode
 
     assert s3_requests._encoded(key) == percent_encode(key, safe="/~")
+
+
+def test_an_answer_without_an_etag_has_one_version_whoever_composed_the_request() -> None:
+    by_client, by_pattern = {"ContentLength": 9}, {"ContentLength": 9, "ContentRange": None, "ETag": None}
+    assert facts_of_s3(by_client) == facts_of_s3(by_pattern)
