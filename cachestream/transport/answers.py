@@ -1,4 +1,4 @@
-"""One request for a part of an object, and the version and size that its answer tells: S3, and web servers."""
+"""One request for a part of an object of S3 or of a web server; the version and the size in its answer."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from cachestream.transport import bounds, metering
 from cachestream.transport.remote import CONNECT_S, FIRST_BYTE_S, STALL_S, in_time
 from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object
+from cachestream.transport.stream import PIECE_BYTES
+
+Span = tuple[int, int]  # the first byte of a part, and the end: the byte after its last one
+
+# What a driver's `info` may say of the version of an object.
+_VERSION_NAMES: Final = (
+    "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
+)  # fmt: skip
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
 def s3_target(filesystem: Any, path: str) -> dict[str, str]:
-    """The arguments that name an object in requests to S3."""
+    """Return the arguments that name an object in requests to S3."""
     bucket, key, version = filesystem.split_path(path)
     return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
 
 
-def version_of(info: dict[str, Any]) -> tuple[str, ...]:
-    """What names one version of an object, under the names that the drivers have for it."""
-    names = ("ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified")
-    return tuple(str(info[name]) for name in names if name in info)
-
-
-_PIECE_BYTES: Final = 1 << 20
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
-
-
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The size of one version of a file, and what tells that version from others."""
+    """The size of one version of a file (-1: unknown), and a text that differs for other versions."""
 
     size_bytes: int
     version: str
@@ -39,7 +38,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Bytes from `start` on, and what the server says of the whole file (None: nothing)."""
+    """Bytes from `start` on, and the facts of the whole file (None: the server did not send them)."""
 
     start: int
     data: bytes | memoryview
@@ -48,26 +47,43 @@ class Answer:
 
 @dataclass(slots=True)
 class Version:
-    """Which version of a file is read: as the first answer tells. Answers of another one raise ChangedError."""
+    """The version of a file that is read, as in the first answer."""
 
     facts: Facts | None = None
 
-    def note(self, answer: Answer) -> None:
-        """Report `answer`, and see that it is of this version."""
-        metering.fetched(len(answer.data))
+    def check(self, facts: Facts) -> None:
+        """Take the version from `facts` if it is not known yet. Raises ChangedError if it is another one."""
         if self.facts is None:
-            self.facts = answer.facts
-        elif answer.facts is not None and answer.facts != self.facts:
-            raise ChangedError(f"version {self.facts.version} became {answer.facts.version}")
+            self.facts = facts
+        elif facts != self.facts:
+            raise ChangedError(f"version {self.facts.version} became {facts.version}")
+
+    def note(self, answer: Answer) -> None:
+        """Report the bytes of `answer`, and check that it is of this version. Raises ChangedError."""
+        metering.fetched(len(answer.data))
+        if answer.facts is not None:
+            self.check(answer.facts)
+
+
+def facts_of_info(info: dict[str, Any]) -> Facts:
+    """Return the facts in the `info` of a driver."""
+    return Facts(int(info["size"]), "|".join(str(info[name]) for name in _VERSION_NAMES if name in info))
+
+
+def facts_of_s3(answer: dict[str, Any]) -> tuple[int, Facts]:
+    """Return the offset of the first byte in an answer of S3, and the facts of the whole object."""
+    length = int(answer["ContentLength"])
+    start, size_bytes = parse_range(answer.get("ContentRange")) or (0, length)
+    return start, Facts(size_bytes, str(answer.get("ETag") or ""))
 
 
 async def ask_s3(
     filesystem: Any, path: str, range_header: str, most: int, out: memoryview | None = None
 ) -> Answer:
-    """The bytes of `range_header` ("bytes=0-99"; "": all) of an object. Raises the driver's errors, and TooLargeError
-    for an answer of more than `most` bytes.
+    """Request the range `range_header` ("bytes=0-99"; "": all) of an object.
 
-    `out` has room for just the range: they are put there where that is what the server sends.
+    If the server sends just the range, the bytes are read into `out`, which is of its size. Raises the
+    driver's errors, and TooLargeError for an answer of more than `most` bytes.
     """
     wanted = {"Range": range_header} if range_header else {}
     answer = await get_object(filesystem, s3_target(filesystem, path), **wanted)
@@ -83,20 +99,21 @@ async def ask_s3(
         body.close()
     if len(data) < length:
         raise ConnectionError(f"the body ended after {len(data)} of {length} bytes")
-    return _answer(data, told, str(answer.get("ETag", "")))
+    start, facts = facts_of_s3(answer)
+    return Answer(start, data, facts)
 
 
 async def open_web(filesystem: Any, path: str, range_header: str) -> Any:
-    """The answer of a web server to a request for `range_header` ("": all), with its body to be read."""
+    """Request the range `range_header` ("": all) of a web server; return the answer, its body not yet read."""
     import aiohttp
 
     session = await filesystem.set_session()
     options = dict(filesystem.kwargs)
     wanted = {"Range": range_header} if range_header else {}
-    # Compressed on the way, the bytes of a range would be others.
+    # In a compressed body, a range would mean other bytes.
     options["headers"] = {**options.get("headers", {}), **wanted, "Accept-Encoding": "identity"}
     first_byte_s: float | None = None
-    if "timeout" not in options and "timeout" not in filesystem.client_kwargs:  # the user's win
+    if "timeout" not in options and "timeout" not in filesystem.client_kwargs:  # the user's own timeout wins
         options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STALL_S)
         first_byte_s = FIRST_BYTE_S
     return await in_time(_get(session, filesystem.encode_url(path), options), first_byte_s)
@@ -109,12 +126,12 @@ async def _get(session: Any, url: Any, options: dict[str, Any]) -> Any:
 async def ask_web(
     filesystem: Any, path: str, range_header: str, most: int, out: memoryview | None = None
 ) -> Answer:
-    """The same as `ask_s3` of a file of a web server; a server without ranges sends all of it."""
+    """Request a range of a web server, as `ask_s3` does; a server without ranges sends the whole file."""
     async with await open_web(filesystem, path, range_header) as response:
-        if response.status != 416:  # that one has a meaning of its own to us
+        if response.status != 416:  # `classify` takes it for a range beyond the end
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
-        is_packed(response)
+        is_encoded(response)
         told = response.headers.get("Content-Range") if response.status == 206 else None
         length = response.content_length
         bounds.check(length or 0, most)
@@ -124,21 +141,21 @@ async def ask_web(
                 raise ConnectionError(f"the body ended after {len(data)} of {len(out)} bytes")
         else:
             data = await _read_all(response.content.read, most)
-        version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    return _answer(data, told, version)
+        start, size_bytes = parse_range(told) or (0, len(data))
+        return Answer(start, data, Facts(size_bytes, web_version(response)))
 
 
 async def _read_all(read: Callable[[int], Coroutine[Any, Any, bytes]], most: int) -> memoryview:
-    """Read to the end; raises TooLargeError for more than `most` bytes."""
+    """Read to the end. Raises TooLargeError for more than `most` bytes."""
     data = bytearray()
-    while part := await read(_PIECE_BYTES):
+    while part := await read(PIECE_BYTES):
         data += part
         bounds.check(len(data), most)
     return memoryview(data)
 
 
 async def _read_into(read: Callable[[int], Coroutine[Any, Any, bytes]], out: memoryview) -> memoryview:
-    """Read until `out` is full, and past the end; what was read of it, `out` itself where that is all."""
+    """Read a body to its end into `out`; return `out` itself if it is full, else the part that was filled."""
     have = 0
     while part := await read(max(1, len(out) - have)):
         if have + len(part) > len(out):
@@ -148,21 +165,21 @@ async def _read_into(read: Callable[[int], Coroutine[Any, Any, bytes]], out: mem
     return out if have == len(out) else out[:have]
 
 
-def _answer(data: bytes | memoryview, content_range: str | None, version: str) -> Answer:
-    start, size_bytes = parse_range(content_range) or (0, len(data))
-    return Answer(start, data, Facts(size_bytes, version))
+def web_version(response: Any) -> str:
+    """Return the header that names the version of a file: the ETag, or the time of the last change."""
+    return str(response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
 
 
 def parse_range(content_range: str | None) -> tuple[int, int] | None:
-    """The first byte of an answer and the size of the whole file; None where the server sends all of it."""
+    """Return the offset of the first byte of an answer and the size of the whole file; None without a range."""
     match = _CONTENT_RANGE.match(content_range or "")
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def is_packed(response: Any) -> bool:
-    """Whether a web server packed all of a file on its way, unasked: it is unpacked as it is read, to another length.
+def is_encoded(response: Any) -> bool:
+    """Return whether a web server compressed a file unasked; aiohttp decompresses it, to another length.
 
-    Raises ValueError for a part of one: its bytes are not those of the file.
+    Raises ValueError for a compressed range, whose bytes are not those of the file.
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding in ("", "identity"):
@@ -173,8 +190,3 @@ def is_packed(response: Any) -> bool:
             "have the server send the file without this header"
         )
     return True
-
-
-def close_answer(answer: Any) -> None:
-    """Let go of an answer of S3 that nobody waits for any more."""
-    answer["Body"].close()

@@ -1,41 +1,42 @@
-"""The bytes of one remote file, each piece reported to `pulse` as it arrives.
+"""Fetching a whole file; each piece is reported to `metering` as it arrives.
 
-Local files are read straight into place. S3 objects come as one stream that is resumed where it broke, of
-one version of the object; what large ones have more comes in parts, several at once. A web server's come as one stream. Everything
-else goes by fsspec's `cat_file` or `open`. What is above the bound for one object is not read on.
+| | |
+|-|-|
+| local files | read straight into place |
+| S3 | one stream, resumed where it broke, of one version; after `STREAM_BYTES`, parts, several at once |
+| web servers | one stream |
+| other drivers | fsspec's `_cat_file` if the driver is asynchronous, a file object if not |
+
+An object above the bound is not read further.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import stat
 from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.errors import SampleError
 from cachestream.transport import bounds, metering
-from cachestream.transport.answers import Facts, close_answer, parse_range, s3_target, version_of
-from cachestream.transport.hedge import first_answer
+from cachestream.transport.answers import Version, facts_of_info, facts_of_s3, s3_target
+from cachestream.transport.local import fetch_local
 from cachestream.transport.network_stream import WebStream
 from cachestream.transport.ranges import RangedFile
 from cachestream.transport.remote import PIECE_S, Remote, run
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge, redact
+from cachestream.transport.remote_errors import backoff_delays, classify, judge, redact
 from cachestream.transport.s3_requests import get_object
+from cachestream.transport.stream import PIECE_BYTES
 
-PIECE_BYTES: Final = 1 << 20  # of a stream, between two reports
-RANGE_BYTES: Final = 8 << 20  # of a local file, between two reports
-STREAM_BYTES: Final = 32 << 20  # of an object of S3, as one stream; the rest in parts
-RESUMES: Final = 4  # without a piece in between
+STREAM_BYTES: Final = 32 << 20  # an object of S3 is one stream up to here; the rest comes in parts
+RESUMES: Final = 4  # in a row, without a whole piece in between
 
 
 def fetch(remote: Remote, path: str) -> memoryview:
-    """All bytes of `path`, writable. Raises the driver's errors: see `retry.map_errors`."""
+    """Return all bytes of `path`, writable. Raises the driver's errors: see `remote_errors.map_errors`."""
     bounds.enter(remote.object_bytes)
     if remote.is_local:
-        return _fetch_local(path)
+        return fetch_local(path)
     if remote.is_s3:
         return _fetch_s3(remote, path)
     if remote.is_web:
@@ -46,38 +47,15 @@ def fetch(remote: Remote, path: str) -> memoryview:
     return _fetch_opened(remote, path)
 
 
-def _fetch_local(path: str) -> memoryview:
-    # O_NONBLOCK: to open a named pipe would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise SampleError(f"{path}: not a regular file")
-        size = status.st_size
-        bounds.check(size)
-        buffer = np.empty(size, np.uint8).data
-        metering.asking(size)
-        have = 0
-        while have < size:
-            got = os.readv(fd, [buffer[have : have + RANGE_BYTES]])
-            if got == 0:
-                raise SampleError(f"{path}: truncated to {have} of {size} bytes while it was read")
-            have += got
-            metering.fetched(got)
-    finally:
-        os.close(fd)
-    return buffer
-
-
 def _fetch_s3(remote: Remote, path: str) -> memoryview:
     metering.asking(min(remote.likely_bytes(), PIECE_BYTES))
     tries = 0
     while True:
-        stream = _S3Stream(remote, path)
+        stream = _S3Download(remote, path)
         buffer = stream.read()
         if stream.have < len(buffer):
             rest = RangedFile(remote, path, redact(path))
-            rest.facts = Facts(len(buffer), stream.etag)
+            rest.facts = stream.version.facts
             try:
                 rest.read_into(stream.have, buffer[stream.have :])
             except Exception as error:
@@ -89,39 +67,39 @@ def _fetch_s3(remote: Remote, path: str) -> memoryview:
         return buffer
 
 
-class _S3Stream:
-    """The first bytes of an object of S3, through s3fs's client: one request, unless the stream breaks.
+class _S3Download:
+    """The download of the first `STREAM_BYTES` of an object of S3: one request, unless the stream breaks.
 
-    `read` gives a buffer for all of it, of which `have` bytes came, of the version `etag`.
+    `read` returns a buffer of the size of the object. Its first `have` bytes are filled, from one `version`.
     """
 
     def __init__(self, remote: Remote, path: str) -> None:
-        self._filesystem, self._hedge = remote.filesystem(), remote.hedge
+        self._filesystem = remote.filesystem()
         self._most_bytes = remote.most_bytes
         self._target = s3_target(self._filesystem, path)
         self._body: Any = None
-        self._arrived = 0  # in this step; less than `have` where a server begins anew
+        self._arrived = 0  # in this step; `have` is smaller if the server begins anew
         self._restart()
 
     def _restart(self) -> None:
-        self.etag = ""
-        self.have = self._goal = 0
+        self.version = Version()
+        self.have = self._end = 0
         self._buffer: memoryview | None = None
 
     def read(self) -> memoryview:
         failures, delays = 0, backoff_delays(random)
-        while self._buffer is None or self.have < self._goal:
+        while self._buffer is None or self.have < self._end:
             self._arrived = 0
             if self._buffer is not None:
-                metering.asking(min(PIECE_BYTES, self._goal - self.have))
+                metering.asking(min(PIECE_BYTES, self._end - self.have))
             try:
-                run(self._filesystem.loop, self._advance(), PIECE_S)
+                run(self._filesystem.loop, self._read_piece(), PIECE_S)
             except Exception as error:
                 kind = judge(error)
-                self._drop_body()
+                self._close_body()
                 if kind == "range" and self._buffer is None:
                     return memoryview(bytearray())
-                # What never began is retried from outside, with the whole unit's back-off.
+                # A stream that never began is retried by the caller, with the back-off of the whole unit.
                 if self._buffer is None or kind not in ("unavailable", "changed") or failures >= RESUMES:
                     raise
                 failures += 1
@@ -134,13 +112,13 @@ class _S3Stream:
                 metering.fetched(self._arrived)
         return self._buffer
 
-    async def _advance(self) -> None:
-        """Read one piece more; open the stream if there is none."""
+    async def _read_piece(self) -> None:
+        """Read one more piece; open the stream first if there is none."""
         if self._body is None:
             await self._open()
         buffer = self._buffer
         assert buffer is not None
-        goal = min(self._goal, self.have + PIECE_BYTES)
+        goal = min(self._end, self.have + PIECE_BYTES)
         while self.have < goal:
             data = await self._body.read(goal - self.have)
             if not data:
@@ -148,35 +126,27 @@ class _S3Stream:
             buffer[self.have : self.have + len(data)] = data
             self.have += len(data)
             self._arrived += len(data)
-        if self.have == self._goal:
-            await self._body.read()  # its end: only then is the connection free for the next request
+        if self.have == self._end:
+            await self._body.read()  # only at its end is the connection free for the next request
             self._body.close()
             self._body = None
 
     async def _open(self) -> None:
-        most = max(self._goal, metering.at_most(STREAM_BYTES))
+        most = max(self._end, metering.at_most(STREAM_BYTES))
         wanted = {"Range": f"bytes={self.have}-{most - 1}"}
-        if self.etag:
-            wanted["IfMatch"] = self.etag
-        answer = await first_answer(self._hedge, 0, lambda: self._get(wanted), close_answer)
+        if self.version.facts is not None and self.version.facts.version:
+            wanted["IfMatch"] = self.version.facts.version
+        answer = await get_object(self._filesystem, self._target, **wanted)
         self._body = answer["Body"]
-        told = parse_range(answer.get("ContentRange"))
-        if told is None:  # a server without ranges: all over again
-            self.have = 0
-        size = int(answer["ContentLength"]) if told is None else told[1]
-        self._goal = size if told is None else min(size, most)
-        etag = str(answer.get("ETag") or "")
-        bounds.check(size, self._most_bytes)
+        start, facts = facts_of_s3(answer)
+        self.have = min(self.have, start)  # a server without ranges sends the object from its begin
+        self._end = start + int(answer["ContentLength"])
+        bounds.check(facts.size_bytes, self._most_bytes)
+        self.version.check(facts)
         if self._buffer is None:
-            self.etag = etag
-            self._buffer = np.empty(size, np.uint8).data
-        elif etag != self.etag or size != len(self._buffer):
-            raise ChangedError(f"{self.etag} became {etag}")
+            self._buffer = np.empty(facts.size_bytes, np.uint8).data
 
-    async def _get(self, wanted: dict[str, str]) -> Any:
-        return await get_object(self._filesystem, self._target, **wanted)
-
-    def _drop_body(self) -> None:
+    def _close_body(self) -> None:
         if self._body is not None:
             body, self._body = self._body, None
             self._filesystem.loop.call_soon_threadsafe(body.close)
@@ -199,9 +169,8 @@ def _fetch_ranges(remote: Remote, path: str) -> memoryview:
     filesystem = remote.filesystem()
     most = metering.at_most(remote.pieces.nbytes)
     metering.asking(min(remote.likely_bytes(), most))
-    request = first_answer(remote.hedge, 0, lambda: filesystem._cat_file(path, start=0, end=most))
     try:
-        head = remote.run(request, most)
+        head: bytes = remote.run(filesystem._cat_file(path, start=0, end=most), most)
     except Exception as error:
         if classify(error) != "range":
             raise
@@ -211,15 +180,13 @@ def _fetch_ranges(remote: Remote, path: str) -> memoryview:
     if len(head) < most:
         remote.saw_object(len(head))
         return memoryview(bytearray(head))
-    info = remote.run(filesystem._info(path))
-    bounds.check(int(info["size"]))
-    buffer = np.empty(int(info["size"]), np.uint8).data
+    facts = facts_of_info(remote.info(path))
+    bounds.check(facts.size_bytes)
+    buffer = np.empty(facts.size_bytes, np.uint8).data
     buffer[:most] = head
-    rest, version = RangedFile(remote, path, redact(path)), version_of(info)
-    rest.facts = Facts(len(buffer), "|".join(version))
+    rest = RangedFile(remote, path, redact(path))
+    rest.facts = facts
     rest.read_into(most, buffer[most:])
-    now = version_of(remote.run(filesystem._info(path)))
-    if now != version:
-        raise ChangedError(f"{version} became {now}")
+    Version(facts).check(facts_of_info(remote.info(path)))
     remote.saw_object(len(buffer))
     return buffer

@@ -1,4 +1,4 @@
-"""A remote file as a file object: for libraries that seek and read a little here and there."""
+"""A remote file as a file object, for libraries that seek and read small parts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from cachestream.transport.ranges import RangedFile, merge_spans
 
-BLOCK_BYTES: Final = 64 << 10  # fetched at once, and kept
+BLOCK_BYTES: Final = 64 << 10  # fetched in one request, and kept
 MAX_BLOCKS: Final = 256
 
 
 class _SeekableFile(io.RawIOBase):
-    """A place in a remote file, read-only. For one thread at a time.
+    """A read-only remote file with a position. Not thread-safe.
 
-    `error` is what a read failed with: libraries in C pass on only that one did.
+    `error` is the exception that a read raised: libraries in C report only that a read failed.
     """
 
     def __init__(self, file: RangedFile) -> None:
@@ -42,7 +42,7 @@ class _SeekableFile(io.RawIOBase):
 
 
 class BlockFile(_SeekableFile):
-    """The blocks used last are kept, large reads go past them."""
+    """A file whose last used blocks are kept; large reads bypass the blocks."""
 
     def __init__(self, file: RangedFile) -> None:
         super().__init__(file)
@@ -81,9 +81,9 @@ class BlockFile(_SeekableFile):
 
 
 class SpanFile(_SeekableFile):
-    """What lies in `spans` comes at once, the rest as it is read.
+    """A file of which `spans` are fetched in the constructor, and other bytes when they are read.
 
-    Reads give memory that is not used again, without a copy where it can be.
+    A read inside a span returns a view of its memory, without a copy.
     """
 
     def __init__(self, file: RangedFile, spans: Sequence[tuple[int, int]]) -> None:

@@ -1,11 +1,11 @@
-"""The account of remote requests and bytes, and the bandwidth limit that all processes of a node share.
+"""Accounting of remote requests and bytes, and the bandwidth limit that all processes of a node share.
 
-A source calls `asking` and `fetched` and knows nothing of budgets, counters or watchdogs; a sampling
-process installs what is to happen then. Nothing is installed by default.
+Sources call `asking` and `fetched`, and know nothing of budgets, counters or watchdogs. A sampling process
+installs callbacks for them; by default there are none.
 
-The file holds a single number, the time at which all bytes spent so far are paid for, so that a
-process that dies leaves nothing behind. The algorithm is the generic cell rate algorithm (GCRA,
-ITU-T I.371, virtual scheduling): a token bucket without a refill task.
+The file of a Throttle holds a single number, the time at which all bytes spent so far are paid for, so that a
+process that dies leaves nothing to clean up. The algorithm is the generic cell rate algorithm (GCRA, ITU-T
+I.371, virtual scheduling): a token bucket without a refill task.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from cachestream.linux import open_private
 
 TICK_S: Final = 0.5
 NO_LIMIT_BYTES: Final = 1 << 62
+BURST_S: Final = 0.1
+LOCK_TIMEOUT_S: Final = 2.0
+
+# The time at which all is paid for (CLOCK_MONOTONIC, seconds), and the boot id.
+_STATE: Final = struct.Struct("=d40s")
+_PAID: Final = struct.Struct("=d")
 
 
-def _ignore(nbytes: int) -> None:
-    """What happens in a process that installed nothing."""
-
-
-def _ignore_all() -> None:
-    """What happens in a process that installed nothing."""
+def _ignore(nbytes: int = 0) -> None:
+    """Do nothing: the callback of a process that installed none."""
 
 
 _on_fetched: Callable[[int], None] = _ignore
 _on_asking: Callable[[int], None] = _ignore
-_on_slow_down: Callable[[], None] = _ignore_all
+_on_slow_down: Callable[[], None] = _ignore
 _request_bytes = NO_LIMIT_BYTES
 
 
@@ -49,28 +51,28 @@ def install(
     on_slow_down: Callable[[], None] | None = None,
     request_bytes: int = NO_LIMIT_BYTES,
 ) -> None:
-    """Call `on_fetched(nbytes)` for all bytes that arrive in this process; None: stop doing so.
+    """Install the callbacks of this process; None removes one.
 
-    `on_asking(nbytes)` is called before they are asked for, where it is known how many, and
-    `on_slow_down()` when a remote answers that there are too many requests. All are called from any
-    thread, several at once; the first two may block to hold back the reader. No more than
-    `request_bytes` are to be asked for at once.
-    What they raise must be a CacheStreamError or no Exception at all: others count as the remote's.
+    `on_fetched(nbytes)` is called when bytes arrive, `on_asking(nbytes)` before they are requested, if their
+    number is known, and `on_slow_down()` when a remote answers that there are too many requests. All are
+    called from any thread, also from several at once; the first two may block to hold back the reader. A
+    request asks for at most `request_bytes`. A callback may raise a CacheStreamError, or a BaseException that
+    is no Exception; any other counts as an error of the remote.
     """
     global _on_fetched, _on_asking, _on_slow_down, _request_bytes
     _on_fetched = _ignore if on_fetched is None else on_fetched
     _on_asking = _ignore if on_asking is None else on_asking
-    _on_slow_down = _ignore_all if on_slow_down is None else on_slow_down
+    _on_slow_down = _ignore if on_slow_down is None else on_slow_down
     _request_bytes = request_bytes
 
 
 def asking(nbytes: int) -> None:
-    """Say that `nbytes` are about to be asked for, in the thread that will report them as `fetched`."""
+    """Report that `nbytes` are about to be requested, in the thread that will report them as `fetched`."""
     _on_asking(nbytes)
 
 
 def at_most(nbytes: int = NO_LIMIT_BYTES) -> int:
-    """How many of `nbytes` to ask for in one request, where more can be asked for later."""
+    """Return how many of `nbytes` one request should ask for, if the rest can be requested later."""
     return min(nbytes, _request_bytes)
 
 
@@ -85,7 +87,7 @@ def fetched(nbytes: int) -> None:
 
 
 def wait(delay_s: float) -> None:
-    """Wait `delay_s` seconds and show life at least once a second meanwhile."""
+    """Wait `delay_s` seconds; report a sign of life at least once a second meanwhile."""
     deadline_s = time.monotonic() + delay_s
     while True:
         fetched(0)
@@ -93,13 +95,6 @@ def wait(delay_s: float) -> None:
         if left_s <= 0:
             return
         time.sleep(min(left_s, TICK_S))
-
-
-BURST_S: Final = 0.1
-LOCK_TIMEOUT_S: Final = 2.0
-
-_STATE: Final = struct.Struct("=d40s")  # when all is paid for (CLOCK_MONOTONIC, seconds), boot id
-_PAID: Final = struct.Struct("=d")
 
 
 def _boot_id() -> bytes:
@@ -110,16 +105,16 @@ def _boot_id() -> bytes:
 
 
 def next_paid_s(paid_s: float, now_s: float, cost_s: float) -> float:
-    """When all is paid for after spending `cost_s` more at `now_s`: GCRA's arrival rule."""
+    """Return when all is paid for after `cost_s` more are spent at `now_s`: the arrival rule of GCRA."""
     return max(paid_s, now_s) + cost_s
 
 
 class Throttle:
-    """Limits what all Throttles on one file spend together to `bytes_per_s`.
+    """A limit of `bytes_per_s` for all Throttles on one file together.
 
-    Safe between threads, processes and forks; picklable. After an idle time the first 0.1 s worth
-    of bytes pass at once. `path` is created (mode 0600) if need be; its folder must exist. Raises
-    OSError where there is no space for it.
+    Safe between threads, processes and forks; picklable. After an idle time the bytes of the first 0.1 s pass
+    at once. `path` is created (mode 0600) if it is missing; its folder must exist. Raises OSError if there is
+    no space for it.
     """
 
     def __init__(self, path: str, bytes_per_s: float) -> None:
@@ -139,7 +134,7 @@ class Throttle:
         self._map = mmap.mmap(self._fd, _STATE.size)
         boot_id = _boot_id()
         with self._locked():
-            # The monotonic clock starts anew at boot: an older time would block for days.
+            # The monotonic clock restarts at boot: a time from before could block for days.
             if _STATE.unpack_from(self._map)[1].rstrip(b"\0") != boot_id:
                 _STATE.pack_into(self._map, 0, 0.0, boot_id)
 
@@ -155,10 +150,10 @@ class Throttle:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file's lock; go on without it past a deadline.
+        """Hold the lock of the file; continue without it after a deadline.
 
-        A process that is stopped while it holds the lock must not stop the node: to miss one
-        update only lets a few bytes through.
+        A process that is stopped while it holds the lock must not stop the node. A missed update only lets a
+        few bytes pass.
         """
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
         held, fd = False, self._fd
@@ -176,8 +171,8 @@ class Throttle:
                     fcntl.flock(fd, fcntl.LOCK_UN)
 
     def reserve(self, nbytes: int) -> float:
-        """Spend `nbytes` now; return the seconds to wait before the next ones may be asked for."""
-        if self._pid != os.getpid():  # a fork shares the parent's lock: it would exclude nobody
+        """Spend `nbytes` now; return the seconds to wait before the next request."""
+        if self._pid != os.getpid():  # a fork shares the parent's descriptor, and with it the lock
             self._open()
         with self._locked():
             now_s = time.monotonic()
@@ -187,10 +182,7 @@ class Throttle:
         return max(0.0, paid_s - now_s - BURST_S)
 
     def spend(self, nbytes: int, on_wait: Callable[[], None] | None = None) -> None:
-        """Spend `nbytes` and block until they are paid for.
-
-        Calls `on_wait` at least once a second while it blocks (for a watchdog).
-        """
+        """Spend `nbytes`; block until they are paid for, and call `on_wait` at least once a second."""
         if nbytes <= 0:
             return
         deadline_s = time.monotonic() + self.reserve(nbytes)
@@ -200,6 +192,6 @@ class Throttle:
                 on_wait()
 
     def close(self) -> None:
-        """Let go of the file; the Throttle is not used again."""
+        """Close the file; the Throttle must not be used again."""
         self._map.close()
         self._closer()

@@ -1,4 +1,4 @@
-"""`open_stream`: the bytes of one object in order, read ahead, and resumed where the connection breaks.
+"""`open_stream`: the bytes of one file in order, read ahead, and resumed where the connection broke.
 
 All pieces are of one version of the file.
 """
@@ -10,86 +10,86 @@ import concurrent.futures
 import contextlib
 import os
 import random
-import stat
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
-import numpy as np
-
 from cachestream.errors import SampleError
 from cachestream.transport import bounds, metering
 from cachestream.transport.answers import (
-    close_answer,
-    is_packed,
+    Facts,
+    Version,
+    facts_of_info,
+    facts_of_s3,
+    is_encoded,
     open_web,
     parse_range,
     s3_target,
-    version_of,
+    web_version,
 )
-from cachestream.transport.hedge import first_answer
+from cachestream.transport.local import LocalStream
 from cachestream.transport.remote import CALL_S, PIECE_S, Remote, result_of
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge, map_errors
+from cachestream.transport.remote_errors import backoff_delays, classify, judge, map_errors
 from cachestream.transport.s3_requests import get_object
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
-RANGE_BYTES: Final = 4 << 20  # in one request, where each piece is one
-ENOUGH_S: Final = 0.1  # after which a piece goes on with what there is
-BEYOND_BYTES: Final = 32 << 10  # asked for first past what was likely; then as much as came so far
-RESUMES: Final = 8  # without a byte in between; about a minute, as to begin anew costs all that came
+RANGE_BYTES: Final = 4 << 20  # in one request of a driver without streams
+ENOUGH_S: Final = 0.1  # after which a piece is handed over incomplete
+# Of the first request beyond `likely_stop`; each next one asks for as much as came beyond it.
+BEYOND_BYTES: Final = 32 << 10
+RESUMES: Final = 8  # in a row, without a byte in between: about a minute, as a restart loses all bytes so far
 
 
 class _TooSlowError(TimeoutError):
-    """Bytes come, but hardly any."""
+    """Bytes arrive, but far too slowly."""
 
 
 class _AsyncStream(Stream):
-    """What comes by coroutines on the filesystem's loop, which are tried again after what passes by itself.
+    """A stream whose pieces come from coroutines on the filesystem's loop; transient errors are retried.
 
-    Bytes past `likely_stop` are asked for only when they are needed.
+    Bytes beyond `likely_stop` are requested only when they are needed.
     """
 
-    _piece_bytes = PIECE_BYTES  # what comes at once, after the first piece
+    _piece_bytes = PIECE_BYTES  # of each piece after the first
 
     def __init__(self, remote: Remote, path: str, where: str, start: int, likely_stop: int | None) -> None:
         super().__init__(where, remote.secrets, start)
         self._filesystem = remote.filesystem()
         self._remote = remote
-        self._hedge = remote.hedge
         self._path = path
-        self._offset = start  # of the first byte that was not taken yet
+        self._offset = start  # of the next piece
         self._likely_stop = likely_stop
-        self._version: Any = None
+        self._version = Version()
         self._begun = False
-        self._slow_s, self._slow_bytes = 0.0, 0  # waited for less than a piece
+        self._slow_s, self._slow_bytes = 0.0, 0  # since the last whole `PIECE_BYTES`
         self._pending: concurrent.futures.Future[bytes | bytearray] | None = None
 
-    def _next(self) -> Coroutine[Any, Any, bytes | bytearray]:
-        """Get a piece from `_offset` on; empty at the end."""
+    def _fetch_piece(self) -> Coroutine[Any, Any, bytes | bytearray]:
+        """Fetch the piece at `_offset`; empty at the end."""
         raise NotImplementedError
 
     def _deadline_s(self) -> float:
-        """How long a piece may take; less than its parts have."""
+        """The deadline for a piece, which is shorter than those of its steps together."""
         return CALL_S + PIECE_S
 
-    def _stop(self, nbytes: int) -> int:
-        """How far to ask for about `nbytes` more."""
+    def _request_end(self, nbytes: int) -> int:
+        """Return the end of a request for about `nbytes` more."""
         stop = self._offset + nbytes
         if self._likely_stop is not None:
             beyond = self._offset - self._likely_stop
             stop = min(stop, self._likely_stop if beyond < 0 else self._offset + max(BEYOND_BYTES, beyond))
         return stop if self.size_bytes is None else min(stop, self.size_bytes)
 
-    def _ask(self) -> concurrent.futures.Future[bytes | bytearray]:
-        """What is on its way; sees that something is."""
+    def _request_piece(self) -> concurrent.futures.Future[bytes | bytearray]:
+        """Return the pending piece; request one if there is none."""
         if self._pending is None:
             likely = self._piece_bytes if self._begun else min(self._remote.likely_bytes(), PIECE_BYTES)
-            metering.asking(self._stop(likely) - self._offset)
-            self._pending = asyncio.run_coroutine_threadsafe(self._next(), self._filesystem.loop)
+            metering.asking(self._request_end(likely) - self._offset)
+            self._pending = asyncio.run_coroutine_threadsafe(self._fetch_piece(), self._filesystem.loop)
         return self._pending
 
-    def _drop(self) -> None:
-        """Give up what is on its way."""
+    def _cancel(self) -> None:
+        """Give up the pending piece."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
@@ -97,7 +97,7 @@ class _AsyncStream(Stream):
     def _next_piece(self) -> memoryview:
         if self._offset == self.size_bytes:
             return memoryview(b"")
-        piece = self._patiently()
+        piece = self._next_with_retries()
         self._begun = self._begun or len(piece) > 0
         self._offset += len(piece)
         metering.fetched(len(piece))
@@ -105,25 +105,25 @@ class _AsyncStream(Stream):
         if at_end and self.size_bytes is not None:
             self._remote.saw_object(self.size_bytes)
         if not at_end and (self._likely_stop is None or self._offset < self._likely_stop):
-            self._ask()
+            self._request_piece()
         return memoryview(piece)
 
-    def _patiently(self) -> bytes | bytearray:
-        """What is next on its way; asked for again where it broke. Empty at the end."""
+    def _next_with_retries(self) -> bytes | bytearray:
+        """Wait for the next piece; request it again after a transient error. Empty at the end."""
         failures, delays = 0, backoff_delays(random)
         while True:
             asked_s = time.monotonic()
             try:
-                piece: bytes | bytearray = result_of(self._ask(), self._deadline_s())
-                self._see_speed(len(piece), time.monotonic() - asked_s)
+                piece: bytes | bytearray = result_of(self._request_piece(), self._deadline_s())
+                self._check_speed(len(piece), time.monotonic() - asked_s)
             except _TooSlowError:
-                self._drop()
+                self._cancel()
                 raise
             except Exception as error:
-                self._drop()
+                self._cancel()
                 if isinstance(error, TimeoutError):
                     self._remote.pieces.was_late()
-                # What never began is retried from outside, with the whole unit's back-off.
+                # A stream that never began is retried by the caller, with the back-off of the whole unit.
                 if not self._begun or judge(error) != "unavailable" or failures >= RESUMES:
                     raise
                 failures += 1
@@ -132,8 +132,8 @@ class _AsyncStream(Stream):
                 self._pending = None
                 return piece
 
-    def _see_speed(self, nbytes: int, waited_s: float) -> None:
-        """Raise a TimeoutError where so little comes that all of it would take for ever."""
+    def _check_speed(self, nbytes: int, waited_s: float) -> None:
+        """Raise a TimeoutError if fewer than `PIECE_BYTES` arrived in `PIECE_S` seconds of waiting."""
         self._slow_s, self._slow_bytes = self._slow_s + waited_s, self._slow_bytes + nbytes
         if self._slow_bytes >= PIECE_BYTES:
             self._slow_s, self._slow_bytes = 0.0, 0
@@ -141,62 +141,54 @@ class _AsyncStream(Stream):
             raise _TooSlowError(f"only {self._slow_bytes} bytes came within {self._slow_s:.0f} s")
 
     def _jump(self, nbytes: int) -> None:
-        self._drop()
+        self._cancel()
         self._offset += nbytes
 
-    def _check_version(self, version: Any) -> None:
-        if self._version not in (None, version):
-            raise ChangedError(f"{self._version} became {version}")
-        self._version = version
-
     def close(self) -> None:
-        self._drop()
+        self._cancel()
 
 
 class RangeStream(_AsyncStream):
-    """A request for each piece, through fsspec's `_cat_file`, where a filesystem offers no more."""
+    """A stream with one request for each piece, by fsspec's `_cat_file`, for drivers that have no streams."""
 
     _piece_bytes = RANGE_BYTES
 
     def _deadline_s(self) -> float:
         return CALL_S
 
-    async def _next(self) -> bytes | bytearray:
+    async def _fetch_piece(self) -> bytes | bytearray:
         if self.size_bytes is None:
-            info = await self._filesystem._info(self._path)
-            self.size_bytes, self._version = int(info["size"]), version_of(info)
+            facts = facts_of_info(await self._filesystem._info(self._path))
+            self._version.check(facts)
+            self.size_bytes = facts.size_bytes
         most = min(self._piece_bytes if self._begun else PIECE_BYTES, self._remote.pieces.nbytes)
-        begin, end = self._offset, self._stop(metering.at_most(most))
+        begin, end = self._offset, self._request_end(metering.at_most(most))
         if end <= begin:
             return b""
-        data: bytes = await first_answer(
-            self._hedge,
-            end - begin,
-            lambda: self._filesystem._cat_file(self._path, start=begin, end=end),
-        )
+        data: bytes = await self._filesystem._cat_file(self._path, start=begin, end=end)
         if len(data) < end - begin:
             raise ConnectionError(f"{len(data)} bytes came instead of {end - begin}")
         if end == self.size_bytes:
-            self._check_version(version_of(await self._filesystem._info(self._path)))
+            self._version.check(facts_of_info(await self._filesystem._info(self._path)))
         return bytearray(data)
 
 
 class _BodyStream(_AsyncStream):
-    """Pieces of the body of one answer; of another from where that one broke, or ended as it was asked to."""
+    """A stream of the body of an answer; where a body breaks or ends early, the next request continues."""
 
-    _body: Any = None  # has `read(nbytes)`, a coroutine
+    _body: Any = None  # has a coroutine `read(nbytes)`
 
     async def _open(self, stop: int | None) -> Any:
-        """Ask for the bytes from `_offset` to `stop` (None: the end); the body that stands at the first.
+        """Request the bytes from `_offset` to `stop` (None: the end); return a body that begins at `_offset`.
 
-        None if there is nothing. Sets `size_bytes`, if it is told.
+        Returns None if there are no bytes. Sets `size_bytes` if the server sends it.
         """
         raise NotImplementedError
 
     def _close_body(self, body: Any) -> None:
         raise NotImplementedError
 
-    async def _next(self) -> bytes | bytearray:
+    async def _fetch_piece(self) -> bytes | bytearray:
         data, opened = bytearray(), False
         while not data and self._offset != self.size_bytes:
             if self._body is None:
@@ -205,26 +197,26 @@ class _BodyStream(_AsyncStream):
                 opened = True
                 most = metering.at_most()
                 open_ended = self._likely_stop is None and most == metering.NO_LIMIT_BYTES
-                self._body = await self._open(None if open_ended else self._stop(most))
+                self._body = await self._open(None if open_ended else self._request_end(most))
             body = self._body
             if body is None:
                 break
             try:
                 ended = await self._read(body, data)
             except BaseException:
-                self._hang_up(body)
+                self._release(body)
                 if not data:
                     raise
-                break  # what came is not lost: the next call resumes after it
+                break  # the bytes so far are kept: the next call resumes after them
             if ended:
-                self._hang_up(body)
+                self._release(body)
                 if self.size_bytes is None:
                     self.size_bytes = self._offset + len(data)
         return data
 
     async def _read(self, body: Any, data: bytearray) -> bool:
-        """Add a piece of `body` to `data`; whether that was its end."""
-        # Under a limit the requests are small, and each piece is paid for as if it were a whole one.
+        """Add a piece of `body` to `data`; return whether the body ended."""
+        # Under a bandwidth limit the requests are small, and an incomplete piece is charged as a whole one.
         patience_s = ENOUGH_S if metering.at_most() == metering.NO_LIMIT_BYTES else PIECE_S
         enough_s = time.monotonic() + patience_s
         while len(data) < PIECE_BYTES and not (data and time.monotonic() > enough_s):
@@ -233,94 +225,84 @@ class _BodyStream(_AsyncStream):
                 return True
             data += part
         if self._offset + len(data) == self.size_bytes:
-            await body.read(1)  # its end: only then is the connection free for the next request
+            await body.read(1)  # only at its end is the connection free for the next request
             return True
         return False
 
-    async def _leave_out(self, body: Any, nbytes: int) -> None:
-        """Read past what a server without ranges sends again."""
-        while nbytes:
+    async def _skip_bytes(self, body: Any, nbytes: int) -> None:
+        """Skip the bytes that a server without ranges sends again."""
+        while nbytes > 0:
             part = await body.read(min(nbytes, PIECE_BYTES))
             if not part:
                 raise ConnectionError("the body ended early")
             nbytes -= len(part)
 
-    def _hang_up(self, body: Any) -> None:
+    def _release(self, body: Any) -> None:
         if self._body is body:
             self._body = None
         self._close_body(body)
 
-    def _drop(self) -> None:
-        super()._drop()
+    def _cancel(self) -> None:
+        super()._cancel()
         if self._body is not None:
-            self._filesystem.loop.call_soon_threadsafe(self._hang_up, self._body)
+            self._filesystem.loop.call_soon_threadsafe(self._release, self._body)
 
 
 class S3Stream(_BodyStream):
-    """An object of S3: one request, unless it breaks."""
+    """A stream of an object of S3: one request, unless the connection breaks."""
 
     async def _open(self, stop: int | None) -> Any:
         target = s3_target(self._filesystem, self._path)
-        if self._version is not None and self._version[1]:
-            target["IfMatch"] = self._version[1]
+        if self._version.facts is not None and self._version.facts.version:
+            target["IfMatch"] = self._version.facts.version
         begin = self._offset
+        last = "" if stop is None else max(begin, stop - 1)
         try:
-            answer = await first_answer(self._hedge, 0, lambda: self._get(target, begin, stop), close_answer)
+            answer = await get_object(self._filesystem, target, Range=f"bytes={begin}-{last}")
         except Exception as error:
-            if classify(error) == "range" and self.size_bytes is None:  # there is nothing at or after `begin`
+            if classify(error) == "range" and self.size_bytes is None:  # the object ends at `begin` or before
                 self.size_bytes = begin
                 return None
             raise
         body = answer["Body"]
         try:
-            told = parse_range(answer.get("ContentRange"))
-            size_bytes = int(answer["ContentLength"]) if told is None else told[1]
-            self._check_version((size_bytes, answer.get("ETag")))  # not every server heeds If-Match
-            self.size_bytes = size_bytes
-            await self._leave_out(body, begin if told is None else 0)
+            start, facts = facts_of_s3(answer)
+            self._version.check(facts)  # not every server honours If-Match
+            self.size_bytes = facts.size_bytes
+            await self._skip_bytes(body, begin - start)
         except BaseException:
             body.close()
             raise
         return body
-
-    async def _get(self, target: dict[str, str], begin: int, stop: int | None) -> Any:
-        last = "" if stop is None else max(begin, stop - 1)
-        return await get_object(self._filesystem, target, Range=f"bytes={begin}-{last}")
 
     def _close_body(self, body: Any) -> None:
         body.close()
 
 
 class WebStream(_BodyStream):
-    """A file of a web server: one request, unless it breaks; a server may have no ranges."""
+    """A stream of a file of a web server, with or without ranges: one request, unless the connection breaks."""
 
     _response: Any = None
-    _is_packed = False  # on its way: only all of it can be unpacked
+    _is_encoded = False  # compressed by the server: ranges are of no use
 
     async def _open(self, stop: int | None) -> Any:
         byte_range = ""
-        if (self._offset or stop is not None) and not self._is_packed:
+        if (self._offset or stop is not None) and not self._is_encoded:
             byte_range = f"bytes={self._offset}-{'' if stop is None else max(self._offset, stop - 1)}"
-        response = await first_answer(
-            self._hedge,
-            0,
-            lambda: open_web(self._filesystem, self._path, byte_range),
-            lambda late: late.close(),
-        )
+        response = await open_web(self._filesystem, self._path, byte_range)
         try:
-            if response.status == 416 and self.size_bytes is None:  # nothing is there, or after it
+            if response.status == 416 and self.size_bytes is None:  # the file ends at the offset or before
                 self.size_bytes = self._offset
                 response.close()
                 return None
             self._filesystem._raise_not_found_for_status(response, self._path)
             told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
             length = response.headers.get("Content-Length") if told is None else told[1]
-            self._is_packed = is_packed(response)
-            size_bytes = None if length is None or self._is_packed else int(length)
-            version = response.headers.get("ETag") or response.headers.get("Last-Modified")
-            self._check_version((size_bytes, version))
+            self._is_encoded = is_encoded(response)
+            size_bytes = None if length is None or self._is_encoded else int(length)
+            self._version.check(Facts(-1 if size_bytes is None else size_bytes, web_version(response)))
             self.size_bytes = size_bytes
-            await self._leave_out(response.content, 0 if response.status == 206 else self._offset)
+            await self._skip_bytes(response.content, 0 if response.status == 206 else self._offset)
         except BaseException:
             response.close()
             raise
@@ -336,12 +318,16 @@ class WebStream(_BodyStream):
 def open_stream(
     remote: Remote, path: str, where: str, start: int = 0, likely_stop: int | None = None
 ) -> Iterator[Stream]:
-    """`path` from byte `start` on; `where` names it in messages. Bytes past `likely_stop` are not fetched ahead."""
+    """Open a stream of `path` from byte `start` on; `where` names the file in messages.
+
+    Bytes beyond `likely_stop` are not fetched ahead. Raises SampleError for a file that cannot be read, and
+    SourceUnavailableError for a remote that does not answer.
+    """
     bounds.enter(remote.object_bytes)
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         stream: Stream
         if remote.is_local:
-            stream = _LocalStream(path, where, start)
+            stream = LocalStream(path, where, start)
         elif not remote.filesystem().async_impl:
             stream = _OpenedStream(remote, path, where, start)
         elif remote.is_web:
@@ -357,53 +343,21 @@ def open_stream(
 
 
 def size_of(remote: Remote, path: str, where: str) -> int:
-    """The size of the file `path` in bytes. Raises as `open_stream` does; SampleError where it is not told."""
+    """Return the size of the file `path` in bytes.
+
+    Raises the errors of `open_stream`, and SampleError if the server does not send the size.
+    """
     with map_errors(where, one_of_many=True, secrets=remote.secrets):
         if remote.is_local:
             return os.stat(path).st_size
-        filesystem = remote.filesystem()
-        if filesystem.async_impl:
-            info = remote.run(filesystem._info(path))
-        else:
-            info = remote.call(lambda filesystem: filesystem.info(path))
-    size = info.get("size")
+        size = remote.info(path).get("size")
     if size is None:
         raise SampleError(f"{where}: the server does not tell its size, which reading it in parts needs")
     return int(size)
 
 
-class _LocalStream(Stream):
-    def __init__(self, path: str, where: str, start: int) -> None:
-        super().__init__(where, start=start)
-        # O_NONBLOCK: to open a named pipe would wait for its writer.
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise SampleError(f"{where}: not a regular file")
-        self.size_bytes = status.st_size
-        self._offset = start
-
-    def _next_piece(self) -> memoryview:
-        buffer = np.empty(PIECE_BYTES, np.uint8).data
-        if self.size_bytes is not None:
-            metering.asking(max(0, min(PIECE_BYTES, self.size_bytes - self._offset)))
-        got = os.preadv(self._fd, [buffer], self._offset)
-        self._offset += got
-        metering.fetched(got)
-        return buffer[:got]
-
-    def _jump(self, nbytes: int) -> None:
-        self._offset += nbytes
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
 class _OpenedStream(Stream):
-    """Through the file object of a filesystem that is not asynchronous."""
+    """A stream of the file object of a driver that is not asynchronous."""
 
     def __init__(self, remote: Remote, path: str, where: str, start: int) -> None:
         super().__init__(where, remote.secrets, start)

@@ -1,4 +1,4 @@
-"""Requests for parts of one remote file, several on their way at once, each reported to `pulse` as it arrives."""
+"""Parallel requests for parts of one remote file; each part is reported to `metering` as it arrives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import numpy as np
 
 from cachestream.errors import SampleError
 from cachestream.transport import metering
-from cachestream.transport.answers import Answer, Facts, Version, ask_s3, ask_web, version_of
-from cachestream.transport.hedge import first_answer
+from cachestream.transport.answers import Answer, Facts, Span, Version, ask_s3, ask_web, facts_of_info
 from cachestream.transport.remote import CALL_S, Remote, for_bytes_s, result_of
 from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge
 
 T = TypeVar("T")
-Span = tuple[int, int]
 
 PART_BYTES: Final = 4 << 20
 PARALLEL: Final = 4
@@ -28,46 +26,41 @@ ATTEMPTS: Final = 4
 
 
 class RemoteParts:
-    """Reads `path`, of the version that `version` tells, and learns from the first answer. Thread-safe and picklable.
+    """Parts of the remote file `path`, of one `version`, which the first answer sets.
 
-    Raises as `RangedFile` does.
+    Thread-safe and picklable. Raises the errors of `RangedFile`.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str, version: Version) -> None:
         self._remote, self._path, self._shown, self._version = remote, path, shown, version
 
     @property
-    def tells_all(self) -> bool:
-        """Whether an answer tells the size and the version of the whole file."""
+    def answers_tell_facts(self) -> bool:
+        """True if every answer holds the size and the version of the whole file."""
         return self._remote.is_s3 or self._remote.is_web
 
     def look_up(self) -> Facts:
-        """The size and the version that the file has now."""
-        if self.tells_all:
-            self.one("bytes=0-0")
+        """Return the current size and version of the file."""
+        if self.answers_tell_facts:
+            self.request("bytes=0-0")
             assert self._version.facts is not None
             return self._version.facts
-        filesystem = self._remote.filesystem()
-        if filesystem.async_impl:
-            info = self._remote.run(filesystem._info(self._path))
-        else:
-            info = self._remote.call(lambda filesystem: filesystem.info(self._path))
-        return Facts(int(info["size"]), "|".join(version_of(info)))
+        return facts_of_info(self._remote.info(self._path))
 
-    def one(self, range_header: str) -> bytes | memoryview:
-        """The bytes that the server sends for one range; none where the file is empty."""
-        found = self._one_if_any(range_header)
+    def request(self, range_header: str) -> bytes | memoryview:
+        """Return the bytes that the server sends for one range; none if the file is empty."""
+        found = self._request_if_any(range_header)
         if found is None:
             self._version.note(Answer(0, b"", Facts(0, "")))
             return b""
         return found
 
-    def _one_if_any(self, range_header: str) -> bytes | memoryview | None:
-        """The bytes that the server sends for one range; None where it has none of it."""
+    def _request_if_any(self, range_header: str) -> bytes | memoryview | None:
+        """Return the bytes that the server sends for one range; None if the range is beyond the end."""
         filesystem = self._remote.filesystem()
         try:
             answer: Answer = result_of(
-                submit(filesystem, self._request(filesystem, range_header, 0)), for_bytes_s(PART_BYTES)
+                submit(filesystem, self._ask(filesystem, range_header, 0)), for_bytes_s(PART_BYTES)
             )
         except Exception as error:
             if classify(error) != "range":
@@ -76,48 +69,48 @@ class RemoteParts:
         self._version.note(answer)
         return answer.data
 
-    def last(self, nbytes: int) -> bytes | memoryview:
-        """The last `nbytes`, or all there are."""
-        found = self._one_if_any(f"bytes=-{nbytes}")
-        # Some servers refuse to send the end of a file that is shorter; then its beginning is all of it.
-        return self.one(f"bytes=0-{nbytes - 1}") if found is None else found
+    def request_tail(self, nbytes: int) -> bytes | memoryview:
+        """Return the last `nbytes`, or the whole file if it is shorter."""
+        found = self._request_if_any(f"bytes=-{nbytes}")
+        # Some servers refuse a suffix longer than the file; the first `nbytes` are the file then.
+        return self.request(f"bytes=0-{nbytes - 1}") if found is None else found
 
     def fetch(self, spans: Sequence[Span]) -> list[memoryview]:
-        """The bytes of each span."""
+        """Return the bytes of each span."""
         filesystem = self._remote.filesystem()
         if not filesystem.async_impl:
             return self._read_opened(spans)
         outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
-        self._arrive(filesystem, spans, outs)
+        self._fetch_all(filesystem, spans, outs)
         return outs
 
     def fetch_into(self, start: int, out: memoryview) -> None:
-        """The bytes from `start` on, of a file of which something was read before."""
-        self._arrive(self._remote.filesystem(), [(start, start + len(out))], [out], begun=True)
+        """Fetch the bytes from `start` on into `out`, of a file of which a part was read before."""
+        self._fetch_all(self._remote.filesystem(), [(start, start + len(out))], [out], begun=True)
 
     # --- requests
 
-    def _arrive(
+    def _fetch_all(
         self, filesystem: Any, spans: Sequence[Span], outs: Sequence[memoryview], begun: bool = False
     ) -> None:
-        """Bring `spans` into `outs`, a few requests ahead of the next that is waited for.
+        """Fetch `spans` into `outs`, in order, with `PARALLEL` requests under way.
 
-        A request that fails after others came through (or had before, if `begun`) is tried again here; what never began is
-        retried from outside, with the whole unit's back-off.
+        A request that fails after another one succeeded (or before, if `begun`) is retried here. If the first
+        one fails, the caller retries, with the back-off of the whole unit.
         """
         pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
-        part_bytes = PART_BYTES if self.tells_all else min(PART_BYTES, self._remote.pieces.nbytes)
-        todo = deque(_cuts(spans, outs, metering.at_most(part_bytes)))
+        part_bytes = PART_BYTES if self.answers_tell_facts else min(PART_BYTES, self._remote.pieces.nbytes)
+        todo = deque(_split(spans, outs, metering.at_most(part_bytes)))
         came, failures, delays = begun, 0, backoff_delays(random)
         try:
             while pending or todo:
                 while todo and len(pending) < PARALLEL:
                     span, out = todo.popleft()
                     metering.asking(len(out))
-                    pending.append((span, out, submit(filesystem, self._part(filesystem, span, out))))
+                    pending.append((span, out, submit(filesystem, self._ask_part(filesystem, span, out))))
                 span, out, future = pending[0]
                 try:
-                    answer = result_of(future, for_bytes_s(len(out)) if self.tells_all else CALL_S)
+                    answer = result_of(future, for_bytes_s(len(out)) if self.answers_tell_facts else CALL_S)
                 except Exception as error:
                     if isinstance(error, TimeoutError):
                         self._remote.pieces.was_late()
@@ -127,40 +120,32 @@ class RemoteParts:
                     if kind != "unavailable" or not came or failures >= ATTEMPTS:
                         raise
                     metering.wait(next(delays))
-                    pending[0] = span, out, submit(filesystem, self._part(filesystem, span, out))
+                    pending[0] = span, out, submit(filesystem, self._ask_part(filesystem, span, out))
                     continue
                 pending.popleft()
                 came, failures = True, 0
                 self._version.note(answer)
-                self._settle(answer, span, out)
+                self._place(answer, span, out)
         finally:
             for _, _, future in pending:
                 future.cancel()
 
-    async def _part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
+    async def _ask_part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
         start, stop = span
-        if self.tells_all:
-            return await self._request(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
-        data: bytes = await first_answer(
-            self._remote.hedge,
-            stop - start,
-            lambda: filesystem._cat_file(self._path, start=start, end=stop),
-        )
+        if self.answers_tell_facts:
+            return await self._ask(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
+        data: bytes = await filesystem._cat_file(self._path, start=start, end=stop)
         return Answer(start, data, None)
 
-    async def _request(
+    async def _ask(
         self, filesystem: Any, range_header: str, nbytes: int, out: memoryview | None = None
     ) -> Answer:
         ask = ask_s3 if self._remote.is_s3 else ask_web
-        hedge = self._remote.hedge
-        into = out if hedge is None else None  # two answers may be of two versions
         most = self._remote.most_bytes if nbytes == 0 else max(nbytes, self._remote.most_bytes)
-        return await first_answer(
-            hedge, nbytes, lambda: ask(filesystem, self._path, range_header, most, into)
-        )
+        return await ask(filesystem, self._path, range_header, most, out)
 
-    def _settle(self, answer: Answer, span: Span, out: memoryview) -> None:
-        """See that `out` has the bytes of `span`: a server without ranges sends all of the file."""
+    def _place(self, answer: Answer, span: Span, out: memoryview) -> None:
+        """Copy the bytes of `span` into `out`, unless they are there: the answer may be the whole file."""
         if answer.data is out:
             return
         start, stop = span
@@ -193,10 +178,10 @@ def _seek(file: Any, start: int, _filesystem: Any) -> None:
     file.seek(start)
 
 
-def _cuts(
+def _split(
     spans: Sequence[Span], outs: Sequence[memoryview], part_bytes: int
 ) -> Iterator[tuple[Span, memoryview]]:
-    """The parts that are asked for one by one, and where each goes."""
+    """Yield each part that is one request, and the part of an out that it goes to."""
     for (start, stop), out in zip(spans, outs, strict=True):
         for cut in range(start, stop, part_bytes):
             end = min(cut + part_bytes, stop)

@@ -1,141 +1,30 @@
-"""Parts of one object: the bytes that are asked for and few others, all of one version of it.
+"""Parts of one file: the requested bytes and few others, all of one version.
 
-Neighbouring parts come in one request, large ones in several at once; each is reported to `pulse` as
-it arrives. Local files are read straight into place.
+Near parts share a request, large ones take several at once; each is reported to `metering` as it arrives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import stat
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from cachestream.errors import SampleError
-from cachestream.linux import FileMap
 from cachestream.transport import metering
-from cachestream.transport.answers import Facts, Version, ask_s3, ask_web
-from cachestream.transport.hedge import first_answer
-from cachestream.transport.range_requests import ATTEMPTS, PART_BYTES, RemoteParts, Span, submit
+from cachestream.transport.answers import Facts, Span, Version, ask_s3, ask_web
+from cachestream.transport.local import LocalParts
+from cachestream.transport.range_requests import ATTEMPTS, PART_BYTES, RemoteParts, submit
 from cachestream.transport.remote import CALL_S, Remote, for_bytes_s, in_time
-from cachestream.transport.remote_errors import ChangedError, backoff_delays, judge
-
-READAHEAD_BYTES: Final = 128 << 10  # what a page fault reads at once, usually
-
-
-def mapped_spans(mapped: FileMap, spans: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-    """The bytes of `spans` of a mapped file, read-only and not copied; None before Linux 5.14.
-
-    The pages are brought in first, by a call that raises OSError where a plain access would end the
-    process with SIGBUS.
-    """
-    for start, stop in spans:
-        if stop - start > READAHEAD_BYTES and not mapped.is_cached(start, stop):
-            mapped.ask_for(start, stop)
-        if start < stop and not mapped.bring_in(start, stop):
-            return None
-    whole = mapped.array().data
-    return [whole[start:stop] for start, stop in spans]
-
-
-READ_BYTES: Final = 4 << 20
-REPORT_BYTES: Final = 1 << 20
-
-
-class LocalParts:
-    """Reads `path`, of the version that `version` tells. Thread-safe and picklable."""
-
-    def __init__(self, path: str, shown: str, version: Version) -> None:
-        self._path, self._shown, self._version = path, shown, version
-        self._map: tuple[Facts, FileMap] | None = None  # swapped as one: other threads read meanwhile
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
-
-    def look_up(self) -> Facts:
-        """The size and the version that the file has now."""
-        fd = _open(self._path)
-        try:
-            return _facts_of(os.fstat(fd))
-        finally:
-            os.close(fd)
-
-    def read(
-        self, spans: Sequence[Span], outs: Sequence[memoryview] | None, sparse: bool
-    ) -> Sequence[memoryview]:
-        """The bytes of each span, as `RangedFile.read_spans` has it."""
-        fd = _open(self._path)
-        unreported = 0
-        try:
-            now = _facts_of(os.fstat(fd))
-            if self._version.facts is None:
-                self._version.facts = now
-            elif now != self._version.facts:
-                raise ChangedError("the file was replaced")
-            if outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans):
-                nbytes = sum(stop - start for start, stop in spans)
-                metering.asking(nbytes)
-                found = self._mapped_spans(fd, now, spans)
-                if found is not None:
-                    metering.fetched(nbytes)
-                    return found
-            if outs is None:
-                outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
-            for (start, _), out in zip(spans, outs, strict=True):
-                have = 0
-                metering.asking(len(out))
-                while have < len(out):
-                    got = os.preadv(fd, [out[have : have + READ_BYTES]], start + have)
-                    if got == 0:
-                        raise SampleError(
-                            f"{self._shown}: ends after {start + have} of at least {start + len(out)} bytes"
-                        )
-                    have += got
-                    unreported += got
-                    if unreported >= REPORT_BYTES:
-                        metering.fetched(unreported)
-                        unreported = 0
-        finally:
-            os.close(fd)
-        metering.fetched(unreported)
-        return outs
-
-    def _mapped_spans(self, fd: int, now: Facts, spans: Sequence[Span]) -> list[memoryview] | None:
-        """The bytes of `spans` without a copy; None where the file cannot be mapped."""
-        mapped = self._map
-        if mapped is None or mapped[0] != now:
-            try:
-                mapped = now, FileMap(fd, now.size_bytes)
-            except OSError:
-                return None
-            self._map = mapped
-        return mapped_spans(mapped[1], spans)
-
-
-def _open(path: str) -> int:
-    # O_NONBLOCK: to open a named pipe would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise SampleError(f"{path}: not a regular file")
-    return fd
-
-
-def _facts_of(status: os.stat_result) -> Facts:
-    return Facts(status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
-
+from cachestream.transport.remote_errors import backoff_delays, judge
 
 T = TypeVar("T")
 
-GAP_BYTES: Final = 64 << 10  # what a request costs in time would carry about as many bytes
+GAP_BYTES: Final = 64 << 10  # about as many as arrive in the time that one more request takes
 
 
 def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple[Span, list[int]]]:
-    """Spans that cover `spans` in order, each with the positions of those inside; near ones become one."""
+    """Merge near spans; return the merged spans in order, each with the indices of the `spans` inside it."""
     merged: list[tuple[Span, list[int]]] = []
     for position in sorted(range(len(spans)), key=spans.__getitem__):
         start, stop = spans[position]
@@ -148,7 +37,7 @@ def merge_spans(spans: Sequence[Span], gap_bytes: int = GAP_BYTES) -> list[tuple
 
 
 def patiently(look: Callable[[], T]) -> T:
-    """What `look` returns; tried up to four times, with full-jitter pauses, while the remote is away."""
+    """Call `look` and return its result; try up to `ATTEMPTS` times while the remote is unavailable."""
     delays = backoff_delays(random)
     for _ in range(ATTEMPTS - 1):
         try:
@@ -161,12 +50,11 @@ def patiently(look: Callable[[], T]) -> T:
 
 
 class RangedFile:
-    """Random access to `path`, which messages call `shown`. Raises the driver's errors (see
-    `retry.map_errors`), ChangedError for a file that was replaced since the first read, and
-    SampleError for bytes beyond its end.
+    """Random access to the file `path`, which messages call `shown`. Thread-safe and picklable.
 
-    `facts` are those of the version read; setting them to None takes the file as it is now.
-    Thread-safe and picklable.
+    `facts` are those of the version that is read. After they are set to None, the current version is read.
+    Raises the driver's errors (see `remote_errors.map_errors`), ChangedError if the file was replaced since
+    the first read, and SampleError for bytes beyond its end.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str) -> None:
@@ -186,34 +74,34 @@ class RangedFile:
         self._version.facts = facts
 
     def head(self, nbytes: int) -> memoryview:
-        """The first `nbytes`, or all there are."""
-        if self._parts.tells_all:
-            return memoryview(self._parts.one(f"bytes=0-{nbytes - 1}"))[:nbytes]
+        """Return the first `nbytes`, or the whole file if it is shorter."""
+        if self._parts.answers_tell_facts:
+            return memoryview(self._parts.request(f"bytes=0-{nbytes - 1}"))[:nbytes]
         return self.read(0, min(self.look().size_bytes, nbytes))
 
     def tail(self, nbytes: int) -> memoryview:
-        """The last `nbytes`, or all there are."""
-        if self._parts.tells_all:
-            return memoryview(self._parts.last(nbytes))[-nbytes:]
+        """Return the last `nbytes`, or the whole file if it is shorter."""
+        if self._parts.answers_tell_facts:
+            return memoryview(self._parts.request_tail(nbytes))[-nbytes:]
         size = self.look().size_bytes
         return self.read(max(0, size - nbytes), size)
 
     def look(self) -> Facts:
-        """The size and the version; asks the remote only if nothing was read yet."""
+        """Return the size and the version; the remote is asked only if nothing was read yet."""
         if self.facts is None:
             self.facts = self._local.look_up() if self._remote.is_local else self._parts.look_up()
         return self.facts
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes from `start` up to, not with, `stop`."""
+        """Return the bytes from `start` up to, not including, `stop`."""
         return self.read_spans([(start, stop)])[0]
 
     def read_spans(
         self, spans: Sequence[Span], outs: Sequence[memoryview] | None = None, *, sparse: bool = False
     ) -> Sequence[memoryview]:
-        """The bytes of each span (start, stop); into `outs`, of the same sizes, where they are given.
+        """Return the bytes of each span (start, stop), in `outs`, of the same sizes, if they are given.
 
-        `sparse`: few of them will be looked at, and none be written to; local files are mapped then.
+        `sparse`: only few of the bytes will be used, and none written to; local files are mapped then.
         """
         facts = self.facts
         if facts is not None and spans:
@@ -235,9 +123,9 @@ class RangedFile:
         return found if outs is None else outs
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """The bytes from `start` on into `out`, in parts of which several are on their way at once.
+        """Read the bytes from `start` on into `out`, in parts, several at once.
 
-        For asynchronous filesystems, and a file of which something was read before.
+        For drivers that are asynchronous, and a file of which a part was read before.
         """
         self._parts.fetch_into(start, out)
 
@@ -245,17 +133,17 @@ class RangedFile:
 async def fetch_object(
     remote: Remote, path: str, start: int | None = None, stop: int | None = None
 ) -> bytes | memoryview:
-    """The bytes of `path`, or those from `start` (negative: from the end) up to `stop`.
+    """Return the bytes of `path`, or those from `start` (negative: from the end) up to `stop`.
 
-    Awaited on a loop of the caller's own, while the filesystem works on its own loop; several may be
-    under way. Raises the driver's errors. Not for local files.
+    Awaited on the caller's own loop, while the filesystem works on its own; several calls may be under way.
+    Raises the driver's errors. Not for local files.
     """
     filesystem = remote.filesystem()
     if not filesystem.async_impl:
         data: bytes | memoryview = remote.call(lambda one: one.cat_file(path, start=start, end=stop))
     else:
-        tells_all = remote.is_s3 or remote.is_web
-        deadline_s = for_bytes_s(PART_BYTES) if tells_all else CALL_S
+        answers_tell_facts = remote.is_s3 or remote.is_web
+        deadline_s = for_bytes_s(PART_BYTES) if answers_tell_facts else CALL_S
         request = in_time(_object(remote, filesystem, path, start, stop), deadline_s)
         likely = min(remote.likely_bytes(), PART_BYTES)
         metering.asking(likely if start is None or stop is None else stop - start)
@@ -277,10 +165,7 @@ async def _object(
         last = "" if stop is None else stop - 1
         header = f"bytes={start}" if start is not None and start < 0 else f"bytes={start or 0}-{last}"
     ask = ask_s3 if remote.is_s3 else ask_web
-    nbytes = stop - start if start is not None and stop is not None else 0
-    answer = await first_answer(
-        remote.hedge, nbytes, lambda: ask(filesystem, path, header, remote.most_bytes)
-    )
+    answer = await ask(filesystem, path, header, remote.most_bytes)
     if start is not None and start < 0:
         return answer.data[start:]
     first = (start or 0) - answer.start

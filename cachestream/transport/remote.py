@@ -3,11 +3,11 @@
 | | connect | first byte | stalled body | whole object |
 |-|-|-|-|-|
 | S3, HTTP | `CONNECT_S` | `FIRST_BYTE_S` | `STALL_S` | `PIECE_S` for each MiB |
-| other drivers of fsspec, of which only whole calls are seen | `CALL_S` for all of a call, which asks for less after a late one | | | |
-| local files | those of the kernel; the sampling process is replaced after `hang_timeout_s` | | | |
+| other drivers, which only return whole calls | `CALL_S` a call; after a late one, calls are smaller | | | |
+| local files | the kernel's; the sampling process is replaced after `hang_timeout_s` | | | |
 
-fsspec's filesystems hold event loops, sockets and locks: they are neither pickled nor used across
-a fork. A `DemoData` carries only what it takes to open one.
+fsspec's filesystems hold event loops, sockets and locks: they are neither pickled nor used across a fork. A
+`Remote` carries only what it takes to open one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fsspec.utils import get_protocol
 from cachestream.config import check_mapping, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import bounds, metering
-from cachestream.transport.hedge import Hedge
 from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
+from cachestream.transport.stream import PIECE_BYTES
 
 T = TypeVar("T")
 
@@ -42,43 +42,59 @@ CONNECT_S: Final = 5.0
 FIRST_BYTE_S: Final = 15.0
 STALL_S: Final = 20.0
 CALL_S: Final = CONNECT_S + FIRST_BYTE_S
-PIECE_S: Final = 60.0  # slower than a MiB in this time, or what is left of the object, counts as broken
+# A connection that brings less than a MiB, or than the rest of the object, in this time counts as broken.
+PIECE_S: Final = 60.0
 LIFE_S: Final = 0.5
-MOST_LATE: Final = 64  # calls that are waited for by nobody, in a process
-_PIECE_BYTES: Final = 1 << 20
-_QUICK_SHARE: Final = 0.25  # of `CALL_S`: after such a call the next one asks for more
+MOST_LATE: Final = 64  # abandoned calls in a process
+_QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
 _LEAST_CALL_BYTES: Final = 64 << 10
+CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
+OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
+# As many as there can be requests: waiting for a connection would count as the server's silence.
+MAX_CONNECTIONS: Final = 256
+LIST_ATTEMPTS: Final = 4
+
+# Values under these names may be shown; all others in storage_options may be secrets.
+_PUBLIC_OPTIONS: Final = frozenset(
+    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
+)
+_MEAN_GAIN: Final = 0.1
+_MIN_SECRET_CHARS: Final = 4  # masking a shorter one would destroy messages
+
 
 _late_lock = threading.Lock()
-_late = 0
+_late_calls = 0
 
 
 def for_bytes_s(nbytes: int) -> float:
-    """The deadline for a request of `nbytes` and its answer."""
-    return CALL_S + PIECE_S * -(-nbytes // _PIECE_BYTES)
+    """Return the deadline for a request of `nbytes` and its answer."""
+    return CALL_S + PIECE_S * -(-nbytes // PIECE_BYTES)
 
 
 def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """What `coroutine` returns on `loop`; shows life meanwhile, raises TimeoutError in time."""
+    """Run `coroutine` on `loop` and return its result; report signs of life meanwhile. Raises TimeoutError."""
     return result_of(asyncio.run_coroutine_threadsafe(coroutine, loop), timeout_s)
 
 
 async def in_time(answer: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-    """The `answer` of a server, of which the first byte comes within `timeout_s` (None: ever); raises TimeoutError."""
+    """Await the `answer` of a server. Raises TimeoutError after `timeout_s` (None: without limit)."""
     try:
         if sys.version_info < (3, 11):
             return await asyncio.wait_for(answer, timeout_s)
-        # In this task: aiohttp loses what came of a body if the server hangs up before the body is read.
+        # Not in a task of its own: if the server hangs up early, aiohttp would lose the begin of the body.
         async with asyncio.timeout(timeout_s):
             return await answer
-    except asyncio.TimeoutError as error:  # in Python 3.10 another class than the built-in one
-        if timeout_s is None or error.args:  # the driver's own, which says what was late
+    except asyncio.TimeoutError as error:  # in Python 3.10 not the built-in class
+        if timeout_s is None or error.args:  # the driver's own error, which says what was late
             raise
         raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
 
 
 def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
-    """The result of `future`; shows life meanwhile, cancels it and raises TimeoutError in time."""
+    """Wait for `future` and return its result; report signs of life meanwhile.
+
+    After `timeout_s` the future is cancelled, and TimeoutError raised.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not future.done():
         left_s = deadline_s - time.monotonic()
@@ -93,9 +109,9 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
 
 
 class CallPieces:
-    """How many bytes to ask for in one call of a driver that shows none before all have come.
+    """The size of a call to a driver that returns nothing before all bytes have arrived. Thread-safe.
 
-    Starts at `most_bytes`; a quarter after each call that was late, twice as many after a quick one. Any thread may use it.
+    It starts at `most_bytes`, is divided by four after a late call, and doubled after a quick one.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -106,19 +122,19 @@ class CallPieces:
         return self._nbytes
 
     def took(self, nbytes: int, took_s: float) -> None:
-        """Learn from a call that brought `nbytes`."""
+        """Adapt to a call that returned `nbytes` after `took_s`."""
         if nbytes >= self._nbytes and took_s < _QUICK_SHARE * CALL_S:
             self._nbytes = min(2 * self._nbytes, self._most_bytes)
 
     def was_late(self) -> None:
-        """Learn from a call that did not come in time."""
+        """Adapt to a call that did not return in time."""
         self._nbytes = max(self._nbytes // 4, min(_LEAST_CALL_BYTES, self._most_bytes))
 
 
 class Caller:
-    """A thread that makes the blocking calls of another one, which waits for them with a deadline.
+    """A thread that makes blocking calls for another thread, which waits for them with a deadline.
 
-    One whose call is late is left behind: it ends when that call does, and keeps no process from ending.
+    After a late call the thread is abandoned: it ends when the call returns, and keeps no process alive.
     """
 
     def __init__(self) -> None:
@@ -130,10 +146,13 @@ class Caller:
         self._todo.put(None)
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """What `call` returns; shows life meanwhile. Raises TimeoutError in time: this Caller is not used again then."""
-        global _late
-        if _late >= MOST_LATE:
-            return call()  # they never come back: the process hangs, is ended, and begins with none of them
+        """Make `call` and return its result; report signs of life meanwhile.
+
+        Raises TimeoutError after `timeout_s`; this Caller must not be used again then.
+        """
+        global _late_calls
+        if _late_calls >= MOST_LATE:
+            return call()  # calls do not return any more: let the process hang, so that it is replaced
         future = concurrent.futures.Future[T]()
         self._todo.put((call, future))
         try:
@@ -141,65 +160,50 @@ class Caller:
         except TimeoutError:
             if future.cancelled():
                 with _late_lock:
-                    _late += 1
-                self._todo.put((_came_back, concurrent.futures.Future()))
+                    _late_calls += 1
+                self._todo.put((_count_return, concurrent.futures.Future()))
             raise
         return found
 
 
-def _came_back() -> None:
-    global _late
+def _count_return() -> None:
+    global _late_calls
     with _late_lock:
-        _late -= 1
+        _late_calls -= 1
 
 
 def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]) -> None:
     while (wanted := todo.get()) is not None:
         call, future = wanted
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 future.set_exception(error)
         del wanted, call, future
 
 
-CALL_BYTES: Final = 8 << 20  # at most, of a driver that shows no bytes before all have come
-OPEN_TIMEOUT_S: Final = 60.0  # to load a driver, and to connect, where it has no shorter one
-MAX_CONNECTIONS: Final = (
-    256  # as many as there can be requests: to wait for one counts as the server's silence
-)
-LIST_ATTEMPTS: Final = 4
-
-# Values under these names may be shown; all others in storage_options may be secrets.
-_PUBLIC_OPTIONS: Final = frozenset(
-    {"addressing_style", "endpoint_url", "mode", "profile", "project", "region_name", "signature_version"}
-)
-_USUAL_GAIN: Final = 0.1
-_MIN_SECRET_CHARS: Final = 4  # a shorter one would blot out half of every message
-
-
-def _leaves(options: Mapping[str, Any]) -> Iterator[str]:
+def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value)
+            yield from _secret_values(value)
         elif isinstance(value, str | bytes) and name not in _PUBLIC_OPTIONS:
             yield os.fsdecode(value)
 
 
 def _secrets(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What must not be shown, the longest first."""
-    found = set(_leaves(options))
+    """Return the texts that messages must not show, the longest first."""
+    found = set(_secret_values(options))
     for part in url.split("::"):
         found.update(urlsplit(part).netloc.rpartition("@")[0].split(":"))
     return tuple(sorted((one for one in found if len(one) >= _MIN_SECRET_CHARS), key=len, reverse=True))
 
 
 def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]:
-    """`options` for s3fs with our deadlines, pool and retries where the user gave none.
+    """Return `options` for s3fs, with our deadlines, pool size and retries unless the user gave others.
 
-    botocore's and s3fs's own retries multiply to several minutes without a sign of life; reads
-    are retried by whoever runs the source.
+    The retries of botocore and s3fs multiply to several minutes without a sign of life. Reads are retried by
+    the caller of the source instead.
     """
     config = {
         "connect_timeout": CONNECT_S,
@@ -214,32 +218,29 @@ def _with_s3_limits(options: Mapping[str, Any], attempts: int) -> dict[str, Any]
     }
 
 
-def _keep_deadlines(filesystem: Any) -> None:
-    """Have requests of a driver that uses `requests`, which waits for ever unless it is told otherwise, fail in time."""
+def _set_timeouts(filesystem: Any) -> None:
+    """Set timeouts in a driver that uses `requests`, which has none by default."""
     session: Any = getattr(filesystem, "session", None)
     if type(session).__module__.partition(".")[0] == "requests":
         session.request = functools.partial(session.request, timeout=(CONNECT_S, FIRST_BYTE_S))
 
 
 class Remote:
-    """Where `url` lies, and the options to open it with.
+    """The filesystem of `url`, and the options to open it with. Picklable, thread-safe, fork-safe.
 
-    The options "hedge" (see `hedge.Hedge.of`) and "max_object_size" (see `bounds`) are ours, all others are the driver's.
-
-    Picklable, thread-safe, fork-safe. The URL and the options may hold secrets: no repr, error or
-    log shows them.
+    The option "max_object_size" (see `bounds`) is ours, all others are the driver's. The URL and the options
+    may hold secrets: no repr, error or log shows them.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         if url.startswith("pipe:"):
             raise ConfigError(
-                "'pipe:' URLs name a command, and none is run: give the URL that the command reads, which fsspec opens, such as "
-                "'s3://bucket/train-000000.tar'"
+                "'pipe:' URLs name a command, and none is run: give the URL that the command reads, which "
+                "fsspec opens, such as 's3://bucket/train-000000.tar'"
             )
         self._url = url
         check_mapping("storage_options", storage_options, "{'anon': True}")
         self._options = dict(storage_options or {})
-        self._hedge_option = self._options.pop("hedge", None)
         most = self._options.pop("max_object_size", None)
         self.object_bytes = bounds.DEFAULT_BYTES if most is None else parse_size(most, "max_object_size")
         self.protocol = get_protocol(url)
@@ -251,23 +252,21 @@ class Remote:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._shared: Any = None
-        self.hedge = Hedge.of(self._hedge_option)
-        self._usual_bytes = 0.0  # of an object that is read whole
+        self._mean_object_bytes = 0.0  # of the objects that are read whole; a running mean
         self.pieces = CallPieces(CALL_BYTES)
-        self._of_thread = threading.local()
+        self._per_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "url": self._url,
             "options": self._options,
             "protocol": self.protocol,
-            "hedge": self._hedge_option,
             "object_bytes": self.object_bytes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
-        self._hedge_option, self.object_bytes = state["hedge"], state["object_bytes"]
+        self.object_bytes = state["object_bytes"]
         self._reset()
 
     def __repr__(self) -> str:
@@ -287,7 +286,7 @@ class Remote:
 
     @property
     def has_versions(self) -> bool:
-        """Whether paths name a version of an object."""
+        """True if paths name a version of an object."""
         return bool(self._options.get("version_aware"))
 
     def _check_driver(self) -> None:
@@ -309,7 +308,7 @@ class Remote:
             ) from None
 
     def _open(self, attempts: int) -> tuple[Any, str]:
-        """A new filesystem, and the path of this Remote's URL in it."""
+        """Open a new filesystem; return it and the path of this Remote's URL in it."""
         options: dict[str, Any] = dict(self._options)
         if self.is_s3:
             options = _with_s3_limits(options, attempts)
@@ -321,7 +320,7 @@ class Remote:
         with map_errors(where, secrets=self.secrets):
             try:
                 filesystem, path = url_to_fs(self._url, skip_instance_cache=True, **options)
-                _keep_deadlines(filesystem)
+                _set_timeouts(filesystem)
                 if self.is_s3:
                     filesystem.retries = attempts
                     filesystem.connect()
@@ -333,63 +332,63 @@ class Remote:
         return filesystem, str(path)
 
     def likely_bytes(self) -> int:
-        """How much one request for a whole object is likely to bring."""
-        return metering.at_most(int(self._usual_bytes or metering.NO_LIMIT_BYTES))
+        """Return how many bytes a request for a whole object is likely to bring."""
+        return metering.at_most(int(self._mean_object_bytes or metering.NO_LIMIT_BYTES))
 
     def saw_object(self, nbytes: int) -> None:
-        """Learn how large objects are that are read whole."""
-        usual = self._usual_bytes
-        self._usual_bytes = usual + _USUAL_GAIN * (nbytes - usual) if usual else float(nbytes)
+        """Add an object that was read whole to the mean size."""
+        usual = self._mean_object_bytes
+        self._mean_object_bytes = usual + _MEAN_GAIN * (nbytes - usual) if usual else float(nbytes)
 
     def open_for_listing(self) -> tuple[Any, str]:
-        """A filesystem of one's own that tries each request several times, and this URL's path in it."""
+        """Open a separate filesystem, which retries requests itself; return it and this URL's path in it."""
         return self._open(LIST_ATTEMPTS)
 
     @property
     def most_bytes(self) -> int:
-        """How many bytes one object may have."""
+        """The bound for the bytes of one object."""
         return bounds.smaller(self.object_bytes)
 
     def filesystem(self) -> Any:
-        """The filesystem that this process reads with, opened when first asked for.
+        """Return the filesystem that this process reads with; open it at the first call.
 
-        One for all threads if it is asynchronous; one a thread if it is not, as fsspec's
-        synchronous ones are not thread-safe: these are used by `call` alone.
+        An asynchronous one is shared by all threads. Otherwise each thread has its own, as fsspec's
+        synchronous filesystems are not thread-safe; they are used only through `call`.
         """
         if self._pid != os.getpid():
             self._reset()
-        known = self._known()
+        known = self._opened_filesystem()
         if known is None:
             shared = "::" in self._url or fsspec.get_filesystem_class(self.protocol).async_impl
-            # Where each thread has its own, none waits for another one's server, which may be silent.
+            # A thread with a filesystem of its own need not wait for a silent server of another thread.
             with self._lock if shared else contextlib.nullcontext():
-                known = self._known()  # another thread was first
+                known = self._opened_filesystem()  # another thread was first
                 if known is None:
                     caller = Caller()
                     known, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
                     if known.async_impl:
                         self._shared = known
                     else:
-                        self._of_thread.filesystem, self._of_thread.caller = known, caller
+                        self._per_thread.filesystem, self._per_thread.caller = known, caller
         return known
 
     def call(self, work: Callable[[Any], T], nbytes: int = 0) -> T:
-        """What `work` makes of this thread's filesystem, which is not asynchronous, within `CALL_S`.
+        """Call `work`, which asks for `nbytes`, with this thread's filesystem, which is not asynchronous.
 
-        It asks for `nbytes`. What fails may have spoilt its connection, and some keep one for ever: then another filesystem is
-        opened when there is work again.
+        Raises TimeoutError after `CALL_S`. An error may leave the connection unusable, and some drivers keep
+        a connection for ever: the next call opens another filesystem then.
         """
         filesystem = self.filesystem()
         begun_s = time.monotonic()
         metering.asking(max(1, nbytes))
         try:
-            found: T = self._of_thread.caller.run(lambda: work(filesystem), CALL_S)
-        except EOFError as error:  # so ftplib says that the server hung up
-            self._forget()
+            found: T = self._per_thread.caller.run(lambda: work(filesystem), CALL_S)
+        except EOFError as error:  # ftplib's error if the server closed the connection
+            self._discard_filesystem()
             raise ConnectionError(f"the connection was closed {error}") from error
         except Exception as error:
             if classify(error) not in ("missing", "denied"):
-                self._forget()
+                self._discard_filesystem()
             if isinstance(error, TimeoutError):
                 self.pieces.was_late()
             raise
@@ -397,25 +396,28 @@ class Remote:
         return found
 
     def open(self, path: str) -> Any:
-        """A file of this thread's filesystem, for `read` and `close`. It reads ahead as much as the driver likes, until a call is late."""
+        """Open a file of this thread's filesystem, for `read` and `close`.
+
+        It reads ahead as much as the driver does by default, or less after a late call.
+        """
         nbytes = self.pieces.nbytes
         ahead = nbytes if nbytes < CALL_BYTES else None
         return self.call(lambda filesystem: filesystem.open(path, "rb", block_size=ahead))
 
     def read(self, file: Any, most: int = CALL_BYTES) -> bytes:
-        """The next bytes of a `file` that was opened by a `call`, `most` of them at most; none at its end."""
+        """Return the next bytes, at most `most`, of a `file` that was opened by a `call`; none at its end."""
         nbytes = metering.at_most(min(most, self.pieces.nbytes))
         data: bytes = self.call(lambda _: file.read(nbytes), nbytes)
         metering.fetched(len(data))
         return data
 
     def close(self, file: Any) -> None:
-        """Let go of a `file` that was opened by a `call`."""
-        if (caller := getattr(self._of_thread, "caller", None)) is not None:
+        """Close a `file` that was opened by a `call`."""
+        if (caller := getattr(self._per_thread, "caller", None)) is not None:
             caller.run(file.close, CALL_S)
 
     def run(self, call: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
-        """What a `call` of an asynchronous filesystem, which asks for `nbytes`, gives within `CALL_S`."""
+        """Await a `call` of an asynchronous filesystem, for `nbytes`. Raises TimeoutError after `CALL_S`."""
         begun_s = time.monotonic()
         try:
             found: T = run(self.filesystem().loop, call, CALL_S)
@@ -425,8 +427,18 @@ class Remote:
         self.pieces.took(nbytes, time.monotonic() - begun_s)
         return found
 
-    def _forget(self) -> None:
-        self._of_thread.filesystem = self._of_thread.caller = None
+    def info(self, path: str) -> dict[str, Any]:
+        """Return the `info` of the driver on the file `path`: its "size", and more."""
+        filesystem = self.filesystem()
+        found: dict[str, Any]
+        if filesystem.async_impl:
+            found = self.run(filesystem._info(path))
+        else:
+            found = self.call(lambda filesystem: filesystem.info(path))
+        return found
 
-    def _known(self) -> Any:
-        return self._shared if self._shared is not None else getattr(self._of_thread, "filesystem", None)
+    def _discard_filesystem(self) -> None:
+        self._per_thread.filesystem = self._per_thread.caller = None
+
+    def _opened_filesystem(self) -> Any:
+        return self._shared if self._shared is not None else getattr(self._per_thread, "filesystem", None)

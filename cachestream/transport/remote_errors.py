@@ -1,7 +1,7 @@
-"""Errors of every remote, translated once into the three classes that a caller can react to.
+"""Translation of the errors of all drivers into the three classes that a caller can react to.
 
-Drivers (s3fs, gcsfs, aiohttp, …) are never imported here: their errors are told apart by the
-service's error code, the HTTP status, the errno, or the name of the class.
+Drivers (s3fs, gcsfs, aiohttp, …) are never imported here: their errors are classified by the service's error
+code, the HTTP status, the errno, or the name of the class.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _CODES: Final[dict[str, Kind]] = {
     "PreconditionFailed": "changed",
     "412": "changed",
 }
-# A remote that answers so is well, and wants fewer requests.
+# With these codes a remote asks for fewer requests.
 _THROTTLED: Final = frozenset(
     {
         "RequestLimitExceeded",
@@ -183,7 +183,7 @@ _NEXT_STEPS: Final[dict[Kind, str]] = {
 
 
 class ChangedError(OSError):
-    """The object is no longer the one that the first bytes came from."""
+    """The object was replaced since its first bytes were read."""
 
     status = 412
 
@@ -193,7 +193,7 @@ class _Uniform(Protocol):
 
 
 def backoff_delays(rng: _Uniform) -> Iterator[float]:
-    """Seconds to wait before each next try, for ever: full jitter, 0.5 s doubling up to 60 s.
+    """Yield the seconds to wait before each retry, without end: full jitter, 0.5 s doubling up to 60 s.
 
     (Marc Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.)
     """
@@ -209,15 +209,15 @@ _SECRET_IN_TEXT: Final = re.compile(
     r"(?i)\b([\w\-]*(?:signature|secret|token|passw(?:or)?d|credential|api[_-]?key|access[_-]?key))\b(\W{0,3}[=:]\s*)"
     r"['\"]?[^\s'\"&,)}]+"
 )
-# Parts of a query by which S3, Google, Azure, CloudFront and others are told who may read, and until when.
-_SIGNS: Final = re.compile(
+# Query parameters of the signed URLs of S3, Google, Azure, CloudFront and others.
+_SIGNING_PART: Final = re.compile(
     r"(?i)(x-(amz|goog|oss|cos|ms|obs)-[\w-]*|[\w-]*(signature|token|secret|passw(or)?d|credential|api[_-]?key|accesskeyid|accessid)"
     r"|s(ig|e|t|p|v|r|pr|ks|kv|ke|kt|koid|ktid)|expires?|policy|key-pair-id|auth(orization)?)="
 )
 
 
 def redact(url: str) -> str:
-    """`url` without user-info and query, each part of a chained URL for itself; a plain path as is."""
+    """Return `url` without user-info and query, in each part of a chained URL; a plain path is unchanged."""
     return "::".join(map(_redact_one, url.split("::")))
 
 
@@ -227,7 +227,7 @@ def _redact_one(url: str) -> str:
         return url
     scheme, authority, rest = match.groups()
     query = rest.find("?")
-    # Elsewhere than on the web "?" may be a wildcard; then no "=" follows.
+    # In URLs of other schemes "?" may be a wildcard, with no "=" after it.
     if query >= 0 and (scheme.lower() in ("http", "https") or "=" in rest[query:]):
         rest = rest[:query]
     if scheme.lower() in ("http", "https"):
@@ -236,18 +236,18 @@ def _redact_one(url: str) -> str:
 
 
 def public_name(name: str) -> str:
-    """The name of a file on the web, a URL or the end of one, without user-info and query.
+    """Return the name of a file on the web, a URL or the end of one, without user-info and query.
 
-    Of a query that tells more than who may read, a digest remains: it may name the object.
+    The parameters of a query that do not belong to a signature may name the object: their digest is kept.
     """
     path, _, query = name.partition("?")
-    told = "&".join(part for part in query.split("&") if part and not _SIGNS.match(part))
+    told = "&".join(part for part in query.split("&") if part and not _SIGNING_PART.match(part))
     digest = f"?{hashlib.blake2b(told.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
     return redact(path) + (digest if told else "")
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` with its URLs redacted, and what looks like a secret or is in `secrets` blotted out."""
+    """Return `text` with its URLs redacted, and with whatever looks like a secret or is in `secrets` masked."""
     text = _URL_IN_TEXT.sub(lambda match: redact(match[0]), text)
     text = _SECRET_IN_TEXT.sub(r"\1\2***", text)
     for secret in secrets:
@@ -256,7 +256,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def _code(error: BaseException) -> str | None:
-    """The service's own code of `error`: botocore's response, or an HTTP status."""
+    """Return the service's own code of `error`, from botocore's response, or the HTTP status."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         code = response.get("Error", {}).get("Code")
@@ -287,7 +287,7 @@ def _classify_one(error: BaseException) -> Kind | None:
 
 
 def classify(error: BaseException) -> Kind:
-    """What kind of failure `error` is; the cause that a driver chained to it knows better."""
+    """Return the kind of failure of `error`; a cause that a driver chained to it takes precedence."""
     cause, seen = error.__cause__, 0
     while cause is not None and seen < 8:
         tells = _code(cause) is not None or _CLASSES.get(type(cause).__name__) == "other"
@@ -296,13 +296,13 @@ def classify(error: BaseException) -> Kind:
             return kind
         cause, seen = cause.__cause__, seen + 1
     text = str(error)
-    if "bucket does not exist" in text:  # s3fs drops the code when it looks up a path
+    if "bucket does not exist" in text:  # s3fs drops the error code when it looks up a path
         return "bucket"
     return _classify_one(error) or "other"
 
 
 def judge(error: BaseException) -> Kind:
-    """What kind of failure `error` is; tells `pulse` where the remote asks for fewer requests."""
+    """Return the kind of failure of `error`; report to `metering` that a remote asks for fewer requests."""
     kind = classify(error)
     if kind == "unavailable" and _is_throttled(error):
         metering.slow_down()
@@ -322,20 +322,20 @@ def _is_throttled(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] = ()) -> Iterator[None]:
-    """Raise whatever fails inside as one of ours, with `what` (already redacted) in front.
+    """Translate any error raised inside into one of ours; its message begins with `what`, already redacted.
 
-    SourceUnavailableError for what passes by itself (throttling, timeouts, resets, DNS, refused
-    connections, broken bodies); SourceError for the rest. With `one_of_many`, an object that is
-    missing, forbidden or unreadable by itself is a SampleError; bad credentials and a missing
-    bucket remain SourceErrors, since they hold for all objects. The original is nowhere in what is raised, not even as
-    its context: its text may hold a signed URL.
+    Transient errors (throttling, timeouts, resets, DNS, refused connections, broken bodies) become
+    SourceUnavailableError, all others SourceError. With `one_of_many`, an object that is missing, forbidden
+    or unreadable by itself is a SampleError; bad credentials and a missing bucket remain SourceErrors, since
+    they hold for all objects. The original error is not attached, not even as the context: its text may hold
+    a signed URL.
     """
     try:
         yield
     except CacheStreamError as error:
         error.__cause__ = error.__context__ = None
         raise
-    except Exception as error:  # noqa: BLE001  drivers share no base class but this one
+    except Exception as error:  # noqa: BLE001  drivers have no narrower base class in common
         mapped = _mapped(error, what, one_of_many, secrets)
         try:
             raise mapped from None
@@ -344,7 +344,7 @@ def map_errors(what: str, *, one_of_many: bool = False, secrets: Iterable[str] =
 
 
 def _mapped(error: Exception, what: str, one_of_many: bool, secrets: Iterable[str]) -> SourceError:
-    """What `map_errors` raises for `error`."""
+    """Return the error that `map_errors` raises for `error`."""
     if isinstance(error, TooLargeError):
         return SampleError(f"{what}: {error}")
     kind = judge(error)

@@ -1,9 +1,9 @@
-"""Requests for objects of S3 that cost a third of what the client takes for one.
+"""GetObject requests to S3 at a third of the processor time of the client's own.
 
-botocore composes, signs and parses for more than a millisecond of the interpreter a request, which is what binds
-a process that reads small parts. So the client composes the first request to a bucket; the next ones are made after
-its pattern, signed by botocore with the client's credentials, and sent through the client's connections. Whatever the
-server answers with that may be due to the pattern (a redirect, a refusal), the client is asked for in its own way.
+botocore spends more than a millisecond of Python on composing, signing and parsing a request, which limits a
+process that reads small parts. Here the client composes the first request to a bucket. The next ones follow
+its pattern, are signed by botocore with the client's credentials, and are sent through the client's
+connections. If an answer may be due to the pattern (a redirect, a refusal), the client makes the request.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from cachestream.transport.remote import FIRST_BYTE_S, STALL_S, in_time
 
 logger = logging.getLogger("cachestream")
 
-MAX_STRIKES: Final = 3  # in a row: answers that only the client got
+MAX_STRIKES: Final = 3  # in a row: requests that only the client succeeded with
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
-_OWN_HEADERS: Final = frozenset(  # of each request
+_REQUEST_HEADERS: Final = frozenset(  # of each request
     {"amz-sdk-invocation-id", "amz-sdk-request", "authorization", "if-match", "range", "traceparent", "tracestate",
      "x-amz-checksum-mode", "x-amz-content-sha256", "x-amz-date", "x-amz-security-token", "x-amzn-trace-id"}
 )  # fmt: skip
-_MAYBE_OURS: Final = frozenset({301, 302, 303, 307, 308, 400, 401, 403})
+_LEFT_TO_CLIENT: Final = frozenset({301, 302, 303, 307, 308, 400, 401, 403})
 _CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</Message>")
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """A request for an object as the client composed it: its URL is the key between `before` and `after`."""
+    """A request for an object as the client composed it; the URL is `before`, the key, and `after`."""
 
     before: str
     after: str
@@ -48,29 +48,29 @@ class _Pattern:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is known of the requests to a bucket."""
+    """The pattern of the requests to a bucket, and how often it failed."""
 
     pattern: _Pattern | None = None
     strikes: int = 0
 
 
 @dataclass(slots=True)
-class _Asked:
-    """The request that is being composed by a client; `pattern` is what it became."""
+class _ComposedRequest:
+    """A request that a client composes, and the pattern taken from it."""
 
     key: str
     pattern: _Pattern | None = field(default=None)
 
 
-_asked: contextvars.ContextVar[_Asked | None] = contextvars.ContextVar("_asked", default=None)
-# By client: it holds the credentials, the region and the connections.
+_composed: contextvars.ContextVar[_ComposedRequest | None] = contextvars.ContextVar("_composed", default=None)
+# By client, which holds the credentials, the region and the connections.
 _buckets: Final[weakref.WeakKeyDictionary[Any, dict[str, _Bucket]]] = weakref.WeakKeyDictionary()
 
 
 async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> dict[str, Any]:
-    """The answer of S3's GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag".
+    """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag".
 
-    `target` as of `s3_target`; `wanted` may hold Range and IfMatch. Awaited on the loop of `filesystem`.
+    `target` comes from `s3_target`; `wanted` may hold Range and IfMatch. Awaited on the loop of `filesystem`.
     Raises the errors of s3fs.
     """
     if "VersionId" in target or not wanted.keys() <= {"Range", "IfMatch"}:
@@ -82,37 +82,35 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     client = await filesystem.get_s3(target["Bucket"])
     if client not in _buckets:
         _buckets[client] = {}
-        client.meta.events.register_last(_EVENT, _note)
+        client.meta.events.register_last(_EVENT, _keep_pattern)
     bucket = _buckets[client].setdefault(target["Bucket"], _Bucket())
     failed = False
     if bucket.pattern is not None and bucket.strikes < MAX_STRIKES:
         try:
             asking = _get(client, bucket.pattern, target["Key"], wanted)
             answer = await in_time(asking, _first_byte_s(filesystem))
-        except (
-            AttributeError,
-            TypeError,
-        ):  # another release of the client: what is used of it is not promised
+        except (AttributeError, TypeError):
+            # Another release of the client: its internals that are used here are no public interface.
             logger.debug("requests to %s are left to the client", target["Bucket"], exc_info=True)
             answer, bucket.strikes = None, MAX_STRIKES
         if answer is not None:
             bucket.strikes = 0
             return answer
         failed = True
-    asked = _Asked(target["Key"])
-    token = _asked.set(asked)
+    composed = _ComposedRequest(target["Key"])
+    token = _composed.set(composed)
     try:
         asking = filesystem._call_s3("get_object", **target, **wanted)
         found = await in_time(asking, _first_byte_s(filesystem))
     finally:
-        _asked.reset(token)
-    bucket.pattern = asked.pattern
+        _composed.reset(token)
+    bucket.pattern = composed.pattern
     bucket.strikes += failed
     return found
 
 
 def _first_byte_s(filesystem: Any) -> float:
-    """The deadline for the first byte: the user's own, where one was given for reads."""
+    """Return the deadline for the first byte: the user's read timeout, if one was given."""
     read_s = float(filesystem.config_kwargs.get("read_timeout", STALL_S))
     return FIRST_BYTE_S if read_s == STALL_S else read_s
 
@@ -120,24 +118,26 @@ def _first_byte_s(filesystem: Any) -> float:
 # --- the first request -------------------------------------------------------------------------
 
 
-def _note(request: Any, signing_name: str, region_name: str, signature_version: Any, **_: Any) -> None:
+def _keep_pattern(
+    request: Any, signing_name: str, region_name: str, signature_version: Any, **_: Any
+) -> None:
     """Keep the pattern of a request that the client is about to sign."""
     import botocore
 
-    asked = _asked.get()
-    if asked is None:
+    composed = _composed.get()
+    if composed is None:
         return
     signing = request.context.get("signing", {})
-    before, key, after = request.url.partition("/" + _encoded(asked.key))
+    before, key, after = request.url.partition("/" + _encoded(composed.key))
     is_signed = signature_version is not botocore.UNSIGNED
     usual = signature_version == _SIGNATURE and not {"identity_cache", "request_credentials"} & signing.keys()
     if not key or (after and not after.startswith("?")) or (is_signed and not usual):
         return
     headers = [(name, _text(value)) for name, value in request.headers.items()]
-    asked.pattern = _Pattern(
+    composed.pattern = _Pattern(
         before + "/",
         after,
-        tuple((name, value) for name, value in headers if name.lower() not in _OWN_HEADERS),
+        tuple((name, value) for name, value in headers if name.lower() not in _REQUEST_HEADERS),
         (signing.get("signing_name") or signing_name) if is_signed else None,
         signing.get("region") or region_name,
     )
@@ -148,15 +148,15 @@ def _text(value: Any) -> str:
 
 
 def _encoded(key: str) -> str:
-    """`key` in a URL, as botocore has it."""
+    """Return `key` quoted for a URL as botocore does it."""
     return quote(key.encode(), safe="/~")
 
 
-# --- the others --------------------------------------------------------------------------------
+# --- the next requests --------------------------------------------------------------------------------
 
 
 class _Body:
-    """The bytes of an answer, with the interface of the client's bodies."""
+    """The body of an answer, with the interface of the client's bodies."""
 
     def __init__(self, response: Any) -> None:
         self._response = response
@@ -171,7 +171,7 @@ class _Body:
 
 
 async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str]) -> dict[str, Any] | None:
-    """The answer to a request made after `pattern`; None where the client may have a better one."""
+    """Make a request after `pattern`; return the answer, or None if the client should make the request."""
     from botocore.awsrequest import AWSRequest
 
     headers = dict(pattern.headers)
@@ -198,13 +198,13 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
         text = (await answer.raw.read()).decode("utf-8", "replace")
     finally:
         answer.raw.close()
-    if status in _MAYBE_OURS:
+    if status in _LEFT_TO_CLIENT:
         return None
     raise _error(status, text)
 
 
 def _error(status: int, text: str) -> Exception:
-    """What s3fs raises for an answer with this status and this body."""
+    """Return the error that s3fs raises for an answer of this status and body."""
     from botocore.exceptions import ClientError
     from s3fs.errors import translate_boto_error
 

@@ -1,4 +1,4 @@
-"""A remote file as a stream: forward only, each byte once, in bounded memory."""
+"""A file as a stream: read forward only, each byte once, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from cachestream.transport import bounds
 from cachestream.transport.remote_errors import map_errors
 
-PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 1 << 20  # between two reports
 _EMPTY: Final = memoryview(b"")
 
 
 class Stream:
-    """Bytes of one file, each once. Used by one thread at a time; `close` lets go of what it holds.
+    """The bytes of one file, each once. Not thread-safe; `close` releases connections and files.
 
-    `size_bytes` is that of the whole file, None while unknown; `position` is the place of the byte
-    that `read` gives next. Errors are those of `retry.map_errors`: SampleError for a file that
+    `size_bytes` is the size of the whole file, None while it is unknown. `position` is the offset of the byte
+    that `read` returns next. Errors are those of `remote_errors.map_errors`: SampleError for a file that
     cannot be read, SourceUnavailableError for a remote that does not answer.
     """
 
@@ -32,22 +32,22 @@ class Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the file was read, and is known to be all."""
+        """True if the file was read to its end, and its size is known."""
         return self.position == self.size_bytes
 
     def _next_piece(self) -> memoryview:
-        """Some bytes more, in memory that is not used again; empty at the end."""
+        """Return some more bytes, in memory that is not used again; empty at the end."""
         raise NotImplementedError
 
     def _jump(self, nbytes: int) -> None:
-        """Leave out `nbytes` that come next, all of them inside the file; may read them."""
+        """Skip the next `nbytes`, all of which are inside the file; may read them."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of connections and files; the stream is not read again."""
+        """Release connections and files; the stream must not be read again."""
 
     def _fill(self) -> bool:
-        """Get a piece; False at the end."""
+        """Get a piece; return False at the end."""
         if not self._ended:
             with map_errors(self.where, one_of_many=True, secrets=self._secrets):
                 self._piece = self._next_piece()
@@ -55,7 +55,7 @@ class Stream:
         return not self._ended
 
     def read(self, nbytes: int) -> memoryview:
-        """The next `nbytes`, writable; fewer at the end of the file alone. Without a copy where they lie together."""
+        """Return the next `nbytes`, writable; fewer only at the end. Bytes of one piece are not copied."""
         piece = self._piece
         if len(piece) >= nbytes:
             self._piece = piece[nbytes:]
@@ -72,16 +72,16 @@ class Stream:
         return _join(parts, have)
 
     def read_whole(self) -> memoryview:
-        """All the rest, writable; raises SampleError where that is above the bound for one object."""
+        """Return the rest of the file, writable. Raises SampleError above the bound for one object."""
         most = bounds.most_bytes()
-        self.push_back(self.take())  # the size is known by then, if it is told
+        self.push_back(self.take())  # after the first piece the size is known, if the server sends it
         data = self.read(most + 1) if (self.size_bytes or 0) <= most else memoryview(b"")
         with map_errors(self.where, one_of_many=True):
             bounds.check(max(len(data), self.size_bytes or 0))
         return data
 
     def take(self) -> memoryview:
-        """What is there already of the bytes that come next, or the next piece of them; empty at the end alone."""
+        """Return the next bytes that are in memory, or else the next piece; empty only at the end."""
         if not len(self._piece):
             self._fill()
         piece, self._piece = self._piece, _EMPTY
@@ -89,7 +89,7 @@ class Stream:
         return piece
 
     def skip(self, nbytes: int) -> int:
-        """Leave out the next `nbytes`, and say how many there were."""
+        """Skip the next `nbytes`; return how many there were."""
         left = nbytes
         while left > 0:
             if not len(self._piece):
@@ -109,7 +109,7 @@ class Stream:
         return nbytes - left
 
     def push_back(self, data: memoryview) -> None:
-        """Let `data`, which was read last, come again."""
+        """Put back `data`, which was read last, to be read again."""
         rest = self._piece
         self._piece = _join([data, rest], len(data) + len(rest))
         self.position -= len(data)

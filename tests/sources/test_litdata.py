@@ -1,4 +1,4 @@
-"""LitDataSource on chunks that litdata wrote (see peers/write.py), damaged ones, and ones made to harm."""
+"""LitDataSource on chunks that litdata wrote (see peers/write.py), and on damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.sources.reading import read, read_all
 from tests.support.s3 import S3Server
 
 LITDATA: Final = FOLDER / "litdata"
-PACKED: Final = ("litdata-chunk", "litdata-batch", "litdata-sample")
+PACKED: Final = ("litdata-chunk", "litdata-batch")
 ROWS: Final = ("litdata-rows", "litdata-rows-zstd")
-CHECKED: Final = ("litdata", "litdata-tuples", "litdata-tokens", "litdata-sample", "litdata-rows-zstd")
+CHECKED: Final = ("litdata", "litdata-tuples", "litdata-tokens", "litdata-batch", "litdata-rows-zstd")
 
 
 def need(name: str) -> Path:
-    """The folder of a set, if what reads it is installed."""
+    """Return the folder of a data set; skip the test if a library to read it is not installed."""
     if name in PACKED:
         pytest.importorskip("zstandard")
     if name in ROWS:
@@ -45,7 +45,7 @@ def need(name: str) -> Path:
 
 
 def expected(number: int) -> dict[str, Any]:
-    """The fields of what was given to the writer."""
+    """Return the fields of sample `number`, which was given to the writer."""
     sample = litdata_sample(number)
     nested, pair, box = sample.pop("nested"), sample.pop("pair"), sample.pop("box")
     return {
@@ -226,6 +226,7 @@ LEAF: Final[dict[str, Any]] = {"type": None, "context": None, "children_spec": [
         (_config(encryption={"algorithm": "fernet"}), "encrypted"),
         (_config(compression="lz4"), "compressed by 'lz4'"),
         (_config(compression="zstd", compression_level="pixel"), "'pixel' at a time"),
+        (_config(compression="zstd", compression_level="sample"), "'sample' at a time.*no compression_level"),
         (_config(item_loader="ParquetLoader"), "read them with ParquetSource"),
         (_config(item_loader="TemporalArrayLoader"), "TemporalArrayLoader"),
         (_config(data_format="int"), "no list of leaves"),
@@ -321,7 +322,7 @@ def test_a_chunk_that_differs_from_the_index_is_a_sample_error(copy: Callable[[s
 
 
 def forged(folder: Path, kind: str, leaf: bytes, sizes: bytes | None = None) -> Path:
-    """A set of one chunk of one sample of one leaf."""
+    """Write a data set of one chunk of one sample of one leaf."""
     item = (struct.pack("<I", len(leaf)) if sizes is None else sizes) + leaf
     (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 12 + len(item)) + item)
     chunk = {"chunk_bytes": 0, "chunk_size": 1, "dim": None, "filename": "chunk-0-0.bin"}
@@ -373,12 +374,13 @@ def test_an_item_that_unpacks_to_far_too_much_is_a_problem_in_bounded_memory(
     copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zstandard = pytest.importorskip("zstandard")
-    folder = copy("litdata-sample")
+    folder = copy("litdata-chunk")
     edit_index(folder, lambda index: index.update(chunks=index["chunks"][:1]))
     edit_index(folder, _chunk(chunk_size=1))
-    bomb = zstandard.ZstdCompressor().compress(bytes(256 << 20))
+    nbytes = 256 << 20
+    bomb = zstandard.ZstdCompressor().compress(struct.pack("<III", 1, 12, 12 + nbytes) + bytes(nbytes))
     assert len(bomb) < 100_000
-    (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 12 + len(bomb)) + bomb)
+    (folder / "chunk-0-0.zstd.bin").write_bytes(bomb)
     monkeypatch.setattr(bounds, "_limit_bytes", 8 << 20)
     tracemalloc.start()
     with pytest.raises(SampleError, match=r"sample 0: .*more than 8\.39 MB in one object"):

@@ -1,4 +1,4 @@
-"""MDSSource on shards that mosaicml-streaming wrote (see peers/write.py), damaged ones, and ones made to harm."""
+"""MDSSource on shards that mosaicml-streaming wrote (see peers/write.py), and on damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JPEGS: Final = ("a_jpeg", "jpegs", "jpegs_too")
 
 
 def expected(value: Any) -> Any:
-    """As a field what was given to the writer."""
+    """Return the field that a value given to the writer becomes."""
     if isinstance(value, Image.Image):
         return np.asarray(value.convert("RGB")).transpose(2, 0, 1)
     if isinstance(value, list) and isinstance(value[0], Image.Image):
@@ -338,7 +338,7 @@ def test_hashes_are_checked_before_a_shard_is_used(copy: Callable[[str], Path]) 
 def forged(
     folder: Path, table: list[int], body: bytes, encoding: str = "bytes", count: int | None = None
 ) -> Path:
-    """A data set of one shard with the given table, and one column."""
+    """Write a data set of one shard with the given table and one column."""
     count = len(table) - 1 if count is None else count
     (folder / "a.mds").write_bytes(struct.pack(f"<I{len(table)}I", count, *table) + body)
     shard = {

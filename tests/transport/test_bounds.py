@@ -1,4 +1,4 @@
-"""No object takes all memory: what is above the bound is skipped, counted, and never read to its end."""
+"""No object takes all memory: one above the bound is skipped, counted, and never read to its end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.worker.support import DEADLINE_S, ROOT, failures_of, only_once, sampl
 
 BOUND: Final = 20_000_000
 BOMB_BYTES: Final = 600_000_000
-MOST_GROWTH: Final = 200_000_000  # the bound several times over, and the libraries that are loaded meanwhile
+MOST_GROWTH: Final = 200_000_000  # several times the bound, and the libraries loaded meanwhile
 READ: Final = """
 import json, sys
 import numpy as np
@@ -55,7 +55,7 @@ except cs.SampleError as error:
 
 
 def read_elsewhere(what: str | list[str], **options: Any) -> tuple[str, int]:
-    """The SampleError that reading the last unit ends with, and by how much the process that reads grows at most."""
+    """Return the SampleError of reading the last unit, and the peak growth of the process that reads it."""
     options = {"max_object_size": BOUND, **options}
     done = subprocess.run(
         [sys.executable, "-c", READ, json.dumps([what, options])],
@@ -190,7 +190,7 @@ def test_a_worker_skips_what_is_above_the_limit_of_its_cache_and_says_what_to_ra
 
 
 def _peak(pid: int) -> list[int]:
-    """The most memory that a process had; nothing of one that has ended."""
+    """Return the peak memory of a process in a list, which is empty if the process has ended."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         return [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]

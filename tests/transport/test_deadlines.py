@@ -1,4 +1,4 @@
-"""Every backend keeps the same deadlines: to connect, for the first byte, in a body, and for a whole object."""
+"""Every backend keeps the same deadlines: to connect, for the first byte, in a body, for a whole object."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SHORT: Final = {
     "RESUMES": 1,
     "ATTEMPTS": 2,
 }
-BOUND_S: Final = 60.0  # without a deadline it is for ever
+BOUND_S: Final = 60.0  # without a deadline the read never ends
 
 
 class Plain(HTTPFileSystem):  # type: ignore[misc]
-    """An asynchronous driver of which nothing is known but fsspec's own interface."""
+    """An asynchronous driver with nothing but the interface of fsspec."""
 
     protocol = "plain"
 
@@ -58,10 +58,10 @@ def server() -> Iterator[UnrulyServer]:
 
 @pytest.fixture
 def deadlines(monkeypatch: pytest.MonkeyPatch, short_waits: None) -> None:
-    """All deadlines, a twentieth of what they are: they stand in one place, and these are those that use them."""
+    """Shorten the deadlines in every module of the transport that uses them."""
     for name, module in list(sys.modules.items()):
         for constant, short_s in SHORT.items():
-            if name.startswith("cachestream.") and hasattr(module, constant):
+            if name.startswith("cachestream.transport.") and hasattr(module, constant):
                 monkeypatch.setattr(module, constant, short_s)
 
 
@@ -80,7 +80,7 @@ BACKENDS: Final = ("http", "plain", "webhdfs")
 
 
 def remote_of(backend: str, port: int, kind: str) -> tuple[Remote, str]:
-    """What reads the file of a `kind` through a backend, and its path there."""
+    """Return the Remote that reads the file of a `kind` through a backend, and the path of the file."""
     remote = Remote(f"{backend}://127.0.0.1:{port}/{kind}/a.bin")
     return remote, f"/{kind}/a.bin" if backend == "webhdfs" else f"http://127.0.0.1:{port}/{kind}/a.bin"
 

@@ -1,4 +1,4 @@
-"""Drivers that read through httpx or requests: their outages pass, and their refusals say what to do."""
+"""Drivers that use httpx or requests: outages are transient errors, refusals say what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ URL = "hf://datasets/some/set/a.bin"
 
 @contextlib.contextmanager
 def answering(status: int | None) -> Iterator[dict[str, Any]]:
-    """The options for a hub that answers every request with `status`, or hangs up where that is None."""
+    """Return the options for a hub that answers every request with `status`, or hangs up if it is None."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -36,7 +36,7 @@ def answering(status: int | None) -> Iterator[dict[str, Any]]:
         do_HEAD = do_POST = do_GET  # noqa: N815  the names that http.server looks for
 
         def log_message(self, *_: Any) -> None:
-            """Nothing on stderr."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

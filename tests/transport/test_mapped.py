@@ -1,4 +1,4 @@
-"""Parts of local files that are mapped: the same bytes, few descriptors, errors instead of signals."""
+"""Mapped parts of local files: the same bytes, few descriptors, errors instead of signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from cachestream.errors import SampleError
 from cachestream.linux import FileMap
-from cachestream.transport.ranges import RangedFile, mapped_spans
+from cachestream.transport.local import mapped_spans
+from cachestream.transport.ranges import RangedFile
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 
@@ -61,7 +62,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(path: Path) -> Non
     os.truncate(path, 4096)
     with pytest.raises(ChangedError):
         file.read_spans(SPANS[:1], sparse=True)
-    with pytest.raises(OSError, match="Input/output error"):  # even where its size was not looked at again
+    with pytest.raises(OSError, match="Input/output error"):  # also if the size is not checked again
         mapped_spans(mapped, SPANS)
     file.facts = None
     with pytest.raises(SampleError, match="ends after"):

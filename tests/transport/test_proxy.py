@@ -1,4 +1,4 @@
-"""The network that fails on command leaves nothing open when it ends."""
+"""The proxy that fails on command leaves nothing open when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.s3 import S3Server
 
 
 def storm(port: int) -> None:
-    """Clients that arrive while the proxy ends."""
+    """Connect clients while the proxy ends."""
     with run_proxy(port) as proxy:
         arrived = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(20)]
     for client in arrived:

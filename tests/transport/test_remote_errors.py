@@ -1,4 +1,4 @@
-"""Errors of the remote become ours, once; secrets stay behind."""
+"""Errors of the remote are translated once, without their secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests after the client's pattern, held against the client's own, before a real S3 server that checks signatures."""
+"""Requests after the client's pattern, compared with its own on an S3 server that checks signatures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.transport import s3_requests
-from cachestream.transport.answers import s3_target
+from cachestream.transport.answers import facts_of_s3, s3_target
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.s3_requests import get_object
@@ -27,11 +27,11 @@ DATA: Final = np.random.default_rng(0).bytes(200_000)
 
 
 class Bucket:
-    """A bucket of a server, read through a filesystem of its own; `composed` counts what its client composed."""
+    """A bucket, read through its own filesystem; `composed` counts the requests that the client composed."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self.name = url.removeprefix("s3://")
-        # A machine may be busy for longer than we would wait for a server.
+        # A busy machine may answer later than the deadline for a server.
         patient = {"connect_timeout": TIMEOUT_S, "read_timeout": TIMEOUT_S}
         self.filesystem = Remote(url, {**options, "config_kwargs": patient}).filesystem()
         self.composed = 0
@@ -46,14 +46,14 @@ class Bucket:
 
     @property
     def known(self) -> Any:
-        """What is known of requests to this bucket."""
+        """The state of the requests to this bucket."""
         return s3_requests._buckets[self.client][self.name]
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.filesystem.loop).result(TIMEOUT_S)
 
     def get(self, key: str, **wanted: str) -> tuple[bytes, dict[str, Any]]:
-        """The bytes of an object, and what was told of it."""
+        """Return the bytes of an object, and the headers of the answer."""
 
         async def get() -> tuple[bytes, dict[str, Any]]:
             target = s3_target(self.filesystem, f"{self.name}/{key}")
@@ -135,7 +135,7 @@ def test_a_busy_server_is_one_for_either(s3_server: S3Server, s3_proxy: FaultyPr
     with pytest.raises(OSError) as caught:  # noqa: PT011
         bucket.get("first")
     assert classify(caught.value) == "unavailable"
-    assert bucket.get("first")[0] == DATA  # the one fault was for the one request
+    assert bucket.get("first")[0] == DATA  # the fault was for one request
     s3_proxy.refuse()
     with pytest.raises(Exception) as refused:  # noqa: PT011
         bucket.get("first")
@@ -170,7 +170,7 @@ def test_where_the_pattern_does_not_do_the_client_is_asked_and_in_the_end_only_t
 def test_a_client_of_another_release_is_asked_in_its_own_way(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, missing: type[Exception]
 ) -> None:
-    """What is used of the client is not promised: it may have another name tomorrow."""
+    """The internals of the client that are used may have other names in its next release."""
 
     async def not_there(*_: Any) -> None:
         raise missing("http_session")
@@ -241,3 +241,8 @@ def test_keys_are_encoded_as_botocore_does(key: str) -> None:
     from botocore.utils import percent_encode
 
     assert s3_requests._encoded(key) == percent_encode(key, safe="/~")
+
+
+def test_an_answer_without_an_etag_has_one_version_whoever_composed_the_request() -> None:
+    by_client, by_pattern = {"ContentLength": 9}, {"ContentLength": 9, "ContentRange": None, "ETag": None}
+    assert facts_of_s3(by_client) == facts_of_s3(by_pattern)

@@ -1,4 +1,4 @@
-"""Keys, user-info and signed URLs are shown by no refusal and no repr, also before anything is opened."""
+"""No error and no repr shows keys, user-info or signed URLs, also before anything is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bandwidth budget that processes share."""
+"""The bandwidth limit that processes share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spend_for(throttle: Throttle, seconds: float, barrier: Barrier, results: Any
 
 
 def spend_together(context: Any, path: Path, rate: float) -> tuple[float, float]:
-    """What three processes spent in three seconds, as a share of `rate`, and the least of one as a share of the most."""
+    """Return the spending of three processes in 3 s as a share of `rate`, and the least share by the most."""
     throttle = Throttle(str(path), rate)
     barrier, results = context.Barrier(3), context.Queue()
     workers = [context.Process(target=spend_for, args=(throttle, 3.0, barrier, results)) for _ in range(3)]
@@ -66,7 +66,7 @@ def spend_together(context: Any, path: Path, rate: float) -> tuple[float, float]
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_processes_together_hold_the_rate_within_5_percent(tmp_path: Path, method: str) -> None:
-    """Never more than that, and, as soon as the machine has time for them, no less, and none of them starves."""
+    """They never spend more, on an idle machine hardly less, and no process starves."""
     context: Any = multiprocessing.get_context(method)
     give_up = time.monotonic() + 300
     share, evenness = 0.0, 0.0

@@ -1,1 +1,1 @@
-"""Data sets in the formats of other loaders: MosaicML's MDS and Lightning's LitData."""
+"""Data sets in the formats of other loaders: MosaicML Streaming (MDS) and LitData."""

@@ -1,7 +1,7 @@
-"""Data sets whose `index.json` names their files, and files that begin with a table of their items.
+"""Data sets of files that an `index.json` names, each of which begins with an offset table of its items.
 
-`[count: u32] [where each item begins, and the end of the last: u32 × (count + 1)] … [items]`, all
-numbers little-endian.
+A file is `[count: u32] [begin of each item, and end of the last: u32 × (count + 1)] … [items]`; all numbers
+are little-endian.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,30 +27,25 @@ from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote import Remote
 from cachestream.transport.stream import Stream
 
+INDEX_NAME: Final = "index.json"
+MAX_INDEX_BYTES: Final = 256 << 20
+MAX_NAME: Final = 4096
+MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held in memory
+
+
 _WORD: Final = 4
 Items = Iterator[tuple[int, memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
 class ItemFile:
-    """A file of `count` items; `is_packed` where all of it is compressed."""
+    """A file of `count` items; `is_compressed` if the file as a whole is compressed."""
 
     remote: Remote
-    path: str = field(repr=False)  # may be signed
+    path: str = field(repr=False)  # may hold a signature
     where: str
     count: int
-    is_packed: bool = False
-
-
-class HeldStream(Stream):
-    """Bytes that are in memory."""
-
-    def __init__(self, data: memoryview, where: str) -> None:
-        super().__init__(where, start=len(data))
-        self.push_back(data)
-
-    def _next_piece(self) -> memoryview:
-        return memoryview(b"")
+    is_compressed: bool = False
 
 
 def read_items(
@@ -59,16 +55,17 @@ def read_items(
     problems: Problems,
     check: Callable[[Stream], None] | None = None,
 ) -> Items:
-    """The number and the bytes of items `first` to `stop`. What is not usable goes to `problems`.
+    """Yield the number and the bytes of the items from `first` up to `stop`; add unusable ones to `problems`.
 
-    A whole file is one stream, a part of one is fetched alone. `check` may look at a whole file first.
+    A whole file is read as one stream. Of a part of a file, only the table and the items are fetched. `check`
+    is called with the stream of a whole file before the first item.
     """
     try:
         if stop - first == file.count:
             with open_stream(file.remote, file.path, file.where) as stream:
                 if check is not None:
                     check(stream)
-                inner = _unpacked(stream) if file.is_packed else stream
+                inner = decompressed(stream) if file.is_compressed else stream
                 yield from cut_items(inner, read_table(inner, file.count, 0, stop), 0, problems)
             return
         table_end = _WORD * (stop + 2)
@@ -81,7 +78,8 @@ def read_items(
         problems.add(str(error))
 
 
-def _unpacked(stream: Stream) -> Stream:
+def decompressed(stream: Stream) -> Stream:
+    """Return a stream of the decompressed bytes of `stream`. Raises SampleError if it is not compressed."""
     inner = unpacked(stream)
     if inner is stream:
         raise SampleError(f"{stream.where}: it is not compressed, as the index says it is")
@@ -89,7 +87,9 @@ def _unpacked(stream: Stream) -> Stream:
 
 
 def read_table(stream: Stream, count: int, first: int, stop: int) -> npt.NDArray[np.int64]:
-    """Where items `first` to `stop` begin, and the end of the last; of a file that holds `count`."""
+    """Read the offset table of a file of `count` items: the begin of items `first` to `stop`, and the last
+    one's end.
+    """
     head = stream.read(_WORD)
     found = int.from_bytes(head, "little")
     if len(head) < _WORD or found != count:
@@ -103,7 +103,7 @@ def read_table(stream: Stream, count: int, first: int, stop: int) -> npt.NDArray
 
 
 def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems: Problems) -> Items:
-    """The items that `table` says where to find in `stream`, numbered from `first`."""
+    """Yield the items of `stream` at the offsets in `table`, numbered from `first`."""
     for number, (begin, end) in enumerate(zip(table[:-1].tolist(), table[1:].tolist(), strict=True), first):
         if begin < stream.position or end < begin:
             problems.add(f"sample {number}: the table says that it lies at {begin} to {end}: it is damaged")
@@ -121,17 +121,11 @@ def cut_items(stream: Stream, table: npt.NDArray[np.int64], first: int, problems
         yield number, data
 
 
-INDEX_NAME: Final = "index.json"
-MAX_INDEX_BYTES: Final = 256 << 20
-MAX_NAME: Final = 4096
-MAX_ITEMS: Final = 1 << 24  # of one file: their table, 4 bytes each, is held in memory
-
-
 class IndexedFolder:
     """The files that the index of a folder names. Picklable, small, thread-safe.
 
-    Raises ConfigError for URLs or options that cannot work, SourceError for what is missing or
-    forbidden, and SourceUnavailableError for a remote that does not answer.
+    Raises ConfigError for a URL or options that cannot work, SourceError if the index is missing or
+    forbidden, and SourceUnavailableError if the remote does not answer.
     """
 
     def __init__(self, url: Url, storage_options: Mapping[str, Any] | None, owner: str) -> None:
@@ -153,7 +147,7 @@ class IndexedFolder:
         return len(self._names)
 
     def load(self) -> Any:
-        """What the index says. Raises ConfigError where it is no JSON object."""
+        """Read and parse the index. Raises ConfigError if it is not a JSON object."""
         where = self.shown + INDEX_NAME
         with open_stream(self.remote, self._root + INDEX_NAME, where) as stream:
             data = stream.read(MAX_INDEX_BYTES + 1)
@@ -164,8 +158,19 @@ class IndexedFolder:
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{where}: not an index: {error}") from error
 
+    @contextmanager
+    def index_errors(self) -> Iterator[None]:
+        """Turn the errors of parsing a malformed index into a ConfigError that names the index."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            if reason.startswith(self.shown):
+                raise
+            raise ConfigError(f"{self.shown}{INDEX_NAME}: {reason}") from error
+
     def name_files(self, names: Sequence[Any]) -> None:
-        """Say which files the index names. Raises ValueError for none, and for names that lead elsewhere."""
+        """Set the names of the files. Raises ValueError for no names, and a name outside the folder."""
         for name in names:
             if not isinstance(name, str) or not name or len(name) > MAX_NAME:
                 raise ValueError(f"the file name {str(name)[:100]!r}")
@@ -178,14 +183,14 @@ class IndexedFolder:
         self.digest = self._names.digest
 
     def path(self, index: int) -> str:
-        """Where file `index` lies, for the driver; may hold secrets."""
+        """The path of file `index`, for the driver; it may hold secrets."""
         return self._root + self._names[index]
 
     def name(self, index: int) -> str:
         return self._names[index]
 
     def where(self, index: int) -> str:
-        """File `index` as messages show it."""
+        """The path of file `index`, for messages."""
         return self.shown + self._names[index]
 
     def __repr__(self) -> str:
@@ -193,7 +198,7 @@ class IndexedFolder:
 
 
 class Visits:
-    """Files of `counts` items as units: whole files, or visits of about `per_visit` items each."""
+    """Division of files of `counts` items into units: files, or visits of about `per_visit` items each."""
 
     def __init__(self, counts: Sequence[int], per_visit: int | None) -> None:
         if per_visit is not None:
@@ -210,7 +215,9 @@ class Visits:
         return int(self._counts.sum())
 
     def locate(self, unit: int) -> tuple[int, int, int, int]:
-        """The file of `unit`, its count of items, and the first and the end of those to read."""
+        """Return the index of the file of `unit`, its number of items, and the range (first, stop) to read of
+        it.
+        """
         index = int(np.searchsorted(self._ends, unit, side="right"))
         before = int(self._ends[index - 1]) if index else 0
         visits, count = int(self._ends[index]) - before, int(self._counts[index])
@@ -219,14 +226,16 @@ class Visits:
 
 
 def as_mapping(value: Any, what: str) -> Mapping[str, Any]:
-    """`value` of an index; TypeError unless it is an object."""
+    """Return `value`, found in an index. Raises TypeError if it is not an object."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{what} is {str(value)[:60]!r}, not an object")
     return value
 
 
 def as_count(value: Any, what: str) -> int:
-    """`value` of an index; ValueError unless it is a number of items that a file may hold."""
+    """Return `value`, found in an index. Raises ValueError if it is not a number of items that a file may
+    hold.
+    """
     if type(value) is not int or not 0 <= value <= MAX_ITEMS:
         raise ValueError(f"{what} is {str(value)[:60]!r}, not a number from 0 to {MAX_ITEMS:,}")
     return value

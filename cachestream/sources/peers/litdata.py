@@ -1,4 +1,4 @@
-"""Lightning's LitData sets, read from their own chunks: no conversion, and no pickle.
+"""LitData's data sets, read from their own chunks without conversion and without pickle.
 
 (litdata 0.2.76, streaming/framed_zstd.py and item_loader.py.)
 """
@@ -16,17 +16,16 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import Url, check_unit
 from cachestream.sources.arrow import Columns, Unusable
 from cachestream.sources.base import Problems
-from cachestream.sources.decode.compression import unpacked
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fingerprint import check_columns, identity_of
 from cachestream.sources.peers.index import (
-    HeldStream,
     IndexedFolder,
     ItemFile,
     Visits,
     as_count,
     as_mapping,
     cut_items,
+    decompressed,
     read_items,
     read_table,
 )
@@ -39,16 +38,19 @@ _FRAMED: Final = b"LDFZ01\0\0"
 _FRAMED_HEAD: Final = struct.Struct("<8sHHIII")
 _FRAME: Final = struct.Struct("<IIQII")
 _ROWS_END: Final = b"LDARW01\0"
+MAX_LEAVES: Final = 10_000
+_JSON_FORMATS: Final = ("str", "int", "float", "bool", "bytes", "json")
+_COMPRESSION_UNITS: Final = ("chunk", "batch")  # the defaults of older and newer writers
 
 
 class ArrowRows:
-    """The rows of a chunk that holds a table of Arrow's in place of items."""
+    """The rows of a chunk that holds an Arrow table instead of items."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
 
     def samples(self, images: ImageOptions, count: int) -> Iterator[dict[str, Any] | Unusable]:
-        """`count` samples. Raises SampleError for what is malformed."""
+        """Yield the samples of the `count` rows. Raises SampleError if the table is malformed."""
         try:
             arrow = require("pyarrow", "parquet", "LitData's rows in Arrow's format")
             ipc, _ = (require(f"pyarrow.{name}", "parquet", "this") for name in ("ipc", "compute"))
@@ -70,7 +72,7 @@ class ArrowRows:
                 yield from columns.rows(batch)
         except CacheStreamError as error:
             raise SampleError(str(error)) from error
-        except Exception as error:  # pyarrow raises whatever its parts do
+        except Exception as error:  # pyarrow raises errors of many classes
             raise SampleError(f"malformed: {type(error).__name__}: {error}"[:300]) from error
 
 
@@ -81,15 +83,17 @@ def _batches(reader: Any) -> Iterator[Any]:
 def read_chunk(
     file: ItemFile, level: str, has_rows: bool, problems: Problems
 ) -> Iterator[tuple[int, memoryview] | ArrowRows]:
-    """The items of a whole chunk by number, or its rows where it `has_rows`. `level`: what is packed together."""
+    """Yield the numbered items of a whole chunk, or its rows if it holds an Arrow table.
+
+    `level`: what is compressed at a time: "chunk", "batch", or "none". `has_rows`: an Arrow table may be
+    there.
+    """
     try:
         with open_stream(file.remote, file.path, file.where) as stream:
             if level == "batch":
                 yield from _framed(stream, file.count, problems)
                 return
-            inner = unpacked(stream) if level == "chunk" else stream
-            if inner is stream and level == "chunk":
-                raise SampleError(f"{file.where}: it is not compressed, as the index says it is")
+            inner = decompressed(stream) if level == "chunk" else stream
             table = read_table(inner, file.count, 0, file.count)
             if has_rows and table[0] == table[-1]:
                 yield ArrowRows(inner.read_whole())
@@ -100,7 +104,7 @@ def read_chunk(
 
 
 def _framed(stream: Stream, count: int, problems: Problems) -> Iterator[tuple[int, memoryview]]:
-    """Items in frames of zstd, each of several, that follow one another."""
+    """Yield the items of a chunk in consecutive zstd frames, each of several items."""
     head = stream.read(_FRAMED_HEAD.size)
     if len(head) < _FRAMED_HEAD.size:
         raise SampleError(f"{stream.where}: it ends in the middle of its head")
@@ -117,24 +121,7 @@ def _framed(stream: Stream, count: int, problems: Problems) -> Iterator[tuple[in
         if offset != begin:
             raise SampleError(f"{stream.where}: its frames do not follow one another: it is damaged")
         begin += packed_bytes
-    inner = unpacked(stream)
-    if inner is stream:
-        raise SampleError(f"{stream.where}: its frames are not compressed by zstd")
-    yield from cut_items(inner, np.frombuffer(words, "<u4").astype(np.int64), 0, problems)
-
-
-def unpack_item(data: memoryview, where: str) -> memoryview:
-    """An item that is packed by itself. Raises SampleError."""
-    held = HeldStream(data, where)
-    stream = unpacked(held)
-    if stream is held:
-        raise SampleError("it is not compressed by zstd")
-    return stream.read_whole()
-
-
-MAX_LEAVES: Final = 10_000
-_PLAIN: Final = ("str", "int", "float", "bool", "bytes", "json")
-_LEVELS: Final = ("chunk", "batch", "sample")
+    yield from cut_items(decompressed(stream), np.frombuffer(words, "<u4").astype(np.int64), 0, problems)
 
 
 class LitDataSource:
@@ -142,27 +129,29 @@ class LitDataSource:
 
     url: the folder that holds its `index.json`, such as "s3://bucket/set/train".
 
-    A sample is what was stored: a dict by its names, those of dicts and lists inside as "box.x" and
-    "pair.0"; a tuple; or a single value. Numbers, bools, str and bytes are as they were, tensors and
-    arrays arrays, "jpeg", "image" and "pil" uint8 `[3, H, W]` RGB, several of them `[N, 3, H, W]`, lists
-    of numbers in dicts arrays, other lists JSON text, and the files of video, audio and the like bytes.
-    Rows that LitData stores in Arrow's format are as `ParquetSource` gives them, and need pyarrow. Of a
-    `TokensLoader`'s chunks a sample is what was given to the writer at once. The key is "chunk#number".
+    A sample has the form that was stored: a dict by its names, with names such as "box.x" and "pair.0" for
+    the values of dicts and lists inside it; a tuple; or a single value. Numbers, bools, str and bytes stay as
+    they are; tensors and arrays become arrays; "jpeg", "image" and "pil" become uint8 `[3, H, W]` RGB,
+    several images `[N, 3, H, W]`; lists of numbers in dicts become arrays, other lists JSON text; files of
+    video, audio and the like become bytes. Rows that LitData stores in Arrow's format are decoded as by
+    `ParquetSource`, and need pyarrow. A sample of a `TokensLoader`'s chunks is one array as it was given to
+    the writer. The key is "chunk#number".
 
-    columns: the fields to read, by name. None: all of them.
+    columns: the names of the fields to read. None: all fields.
 
-    decoders: functions of bytes by field, that come before those: `{"extra": pickle.loads}` for one that
-    LitData pickled, which is refused without.
+    decoders: functions of bytes by field name, used instead of the decoding above: `{"extra": pickle.loads}`
+    for a pickled field, which is refused otherwise.
 
-    samples_per_visit: read about so many samples of a chunk at a time, and then of others, so that
-    early epochs hold something of many chunks, which must be plain. None: a whole chunk.
+    samples_per_visit: read about this many samples of a chunk at a time, and then samples of other chunks, so
+    that early epochs hold samples of many chunks. The chunks must not be compressed. None: a whole chunk.
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
-    Chunks may be compressed by zstd in any of LitData's ways (`pip install 'cachestream[zstd]'`); encrypted
-    ones are refused. Chunks are read from begin to end in bounded memory; one that is damaged gives the
-    samples before the damage, and is then counted as a failure. Raises ConfigError for an index that is
-    malformed or names what cannot be read, and otherwise as `FileSource`.
+    Chunks may be compressed by zstd (needs `pip install 'cachestream[zstd]'`), whole or in frames of several
+    samples. Encrypted chunks, and chunks of samples that are compressed one by one, are refused. A chunk is
+    read from begin to end in bounded memory. A damaged chunk gives the samples before the damage, and is then
+    counted as a failure. Raises ConfigError for an index that is malformed or names something that cannot be
+    read, and the errors of `FileSource` otherwise.
     """
 
     def __init__(
@@ -179,12 +168,13 @@ class LitDataSource:
         check_columns(columns)
         self._images = ImageOptions(resize, crop)
         self._chosen, self._decoders = columns, dict(decoders or {})
-        self._asked = (*(columns or ()), *self._decoders)
+        self._named_fields = (*(columns or ()), *self._decoders)
         self._folder = IndexedFolder(url, storage_options, "LitDataSource")
         counts = self._read_index()
-        if samples_per_visit is not None and self._level != "none":
+        if samples_per_visit is not None and self._compression_unit != "none":
             raise ConfigError(
-                f"{self._folder.shown}: a compressed chunk can only be read from its begin; leave out samples_per_visit"
+                f"{self._folder.shown}: a compressed chunk can only be read from its begin; "
+                "leave out samples_per_visit"
             )
         self._visits = Visits(counts, samples_per_visit)
         self.listing_digest = self._folder.digest
@@ -197,11 +187,11 @@ class LitDataSource:
 
     @property
     def num_samples(self) -> int:
-        """How many samples the index says there are."""
+        """The number of samples according to the index."""
         return self._visits.num_items
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the samples of a chunk, or of one visit to it, in their order. Raises as `Source.read` says."""
+        """Yield the samples of a chunk, or of a visit to it, in order. Raises the errors of `Source.read`."""
         check_unit(self, unit, self.num_units)
         index, count, first, stop = self._visits.locate(unit)
         folder = self._folder
@@ -210,7 +200,7 @@ class LitDataSource:
         if stop - first < count:
             found: Iterator[Any] = read_items(file, first, stop, problems)
         else:
-            found = read_chunk(file, self._level, self._tree.has_sizes, problems)
+            found = read_chunk(file, self._compression_unit, self._tree.has_sizes, problems)
         for number, sample in self._samples(found, file, problems):
             yield f"{folder.name(index)}#{number}", sample
         problems.raise_any()
@@ -226,7 +216,6 @@ class LitDataSource:
                     raise SampleError(
                         "it lies in a table of Arrow's, which is read whole: leave out samples_per_visit"
                     )
-                data = unpack_item(data, file.where) if self._level == "sample" else data
                 sample = self._tree.sample(data)
             except SampleError as error:
                 problems.add(f"sample {number}: {error}")
@@ -244,7 +233,7 @@ class LitDataSource:
             problems.add(str(error))
 
     def _of_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        for name in self._asked:
+        for name in self._named_fields:
             if name not in row:
                 raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
         for name, decoder in self._decoders.items():
@@ -256,9 +245,10 @@ class LitDataSource:
     # --- the index
 
     def _read_index(self) -> list[int]:
-        """The samples of each chunk; sets what the items of all of them are like."""
-        shown = self._folder.shown
-        try:
+        """Return the number of samples of each chunk; set the compression and the layout that all chunks
+        share.
+        """
+        with self._folder.index_errors():
             index = self._folder.load()
             if not isinstance(index.get("chunks"), list) or "config" not in index:
                 raise ValueError("no chunks and config of LitData's; is this another data set's?")
@@ -267,14 +257,9 @@ class LitDataSource:
             chunks = [as_mapping(one, "a chunk") for one in index["chunks"]]
             chunks = [one for one in chunks if as_count(one["chunk_size"], "chunk_size")]
             self._folder.name_files([one["filename"] for one in chunks])
-            self._level = _level(config)
+            self._compression_unit = _compression_unit(config)
             self._tree = self._new_tree(config)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            if reason.startswith(shown):
-                raise
-            raise ConfigError(f"{shown}index.json: {reason}") from error
-        return [one["chunk_size"] for one in chunks]
+            return [one["chunk_size"] for one in chunks]
 
     def _check_kind(self, config: Mapping[str, Any]) -> None:
         loader = config.get("item_loader")
@@ -293,9 +278,10 @@ class LitDataSource:
             raise ValueError("data_format or data_spec, which are no texts")
         container, names = leaf_names(spec, len(formats))
         known = set(names)
-        if all(one in _PLAIN for one in formats):  # may be rows, which have other names below the topmost
-            known.update(name for name in self._asked if name.partition(".")[0] in _tops(names))
-        for name in self._asked:
+        # The chunks may hold Arrow rows. Below the top level, their names are not those in the index.
+        if all(one in _JSON_FORMATS for one in formats):
+            known.update(name for name in self._named_fields if name.partition(".")[0] in _tops(names))
+        for name in self._named_fields:
             if name not in known:
                 raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
         readers = tuple(
@@ -320,14 +306,16 @@ def _tops(names: tuple[str, ...]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def _level(config: Mapping[str, Any]) -> str:
-    """What is packed together: "chunk", "batch", "sample", or "none"."""
+def _compression_unit(config: Mapping[str, Any]) -> str:
+    """Return what is compressed at a time: "chunk", "batch", or "none"."""
     compression, level = config.get("compression"), config.get("compression_level") or "chunk"
     if not compression:
         return "none"
-    if str(compression).partition(":")[0] != "zstd" or level not in _LEVELS:
+    if str(compression).partition(":")[0] != "zstd" or level not in _COMPRESSION_UNITS:
         raise ValueError(
-            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time"
+            f"its chunks are compressed by {str(compression)[:40]!r}, a {str(level)[:40]!r} at a time, "
+            "which cannot be read here: write them with compression='zstd' and no compression_level, "
+            "or without"
         )
     require("zstandard", "zstd", "LitData compressed by zstd")
     return str(level)

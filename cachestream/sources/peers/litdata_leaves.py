@@ -1,8 +1,7 @@
-"""Leaves of LitData's samples → fields, as LitData 0.2.76 serialises them, and the tree that they hang on.
+"""Decoding of the leaves of LitData's samples into fields, and the tree of a sample.
 
-(litdata 0.2.76, streaming/serializers.py, `_nested_loads`; all numbers little-endian.)
-
-(litdata/streaming/serializers.py and utilities/_pytree.py.)
+(litdata 0.2.76, streaming/serializers.py and utilities/_pytree.py; numbers are little-endian unless said
+otherwise.)
 """
 
 from __future__ import annotations
@@ -20,18 +19,37 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_with, json_field
-from cachestream.sources.peers.mds_encodings import decode_images, decode_pil
+from cachestream.sources.peers.mds_encodings import decode_images, decode_pil, decode_text
 from cachestream.sources.user_code import decode_by_user
 
-_LAST_TAG: Final = 0x20  # JSON text begins with something above
+_LAST_TAG: Final = 0x20  # the first byte of JSON text is above
 _JSON, _STRS, _I64S, _F64S, _BOOLS, _DICT, _RECORDS, _STR, _I64, _F64, _BOOL, _NONE = range(12)
-# In records a value's kind is one of these, and else packed as above.
+# The tags of values in records; the values are encoded as with the tags above.
 _RECORD_KINDS: Final = {0x10: _NONE, 0x11: _STR, 0x12: _I64, 0x13: _F64, 0x14: _BOOL}
 _U32: Final = struct.Struct("<I")
+Reader = Callable[[memoryview], Any]
+Container = Literal["dict", "tuple", "bare"]
+
+MAX_AXES: Final = 64
+MAX_DEPTH: Final = 100
+# By LitData's index. numpy has no bfloat16 (10); numpy's objects (14) and the like are pickled.
+_TORCH_DTYPES: Final = (
+    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "?",
+    "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8", "?1", "u2",
+)  # fmt: skip
+_NUMPY_DTYPES: Final = (
+    "i1", "i2", "i4", "i8", "u1", "u2", "u4",
+    "u8", "f2", "f4", "f8", "c8", "c16", "?1",
+)  # fmt: skip
+_FILES: Final = ("bytes", "file", "video", "audio", "nifti", "mesh", "pdf", "tifffile", "tiff")
+_PICKLES: Final = ("pickle", "graph")
 
 
 def parse_nested(data: memoryview) -> Any:
-    """The value in `data`. Raises ValueError or LookupError for what is malformed, RecursionError for what is too deep."""
+    """Parse a nested value (`_nested_loads` of LitData).
+
+    Raises ValueError or LookupError for malformed data, RecursionError for data that is too deep.
+    """
     if not len(data) or data[0] > _LAST_TAG:
         return json.loads(bytes(data))
     return _Parser(data).value()
@@ -58,7 +76,7 @@ class _Parser:
         return found
 
     def _count(self) -> int:
-        """How many items follow: each takes a byte at least."""
+        """Read the number of the items that follow; each takes at least one byte."""
         (count,) = _U32.unpack(self._bytes(_U32.size))
         if count > len(self._data):
             raise ValueError(f"{count} items in {len(self._data)} bytes")
@@ -99,31 +117,13 @@ class _Parser:
         return [{key: self._scalar(_RECORD_KINDS[self._byte()]) for key in keys} for _ in range(count)]
 
 
-Reader = Callable[[memoryview], Any]
-Container = Literal["dict", "tuple", "bare"]
-
-MAX_AXES: Final = 64
-MAX_DEPTH: Final = 100
-# By index; bfloat16 (10) has no such type, and objects (14 of numpy's) and the like are pickles.
-_TORCH_DTYPES: Final = (
-    "f4", "f4", "f8", "f8", "c8", "c8", "c16", "c16", "f2", "f2", "?",
-    "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8", "?1", "u2",
-)  # fmt: skip
-_NUMPY_DTYPES: Final = (
-    "i1", "i2", "i4", "i8", "u1", "u2", "u4",
-    "u8", "f2", "f4", "f8", "c8", "c16", "?1",
-)  # fmt: skip
-_FILES: Final = ("bytes", "file", "video", "audio", "nifti", "mesh", "pdf", "tifffile", "tiff")
-_PICKLES: Final = ("pickle", "graph")
-
-
 # --- the tree ----------------------------------------------------------------------------------
 
 
 def leaf_names(spec: str | None, count: int) -> tuple[Container, tuple[str, ...]]:
-    """What a sample is, and the names of its leaves in their order: "image", "box.0", "0".
+    """Return the container of a sample, and the names of its leaves in order, such as "image", "box.0", "0".
 
-    `spec` is a serialised TreeSpec of `count` leaves. Raises ValueError or LookupError for what is none.
+    `spec` is a serialised TreeSpec of `count` leaves. Raises ValueError or LookupError if it is malformed.
     """
     if spec is None:
         return "tuple", tuple(map(str, range(count)))
@@ -155,16 +155,16 @@ def _paths(tree: Any, depth: int) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How the leaves of an item become a sample; `readers` has None for those that are left out."""
+    """The layout of an item, whose leaves become a sample; `readers` holds None for leaves left out."""
 
     container: Container
     names: tuple[str, ...]
     formats: tuple[str, ...]
     readers: tuple[Reader | None, ...]
-    has_sizes: bool  # before the leaves of an item; a TokensLoader's only leaf has none
+    has_sizes: bool  # the sizes stand before the leaves of an item; a TokensLoader's only leaf has none
 
     def sample(self, data: memoryview) -> Any:
-        """The sample in the bytes of an item. Raises SampleError for one that is malformed."""
+        """Decode the sample in the bytes of an item. Raises SampleError if it is malformed."""
         count = len(self.names)
         if not self.has_sizes:
             sizes, place = (len(data),), 0
@@ -194,15 +194,15 @@ class Tree:
 def leaf_reader(
     name: str, kind: str, decoders: Mapping[str, Callable[[bytes], Any]], images: ImageOptions
 ) -> Reader:
-    """What decodes the leaves of a name. Raises ConfigError for a format that is not known, or not safe."""
+    """Return the decoder of a leaf. Raises ConfigError for a format that is not known, or not safe."""
     own = decoders.get(name)
     if own is not None:
         return partial(decode_by_user, f"the decoder of '{name}'", own)
     base, _, details = kind.partition(":")
     if base in _PICKLES:
         raise ConfigError(
-            f"field '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you trust them, "
-            f"give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
+            f"field '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you "
+            f"trust them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
         )
     if base in ("no_header_tensor", "no_header_numpy"):
         dtypes = _TORCH_DTYPES if base == "no_header_tensor" else _NUMPY_DTYPES
@@ -212,8 +212,8 @@ def leaf_reader(
             raise ConfigError(f"field '{name}' has the format {kind[:60]!r}: {error}") from error
     image = partial(decode_image, options=images)
     readers: dict[str, Reader] = {
-        "str": _text,
-        "text": _text,
+        "str": decode_text,
+        "text": decode_text,
         "bool": _bool,
         "int": partial(_scalar, "<q"),
         "float": partial(_scalar, "<d"),
@@ -232,10 +232,6 @@ def leaf_reader(
             f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
         )
     return readers[base]
-
-
-def _text(data: memoryview) -> str:
-    return str(data, "utf-8")
 
 
 def _bool(data: memoryview) -> bool:

@@ -1,4 +1,4 @@
-"""MosaicML Streaming's MDS data sets, read from their own shards: no conversion, and no pickle."""
+"""MDS data sets of MosaicML Streaming, read from their own shards without conversion and without pickle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cachestream.sources.peers.mds_encodings import ShardColumns, column_reader
 from cachestream.transport.stream import Stream
 
 MAX_COLUMNS: Final = 10_000
-_PACKERS: Final = ("zstd", "gz", "bz2")  # of those that MDS has; not br and snappy
+_COMPRESSIONS: Final = ("zstd", "gz", "bz2")  # MDS also has br and snappy
 _XXHASHES: Final = {
     "xxh32": xxhash.xxh32,
     "xxh64": xxhash.xxh64,
@@ -34,12 +34,15 @@ _XXHASHES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """What the index says of a shard: `name` is that of its file, `key` that of the uncompressed one."""
+    """The entry of a shard in the index.
+
+    `name` is that of the file that is read, `key` that of the uncompressed file.
+    """
 
     name: Any
     key: Any
     count: int
-    is_packed: bool
+    is_compressed: bool
     layout: ShardColumns
     hashes: Mapping[str, str]
 
@@ -49,28 +52,28 @@ class MDSSource:
 
     url: the folder that holds its `index.json`, such as "s3://bucket/set/train".
 
-    A sample is a dict of the columns: "int", "uint8" and the like numbers, "str" and "bytes" as they
-    are, "ndarray" arrays, "jpeg", "png" and "pil" uint8 `[3, H, W]` RGB, lists of images `[N, 3, H, W]`,
-    "json" the value, or the text of an object, "str_int" and "str_float" numbers, "str_decimal" a
-    float64. The key is "shard#number".
+    A sample is a dict of the columns. By encoding: "int", "uint8" and the like become numbers; "str" and
+    "bytes" stay as they are; "ndarray" becomes an array; "jpeg", "png" and "pil" become uint8 `[3, H, W]`
+    RGB, lists of images `[N, 3, H, W]`; "json" becomes a value, or the text of an object; "str_int" and
+    "str_float" become numbers, "str_decimal" a float64. The key is "shard#number".
 
-    columns: those to read, by name. None: all of them.
+    columns: the names of the columns to read. None: all columns.
 
-    decoders: functions of bytes by column, that come before those: `{"extra": pickle.loads}` for a
-    "pkl" column, which is refused without; `{"image": bytes}` to keep images as they are.
+    decoders: functions of bytes by column name, used instead of the decoding above: `{"extra": pickle.loads}`
+    for a "pkl" column, which is refused otherwise; `{"image": bytes}` to keep images encoded.
 
-    samples_per_visit: read about so many samples of a shard at a time, and then of others, so that
-    early epochs hold something of many shards, which must not be compressed. None: a whole shard.
+    samples_per_visit: read about this many samples of a shard at a time, and then samples of other shards, so
+    that early epochs hold samples of many shards. The shards must not be compressed. None: a whole shard.
 
-    check_hashes: hold each whole shard, which is then in memory, against a hash in the index before it
-    is used; where the index has none, that is a ConfigError.
+    check_hashes: compare each whole shard, which is then held in memory, with its hash in the index before
+    the shard is used. An index without hashes is a ConfigError.
 
     resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
 
-    Shards may be compressed by zstd (needs `pip install 'cachestream[zstd]'`), gz or bz2. They are read
-    from begin to end in bounded memory. A shard that is damaged gives the samples before the damage,
-    and is then counted as a failure. Raises ConfigError for an index that is malformed or names what
-    cannot be read, and otherwise as `FileSource`.
+    Shards may be compressed by zstd (needs `pip install 'cachestream[zstd]'`), gz or bz2. A shard is read
+    from begin to end in bounded memory. A damaged shard gives the samples before the damage, and is then
+    counted as a failure. Raises ConfigError for an index that is malformed or names something that cannot be
+    read, and the errors of `FileSource` otherwise.
     """
 
     def __init__(
@@ -89,14 +92,15 @@ class MDSSource:
         images = ImageOptions(resize, crop)
         self._folder = IndexedFolder(url, storage_options, "MDSSource")
         shards = _shards(self._folder, _Columns(columns, dict(decoders or {}), images))
-        if samples_per_visit is not None and any(shard.is_packed for shard in shards):
+        if samples_per_visit is not None and any(shard.is_compressed for shard in shards):
             raise ConfigError(
-                f"{self._folder.shown}: a compressed shard can only be read from its begin; leave out samples_per_visit"
+                f"{self._folder.shown}: a compressed shard can only be read from its begin; "
+                "leave out samples_per_visit"
             )
         self._visits = Visits([shard.count for shard in shards], samples_per_visit)
         self._keys = tuple(shard.key for shard in shards)
         self._layouts = tuple(shard.layout for shard in shards)
-        self._packed = tuple(shard.is_packed for shard in shards)
+        self._compressed = tuple(shard.is_compressed for shard in shards)
         self._hashes = (
             tuple(_known_hash(self._folder.shown, shard) for shard in shards) if check_hashes else ()
         )
@@ -110,16 +114,18 @@ class MDSSource:
 
     @property
     def num_samples(self) -> int:
-        """How many samples the index says there are."""
+        """The number of samples according to the index."""
         return self._visits.num_items
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the samples of a shard, or of one visit to it, in their order. Raises as `Source.read` says."""
+        """Yield the samples of a shard, or of a visit to it, in order. Raises the errors of `Source.read`."""
         check_unit(self, unit, self.num_units)
         index, count, first, stop = self._visits.locate(unit)
         folder, layout = self._folder, self._layouts[index]
         problems = Problems(folder.where(index))
-        file = ItemFile(folder.remote, folder.path(index), folder.where(index), count, self._packed[index])
+        file = ItemFile(
+            folder.remote, folder.path(index), folder.where(index), count, self._compressed[index]
+        )
         whole = stop - first == count
         check = partial(_check_hash, *self._hashes[index]) if self._hashes and whole else None
         for number, data in read_items(file, first, stop, problems, check):
@@ -139,7 +145,7 @@ class MDSSource:
 
 
 class _Columns:
-    """The columns that are asked for, in the layouts of shards; mostly all shards have one."""
+    """The requested columns in the layout of each shard; shards of equal columns share a `ShardColumns`."""
 
     def __init__(
         self,
@@ -182,8 +188,8 @@ class _Columns:
 
 
 def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
-    """The shards that hold samples. Raises ConfigError that says what of the index cannot be read."""
-    try:
+    """The shards that hold samples. Raises ConfigError for an index that cannot be used."""
+    with folder.index_errors():
         index = folder.load()
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
             raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
@@ -193,37 +199,32 @@ def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
             if not isinstance(key, str) or not key.isprintable():
                 raise ValueError(f"the file name {str(key)[:100]!r}")
         folder.name_files([shard.name for shard in shards])
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        if reason.startswith(folder.shown):
-            raise
-        raise ConfigError(f"{folder.shown}index.json: {reason}") from error
-    return shards
+        return shards
 
 
 def _shard(shard: Mapping[str, Any], columns: _Columns) -> _Shard:
     if shard.get("format") != "mds" or shard.get("version") != 2:
         raise ValueError(f"shards of the format {str(shard.get('format'))[:60]!r}; only 'mds' can be read")
-    raw, packed = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
-    stored = as_mapping(packed, "zip_data") if packed else raw
-    if packed:
-        _require_unpacker(str(shard.get("compression")).partition(":")[0])
+    raw, zip_data = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
+    stored = as_mapping(zip_data, "zip_data") if zip_data else raw
+    if zip_data:
+        _check_compression(str(shard.get("compression")).partition(":")[0])
     hashes = stored.get("hashes") or {}
     return _Shard(
         name=stored["basename"],
         key=raw["basename"],
         count=as_count(shard["samples"], "the number of samples of a shard"),
-        is_packed=bool(packed),
+        is_compressed=bool(zip_data),
         layout=columns.layout(shard),
         hashes={str(name): str(value) for name, value in as_mapping(hashes, "hashes").items()},
     )
 
 
-def _require_unpacker(packer: str) -> None:
-    if packer not in _PACKERS:
+def _check_compression(packer: str) -> None:
+    if packer not in _COMPRESSIONS:
         raise ValueError(
-            f"shards are compressed by {packer[:40]!r}, which cannot be unpacked here: write them with one of "
-            f"{', '.join(_PACKERS)}, or without"
+            f"shards are compressed by {packer[:40]!r}, which cannot be unpacked here: write them with "
+            f"one of {', '.join(_COMPRESSIONS)}, or without"
         )
     if packer == "zstd":
         require("zstandard", "zstd", "MDS compressed by zstd")
@@ -233,7 +234,7 @@ def _require_unpacker(packer: str) -> None:
 
 
 def _known_hash(shown: str, shard: _Shard) -> tuple[str, str]:
-    """The first hash of a shard that can be computed, by its name."""
+    """Return the algorithm and the value of the first hash of a shard whose algorithm is known here."""
     for name, value in shard.hashes.items():
         if name in _XXHASHES or name in hashlib.algorithms_guaranteed - {"shake_128", "shake_256"}:
             return name, value

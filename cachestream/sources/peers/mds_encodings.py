@@ -1,6 +1,6 @@
-"""Columns of MosaicML's MDS → the fields of a sample, as MosaicML Streaming 0.13 encodes them.
+"""Decoding of MDS columns into the fields of a sample, after MosaicML Streaming 0.13.
 
-(streaming/base/format/mds/encodings.py; all numbers little-endian.)
+(streaming/base/format/mds/encodings.py; all numbers are little-endian.)
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ _VALUE_DTYPES: Final = {
 _SHAPE_DTYPES: Final = ("<u1", "<u2", "<u4", "<u8")
 _PIL_HEAD: Final = struct.Struct("<III")
 MAX_IMAGES: Final = 4096
-MAX_IMAGES_BYTES: Final = 1 << 30  # of those of one value, unpacked
+MAX_IMAGES_BYTES: Final = 1 << 30  # of the decoded images of one value
 
 
 @dataclass(frozen=True, slots=True)
 class ShardColumns:
-    """The columns of a shard: `sizes` has the bytes of those that always take as many, else 0.
+    """The columns of a shard.
 
-    `readers` has None for columns that are left out.
+    `sizes` holds the bytes of each column of fixed size, and 0 for the others. `readers` holds None for
+    columns that are left out.
     """
 
     names: tuple[str, ...]
@@ -57,7 +58,7 @@ class ShardColumns:
     readers: tuple[Reader | None, ...]
 
     def sample(self, data: memoryview) -> dict[str, Any]:
-        """The fields of a sample. Raises SampleError for one that is malformed."""
+        """Decode the fields of a sample. Raises SampleError if it is malformed."""
         sizes = list(self.sizes)
         variable = [index for index, size in enumerate(sizes) if not size]
         place = 4 * len(variable)
@@ -79,7 +80,7 @@ class ShardColumns:
 def column_reader(
     name: str, encoding: str, decoders: Mapping[str, Callable[[bytes], Any]], images: ImageOptions
 ) -> Reader:
-    """What decodes the values of a column. Raises ConfigError for an encoding that is not known, or not safe."""
+    """Return the decoder of a column. Raises ConfigError for an encoding that is not known, or not safe."""
     own = decoders.get(name)
     if own is not None:
         return partial(decode_by_user, f"the decoder of '{name}'", own)
@@ -88,8 +89,8 @@ def column_reader(
         return _array_reader(name, encoding, details)
     if kind == "pkl":
         raise ConfigError(
-            f"column '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you trust "
-            f"them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
+            f"column '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you "
+            f"trust them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
         )
     if encoding in _SCALARS:
         return partial(_scalar, np.dtype(encoding).newbyteorder("<"))
@@ -97,7 +98,7 @@ def column_reader(
     pil = partial(decode_pil, options=images)
     readers: dict[str, Reader] = {
         "bytes": bytes,
-        "str": _text,
+        "str": decode_text,
         "int": partial(_scalar, np.dtype("<i8")),
         "str_int": _decimal_integer,
         "str_float": _float,
@@ -113,8 +114,8 @@ def column_reader(
     }
     if encoding not in readers:
         raise ConfigError(
-            f"column '{name}' has the encoding {encoding[:60]!r}, which is not known: give a function of bytes in "
-            f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
+            f"column '{name}' has the encoding {encoding[:60]!r}, which is not known: give a function "
+            f"of bytes in decoders={{{name!r}: …}}, or leave it out with columns=[…]"
         )
     return readers[encoding]
 
@@ -128,19 +129,19 @@ def _scalar(dtype: np.dtype[Any], data: memoryview) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def _text(data: memoryview) -> str:
+def decode_text(data: memoryview) -> str:
     return str(data, "utf-8")
 
 
 def _decimal_integer(data: memoryview) -> int:
-    value = int(_text(data))
+    value = int(decode_text(data))
     if not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer beyond 64 bits")
     return value
 
 
 def _float(data: memoryview) -> float:
-    return float(_text(data))
+    return float(decode_text(data))
 
 
 # --- arrays ------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def _array(fixed_dtype: str, fixed_shape: Sequence[int] | None, data: memoryview
 
 
 def decode_pil(data: memoryview, options: ImageOptions) -> Pixels:
-    """The pixels of a PIL image as they are: width, height, the length of the mode's name, that name, and them."""
+    """Decode a raw PIL image: width, height, length of the mode's name (u32 each), the name, the pixels."""
     width, height, length = _PIL_HEAD.unpack_from(data)
     if length > 16:
         raise ValueError(f"a mode of {length} characters")
@@ -184,7 +185,7 @@ def decode_pil(data: memoryview, options: ImageOptions) -> Pixels:
 
 
 def decode_images(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
-    """uint8 `[N, 3, H, W]` of several images: how many, the bytes of each, and they."""
+    """Decode several images to uint8 `[N, 3, H, W]`: their number and the bytes of each (u32), the images."""
     (count,) = struct.unpack_from("<I", data)
     if not 0 < count <= MAX_IMAGES:
         raise ValueError(f"{count} images, from 1 to {MAX_IMAGES} can be read")
@@ -204,5 +205,5 @@ def decode_images(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
 
 
 def _listed(decode: Reader, data: memoryview) -> npt.NDArray[np.uint8]:
-    """As `decode_images`, after four bytes that are not used."""
+    """Decode as `decode_images` does, after four unused bytes."""
     return decode_images(decode, data[4:])

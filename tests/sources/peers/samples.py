@@ -1,4 +1,4 @@
-"""What the data sets in this folder hold: the same whenever it is asked for."""
+"""The samples of the data sets in this folder; every call returns the same."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ MDS_COLUMNS: Final = {
 
 
 def picture(number: int, mode: str = "RGB", width: int = 8, height: int = 6) -> Image.Image:
-    """A small smooth picture, another one for each number."""
+    """Return a small smooth picture, a different one for each number."""
     rows, columns = np.mgrid[0:height, 0:width]
     pixels = np.stack([rows * 20 + number, columns * 15, (rows + columns) * 9 + 2 * number], -1)
     return Image.fromarray(pixels.astype(np.uint8)).convert(mode)
 
 
 def mds_sample(number: int) -> dict[str, Any]:
-    """As it was given to MDSWriter, but for images in lists of bytes, which the writer wants encoded."""
+    """Return a sample as it was given to MDSWriter, except that the writer gets the images of "jpegs_too"
+    encoded.
+    """
     return {
         "a_bytes": bytes(range(number)),
         "a_decimal": f"{number}.25",
@@ -86,7 +88,7 @@ def mds_sample(number: int) -> dict[str, Any]:
 
 
 def litdata_sample(number: int) -> dict[str, Any]:
-    """As it was given to LitData, but for tensors, which are arrays here."""
+    """Return a sample as it was given to LitData, with arrays instead of tensors."""
     return {
         "nested": {"a_bool": bool(number % 2), "a_float": number / 3},
         "a_bytes": bytes(range(number)),
@@ -106,7 +108,7 @@ def litdata_sample(number: int) -> dict[str, Any]:
 
 
 def edit_index(folder: Path, change: Callable[[Any], Any]) -> Path:
-    """`folder`, with its index as `change` leaves it, or the index that it returns."""
+    """Apply `change` to the index of `folder`, or write the index that `change` returns; return `folder`."""
     index = json.loads((folder / "index.json").read_text())
     changed = change(index)
     (folder / "index.json").write_text(json.dumps(index if changed is None else changed))

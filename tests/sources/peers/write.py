@@ -1,8 +1,8 @@
 """Write the data sets of this folder anew: `python -m tests.sources.peers.write`, from the repository's root.
 
-The libraries ask for older versions of what this project is tested with, so they are none of its
-requirements, and their files are kept here. Those were written by mosaicml-streaming 0.13.0 and
-litdata 0.2.76 (the packages are licensed under Apache-2.0; the files hold nothing of them). In an environment of its own:
+The files are kept here because the libraries need older versions of packages than this project is tested
+with. They were written by mosaicml-streaming 0.13.0 and litdata 0.2.76 (the packages are licensed under
+Apache-2.0; the files hold nothing of them). In an environment of its own:
 
     pip install mosaicml-streaming==0.13.0
     pip install litdata==0.2.76 zstd pyarrow
@@ -36,7 +36,7 @@ def jpeg(image: Image.Image) -> bytes:
 
 
 def as_file(image: Image.Image) -> Any:
-    """An image as one that was opened from a file: LitData stores it as it is."""
+    """Return the image as opened from a JPEG file: LitData stores the bytes of such a file unchanged."""
     return Image.open(io.BytesIO(jpeg(image)))
 
 
@@ -85,7 +85,7 @@ def write_litdata() -> None:
         )
     write("litdata", samples, 3)
     few = [{name: sample[name] for name in ("a_tensor", "pair", "words")} for sample in samples]
-    for level in ("chunk", "batch", "sample"):
+    for level in ("chunk", "batch"):
         write(
             f"litdata-{level}", few, 4, compression="zstd", compression_level=level, compression_batch_size=2
         )
