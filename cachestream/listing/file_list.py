@@ -143,22 +143,20 @@ class FileList:
         return made
 
     def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
-        """The names of all folders with files whose keys count, "" for the root. An open list stays so if these can be known.
+        """The names of the folders with files whose keys count, "" for the root.
 
-        That a folder lies deeper than the first files do may not be seen.
+        Of an open list, which stays so: those of the known files, and of the folders to come all that lie where the
+        uppermost known file's folder does, whatever they hold. Others, such as deeper ones, are not known.
         """
+        found = set[str]()
+        for name in self._names:
+            if (folder := name.rpartition("/")[0]) not in found and counts(self._key_of(name)):
+                found.add(folder)
         if self._pages is not None:
-            depth = max(name.count("/") for name in self._names)
-            found = self._pages.folders(
-                depth, lambda names: [name for name in self._filtered(names) if counts(self._key_of(name))]
-            )
-            if found is not None:
-                return found
-        folders = set[str]()
-        for name in self.names:
-            if (folder := folder_of(name)) not in folders and counts(self._key_of(name)):
-                folders.add(folder)
-        return frozenset(folders)
+            uppermost, last = min(found, key=lambda one: (one.count("/"), one), default=""), self._names[-1]
+            beside = self._pages.folders_in(uppermost[: uppermost.rfind("/") + 1])
+            found |= {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}
+        return frozenset(folder.rpartition("/")[2] for folder in found)
 
     def _complete(self) -> None:
         if self.is_open:
@@ -242,10 +240,12 @@ class FileList:
 
     def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
         """The first names, and the list is open; or all there are. None where there are none."""
-        wanted = pages.usual_first if first_names == "auto" else first_names
+        wanted, page_names = pages.usual_first, PAGE_NAMES
+        if first_names != "auto":
+            wanted, page_names = first_names, min(PAGE_NAMES, first_names)
         found: list[str] = []
         try:
-            for page in pages.after("", min(PAGE_NAMES, wanted)):
+            for page in pages.after("", page_names):
                 found += self._filtered(page.names)
                 if not page.is_last and len(found) >= wanted:
                     self._pages = pages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -12,15 +11,12 @@ from fsspec import get_filesystem_class
 from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceError
-from cachestream.listing.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
 from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, s3_delimiter, visible
 from cachestream.transport.remote import Remote, run
 from cachestream.transport.remote_errors import map_errors, redact
 
 PAGE_NAMES: Final = 1000  # as many as S3 gives
-FIRST_NAMES: Final = 10_000
 PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
-_AT_ONCE: Final = 16
 
 
 class UnorderedError(SourceError):
@@ -53,8 +49,8 @@ class Pages:
 
     @property
     def usual_first(self) -> int:
-        """How many names to list before the first sample."""
-        return FIRST_NAMES
+        """How many names to list before the first sample: whatever the first page holds, so that none waits for another."""
+        return 1
 
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
         """The pages of what comes after the name `last`, "" for all.
@@ -73,24 +69,34 @@ class Pages:
             start = keys[-1] if keys else start
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
 
-    def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
-        """The names of all folders with files that count, as far as can be told without listing the files.
+    def folders_in(self, parent: str) -> list[str]:
+        """The folders ("a/b/") right in the folder `parent` ("a/", or "" for the root) whose files may count.
 
-        "" stands for the root itself. `keep` gives those names below the root that count. See `foreseen`.
+        Listed by the delimiter, up to the first page that has files alone: a folder that lies behind so many is missed.
         """
         if self.delimiter:
-            return frozenset({""})
-        return foreseen(_PrefixSurvey(self, keep), self.root.partition("/")[2], depth)
+            return []
+        bucket, _, key = (self.root + parent if parent else self.prefix).partition("/")
+        fits = re.compile(self.folder_pattern).match if self.folder_pattern else None
+        cut, found = len(self.root), list[str]()
+        for answer in self.answers(key, "/", "", PAGE_NAMES):
+            paths = [f"{bucket}/{entry['Prefix']}" for entry in answer.get("CommonPrefixes", ())]
+            if not paths:
+                break
+            if fits is not None:
+                paths = [path for path in paths if fits(path[:-1])]
+            elif not self.pattern:
+                paths = [path for path in paths if not path.startswith(".", cut + len(parent))]
+            found += [path[cut:] for path in paths]
+        return found
 
     @property
     def _shown(self) -> str:
         return redact(f"{self.remote.protocol}://{self.prefix}")
 
-    def answers(
-        self, key: str, delimiter: str, start: str, names: int, filesystem: Any = None
-    ) -> Iterator[dict[str, Any]]:
+    def answers(self, key: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
         """What S3 answers, page by page, when asked for `key` and what comes after `start`."""
-        filesystem = filesystem or self.remote.open_for_listing()[0]
+        filesystem, _ = self.remote.open_for_listing()
         options = {
             "Bucket": self.prefix.partition("/")[0],
             "Prefix": key,
@@ -125,55 +131,6 @@ class Pages:
             return [path[cut:] for path in paths if fits(path) and not path.endswith("/")]
 
         return keep
-
-
-class _PrefixSurvey:
-    """A look at the folders of a listing, several at a time, without their files' names being kept."""
-
-    def __init__(self, pages: Pages, keep: Callable[[list[str]], list[str]]) -> None:
-        self._pages = pages
-        self._matching, self._wanted = pages.keeper(), keep
-        self._fits = re.compile(pages.folder_pattern).match if pages.folder_pattern else None
-        self._bucket, _, key = pages.root.partition("/")
-        self._cut = len(key)
-        self._filesystem, _ = pages.remote.open_for_listing()
-        self._asked = 0
-
-    def name(self, folder: str) -> str:
-        return folder[self._cut :].rstrip("/").rpartition("/")[2]
-
-    def may_count(self, folder: str, empty: set[str]) -> bool:
-        """Whether files of a folder that holds some may count; those in `empty` hold none."""
-        path = f"{self._bucket}/{folder}".rstrip("/")
-        return folder not in empty and (self._fits is None or self._fits(path) is not None)
-
-    def at_beginnings(self, folders: list[str]) -> dict[str, Seen]:
-        """The first names of some of `folders`, from all over them."""
-        some = some_of(folders)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(some, pool.map(lambda one: self._folder(one, 1, PROBE_NAMES), some), strict=True))
-
-    def through(self, folders: list[str]) -> list[Seen] | None:
-        """All of `folders`; None where there are too many pages of them."""
-        if self._asked + len(folders) > MOST_LOOKS:
-            return None
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            seen = list(pool.map(lambda one: self._folder(one, MOST_LOOKS), folders))
-        return seen if all(one.is_all for one in seen) else None
-
-    def _folder(self, folder: str, most_pages: int, page_names: int = PAGE_NAMES) -> Seen:
-        holds_files, inner, is_all = False, list[str](), False
-        pages = self._pages.answers(folder, "/", "", page_names, self._filesystem)
-        for number, answer in enumerate(pages, 1):
-            self._asked += most_pages > 1  # probes are few, and are not counted
-            files = [f"{self._bucket}/{entry['Key']}" for entry in answer.get("Contents", ())]
-            below = [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
-            inner += [one for one in below if self._pages.pattern or not one.startswith(".", len(folder))]
-            holds_files |= bool(self._wanted(self._matching(files)))
-            is_all = not answer.get("IsTruncated")
-            if number == most_pages or self._asked > MOST_LOOKS:
-                break
-        return Seen(holds_files, inner, is_all)
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:

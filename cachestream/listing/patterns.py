@@ -24,12 +24,11 @@ _OF_A_CACHE: Final = frozenset({"cache.json", "catalogue.sqlite"})
 
 
 class Folder(NamedTuple):
-    """What a folder holds: names of files and of folders; `is_there` unless it is gone, `is_all` unless there is more."""
+    """What a folder holds: names of files and of folders; `is_there` unless it is gone."""
 
     files: list[str]
     inner: list[str]
     is_there: bool = True
-    is_all: bool = True
 
 
 Listed = Callable[[str, Sequence[str]], Folder]
@@ -78,12 +77,12 @@ class LocalFolders:
         self._root = root
         self._real = os.path.realpath(root).rstrip("/") + "/"
 
-    def __call__(self, folder: str, _following: Sequence[str] = (), most: int | None = None) -> Folder:
-        """What `folder` holds; `most` entries of it, in no order. Raises OSError."""
-        files, inner, number = list[str](), list[str](), -1
+    def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
+        """What `folder` holds, in no order. Raises OSError."""
+        files, inner = list[str](), list[str]()
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
-                for number, entry in enumerate(islice(entries, most)):
+                for number, entry in enumerate(entries):
                     if not number % _ENTRIES_A_BEAT:
                         metering.fetched(0)
                     if entry.name.startswith("."):
@@ -96,7 +95,7 @@ class LocalFolders:
             return Folder([], [], is_there=False)
         if folder and "shards" in inner and _OF_A_CACHE.issubset(files):
             return Folder([], [])
-        return Folder(files, inner, is_all=number + 1 != most)
+        return Folder(files, inner)
 
     def _is_new(self, folder: str, link: str) -> bool:
         target = os.path.realpath(link).rstrip("/") + "/"

@@ -16,7 +16,6 @@ from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
-from cachestream.listing.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
 from cachestream.listing.pages import Page
 from cachestream.listing.patterns import (
     MAGIC,
@@ -32,7 +31,7 @@ from cachestream.transport.remote_errors import map_errors, redact
 
 FOLDER_TIMEOUT_S: Final = 300.0
 FIRST_OF_DISKS: Final = 1_000_000  # a disk of this machine lists so many in 2 to 3 s
-FIRST_OF_OTHERS: Final = 10_000
+FIRST_OF_OTHERS: Final = 1000
 
 
 class GoneError(SourceUnavailableError):
@@ -70,10 +69,10 @@ class Walk:
         if not is_last:
             yield Page([], is_last=True)
 
-    def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
-        """The names of all folders with files that `keep` lets count, as far as a look at some tells; see `foreseen`."""
+    def folders_in(self, parent: str) -> list[str]:
+        """The folders ("a/b/") right in the folder `parent` ("a/", or "" for the root) whose files may count."""
         with closing(_Asking(self)) as asking:
-            return foreseen(_FolderSurvey(self, asking, keep), "", depth)
+            return [f"{parent}{name}/" for name in asking.for_folder(parent).inner]
 
     def keeper(self) -> Callable[[list[str]], list[str]]:
         """Which names of files count."""
@@ -112,11 +111,11 @@ class _Asking:
         self._local = LocalFolders(walk.root) if walk.remote.is_local else None
         self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
 
-    def for_folder(self, folder: str, following: Sequence[str] = (), most: int | None = None) -> Folder:
-        """What `folder` holds, of the folders those that are entered; `most` entries, where it can be stopped."""
+    def for_folder(self, folder: str, following: Sequence[str] = ()) -> Folder:
+        """What `folder` holds, of the folders those that are entered."""
         with map_errors(self._walk.shown + folder, secrets=self._walk.remote.secrets):
             if self._local is not None:
-                found = self._local(folder, following, most)
+                found = self._local(folder, following)
             else:
                 found = self._of_driver(folder, following)
         if not folder and not (found.files or found.inner):
@@ -167,42 +166,6 @@ class _Asking:
     def close(self) -> None:
         for future in self._ahead.values():
             future.cancel()
-
-
-class _FolderSurvey:
-    """A look at the folders of a tree; their files' names are not kept."""
-
-    def __init__(self, walk: Walk, asking: _Asking, keep: Callable[[list[str]], list[str]]) -> None:
-        self._asking = asking
-        self._matching, self._wanted = walk.keeper(), keep
-        folder, _, last = walk.pattern.rpartition("/")
-        below = "" if "**" in last or not walk.pattern else glob_translate(folder)
-        self._fits = re.compile(below).match if below else None
-        self._asked = 0
-
-    def name(self, folder: str) -> str:
-        return folder.rstrip("/").rpartition("/")[2]
-
-    def may_count(self, folder: str, empty: set[str]) -> bool:
-        """See `foreseeing.Look`."""
-        return folder not in empty and (self._fits is None or self._fits(folder.rstrip("/")) is not None)
-
-    def at_beginnings(self, folders: list[str]) -> dict[str, Seen]:
-        """See `foreseeing.Look`."""
-        some = some_of(folders)
-        return {one: self._seen(one, some[n + 1 :], PROBE_NAMES) for n, one in enumerate(some)}
-
-    def through(self, folders: list[str]) -> list[Seen] | None:
-        """See `foreseeing.Look`."""
-        self._asked += len(folders)
-        if self._asked > MOST_LOOKS:
-            return None
-        return [self._seen(one, folders[n + 1 : n + 16]) for n, one in enumerate(folders)]
-
-    def _seen(self, folder: str, following: Sequence[str], most: int | None = None) -> Seen:
-        holds = self._asking.for_folder(folder, following, most)
-        files = self._wanted(self._matching([folder + name for name in holds.files]))
-        return Seen(bool(files), [f"{folder}{name}/" for name in sorted(holds.inner)], holds.is_all)
 
 
 def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:

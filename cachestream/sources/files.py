@@ -48,8 +48,9 @@ class FileSource:
 
     label: "folder" gives images an int "label", the place of their parent folder's name among those of
     all folders with images in order (`label_names`), as torchvision's ImageFolder does; there is none where
-    all images lie in the root itself. A function of the key labels every file. None: no labels. Of a
-    `EpochManifest` with labels: those, for every file.
+    all images lie in the root itself. While a listing grows the names are those of the folders that lie beside the
+    first files' folders; images in others are skipped and counted. A function of the key labels every file. None: no
+    labels. Of a `Manifest` with labels: those, for every file.
 
     storage_options go to fsspec's driver and may hold secrets: they are shown nowhere.
     extensions keeps only files that end so (".jpg", "png"); recursive=False keeps to the folder
@@ -64,8 +65,8 @@ class FileSource:
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than these is not listed to its
     end here: a worker with the order "shuffle" or "sequential" begins with the first ones while the rest is listed.
-    "auto": 1,000,000 on a disk of this machine, 10,000 elsewhere. Whatever else asks for the number of units lists
-    all at once; so does None.
+    "auto": the first 1,000 (S3's first page), and 1,000,000 on a disk of this machine. Whatever else asks for the
+    number of units lists all at once; so does None.
 
     Other files are listed once, here; the source is picklable and small. Raises ConfigError for URLs or
     options that cannot work, SourceError for what is missing, empty or forbidden, and
@@ -165,7 +166,7 @@ class FileSource:
         return self._label_names
 
     def _settle(self) -> None:
-        """List the rest, if any. Labels stay as they were foreseen, but where that was wrong."""
+        """List the rest, if any. Labels stay as they are, unless an image lies in a folder that has none."""
         if self._files.is_open:
             assert self._files.names  # asked for: all of them
             if self._label == "folder":
@@ -209,8 +210,9 @@ class FileSource:
         folder = folder_of(self._files.name(unit)) if self._label_index and _takes_label(key) else None
         if folder is not None and folder not in self._label_index:
             raise SampleError(
-                f"{where}: has no label, because its folder was not seen when labels were given (it lies deeper than "
-                "the first files); clear the cache, and give first_names=None to list all before, or label=None"
+                f"{where}: has no label: while a listing grows, only folders beside those of the first files have "
+                "one; clear the cache, and give first_names=None to list all before, label= a function of the path, "
+                "or label=None"
             )
         with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
             data = fetch(self._remote, self._files.path(unit))
