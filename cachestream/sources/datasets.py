@@ -15,8 +15,7 @@ import xxhash
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import check_unit
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fieldwise import empty_lists, plain_fields
+from cachestream.sources.fields import Defaults, empty_lists, plain_fields
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.user_code import Calls, by_value, foreign_errors
 

@@ -19,7 +19,7 @@ from cachestream.listing.pages import Page
 from cachestream.listing.patterns import extension_of, is_image, kind_of
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_fields
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.user_code import foreign_errors
 from cachestream.transport.fetch import fetch

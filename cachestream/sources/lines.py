@@ -29,10 +29,8 @@ from cachestream.listing.manifest import real_number, whole_number
 from cachestream.listing.names import Names
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.values import json_field
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fieldwise import plain_fields
+from cachestream.sources.fields import Defaults, check_columns, plain_fields
 from cachestream.sources.files import check_encoding
-from cachestream.sources.fingerprint import check_columns
 from cachestream.sources.tar_groups import Problems
 from cachestream.transport.network_stream import open_stream, size_of
 from cachestream.transport.stream import Stream

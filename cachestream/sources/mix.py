@@ -14,7 +14,7 @@ import xxhash
 from cachestream.errors import ConfigError
 from cachestream.listing.file_list import check_unit
 from cachestream.permutation import Permutation, mix_key
-from cachestream.sources.base import Source
+from cachestream.sources.base import Source, is_source
 from cachestream.sources.open import open_source
 
 _CYCLE_KEY: Final = 5
@@ -157,10 +157,7 @@ def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: A
             raise ConfigError(
                 f"mix(): the weight {weight!r} must be a number above 0; leave out what has none"
             )
-    opened = [
-        what if isinstance(what, Source) and not isinstance(what, type) else open_source(what, **options)
-        for what, _ in pairs
-    ]
+    opened = [what if is_source(what) else open_source(what, **options) for what, _ in pairs]
     return MixSource(opened, [float(weight) for _, weight in pairs])
 
 

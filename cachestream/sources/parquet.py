@@ -22,8 +22,7 @@ from cachestream.schema import IntArray
 from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
 from cachestream.sources.base import Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fingerprint import check_columns
+from cachestream.sources.fields import Defaults, check_columns
 from cachestream.sources.tar_groups import Problems
 from cachestream.sources.thrift import ColumnChunk, column_chunks
 from cachestream.transport.file_object import SpanFile

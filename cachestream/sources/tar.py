@@ -17,7 +17,7 @@ from cachestream.listing.names import AnyNames, Names
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.images import AS_THEY_ARE, Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_json_value, decode_value, decode_with
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.tar_format import BLOCK, find_header
 from cachestream.sources.tar_groups import LOOK_BACK_BYTES, Group, Part, Problems, read_groups, seek_member

@@ -19,7 +19,7 @@ from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.sources.base import Rows, one_by_one
 from cachestream.sources.decode.compression import UnpackedStream
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.sources.tar_groups import Problems
 from cachestream.sources.tf_example import Feature, parse_example, parse_examples, rows_of
 from cachestream.sources.tf_features import Kind, as_it_is, as_kind, checked_kinds, columns_of

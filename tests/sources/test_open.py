@@ -278,7 +278,7 @@ def test_a_datasets_fingerprint_names_its_class_length_and_own_fingerprint() -> 
     plain = open_source(Squares(5))
     named = Squares(5)
     named.fingerprint = "v2"  # type: ignore[attr-defined]
-    assert plain.fingerprint == "dataset:tests.remote.test_open.Squares[5]"
+    assert plain.fingerprint == "dataset:tests.sources.test_open.Squares[5]"
     assert open_source(Squares(6)).fingerprint != plain.fingerprint
     assert open_source(named).fingerprint == plain.fingerprint + ":v2"
 

@@ -1,4 +1,6 @@
-"""Samples of Python objects, field by field, as columns of Parquet become fields.
+"""The fields of samples: which to keep, their defaults, and nested values as fields of their own.
+
+A nested value of a Python object becomes what a column of Parquet becomes:
 
 | value | field |
 |-|-|
@@ -12,13 +14,78 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from cachestream.config import check_mapping
+from cachestream.errors import ConfigError
+from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.functions import fingerprint_of
+
+
+def check_columns(columns: Sequence[str] | None) -> None:
+    """Raise ConfigError unless `columns` are names, or None for all."""
+    if isinstance(columns, str) or (columns is not None and not columns):
+        raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+
+
+def identity_of(
+    columns: Sequence[str] | None,
+    decoders: Mapping[str, Callable[[bytes], Any]],
+    samples_per_visit: int | None,
+) -> list[str]:
+    """What names these options of an indexed data set in its fingerprint; empty where all is taken as it is."""
+    found = [f"columns={','.join(columns)}"] if columns is not None else []
+    found += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(decoders.items())]
+    return found + ([f"samples_per_visit={samples_per_visit}"] if samples_per_visit else [])
+
+
+class Defaults:
+    """The values for fields that are missing, or None, by name: `{"caption": "", "score": 0.0}`.
+
+    Where the default is a float, integers become floats. Samples that are no dict stay as they are.
+    """
+
+    def __init__(self, fields: Mapping[str, Any] | None) -> None:
+        check_mapping("fields", fields, "{'caption': ''}")
+        self.values = dict(fields or {})
+        self.identity = [f"fields={self.values}"] if self.values else []
+
+    def fill(self, sample: Any) -> Any:
+        """`sample` with all fields that have a default."""
+        if not self.values or not isinstance(sample, Mapping):
+            return sample
+        filled = dict(sample)
+        for name, default in self.values.items():
+            value = filled.get(name)
+            if value is None:
+                filled[name] = default
+            elif type(default) is float and isinstance(value, int | np.integer):
+                filled[name] = float(value)
+        return filled
+
+    def fill_all(self, items: Iterator[Rows | tuple[str, Any]]) -> Iterator[Rows | tuple[str, Any]]:
+        """The same of what `RowsSource.read_rows` yields."""
+        if not self.values:
+            yield from items
+            return
+        for item in items:
+            yield self._rows(item) if isinstance(item, Rows) else (item[0], self.fill(item[1]))
+
+    def _rows(self, rows: Rows) -> Rows:
+        fields, count = dict(rows.fields), len(rows.keys)
+        for name, default in self.values.items():
+            column = fields.get(name)
+            if column is None:
+                alike = [default] * count
+                fields[name] = alike if isinstance(default, str | bytes) else np.array(alike)
+            elif type(default) is float and isinstance(column, np.ndarray) and column.dtype.kind in "iu":
+                fields[name] = column.astype(np.float64)
+        return Rows(rows.keys, fields)
 
 
 def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
