@@ -1,4 +1,4 @@
-"""The files that a source reads, listed once: where each lies, its key, and how it is shown in messages."""
+"""The files that a source reads, listed once: their paths, their keys, and their names in messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _completing = threading.Lock()
 
 
 def whole_units(num_units: Any, owner: str = "") -> int | None:
-    """How many units there are, as an int, None for an endless source; raises ConfigError for what is no such number."""
+    """Return the number of units as an int, or None for an endless source.
+
+    Raises ConfigError for anything but None and whole numbers from 1 on.
+    """
     if num_units is None:
         return None
     count = (
@@ -50,14 +53,15 @@ def check_unit(source: object, unit: int, num_units: int | None) -> None:
 
 
 class FileList:
-    """The files of a folder, a wildcard, a `{000..127}` range, or a list of these, in order; or of a Manifest.
+    """The files of a folder, a wildcard, a `{000..127}` range, a list of these, or a Manifest, in order.
 
-    `owner` is who asks, for messages. `extensions` keeps only files that end so; of folders and
-    wildcards `preferred` endings do, where there are any. Picklable, small, thread-safe.
+    `owner` is the caller's name in messages. `extensions` keeps the files with these endings. Of folders and
+    wildcards, only the files with the `preferred` endings are kept if there are any. Picklable, small,
+    thread-safe.
 
-    `first_names`: where files are listed page by page, list so many at first ("auto": as takes little time there).
-    If there are more, the list `is_open`: the rest is listed by `more`, elsewhere, or here, at once, when anything
-    of it is asked for.
+    `first_names`: the number of names to list at first where files are listed page by page ("auto": as many
+    as take little time there). If there are more, the list `is_open`: `more` lists the rest, possibly in
+    another process, and the first access to any of it lists all of it here.
 
     Raises ConfigError for URLs or options that cannot work, SourceError for what is missing, empty
     or forbidden, and SourceUnavailableError for a remote that does not answer.
@@ -111,42 +115,43 @@ class FileList:
 
     @property
     def digest(self) -> str:
-        """Names the list: all files in their order, and their labels."""
+        """A digest of all files in their order, and of their labels."""
         return self.names.digest + ("" if self.labels is None else self.labels.digest)
 
     @property
     def names(self) -> AnyNames:
-        """All names below the root. A list that is open is completed first."""
+        """All names below the root. An open list is completed first."""
         self._complete()
         return self._names
 
     @property
     def is_open(self) -> bool:
-        """Whether only the first names are known yet."""
+        """True while only the first names are known."""
         return self._pages is not None
 
     @property
     def first(self) -> AnyNames:
-        """The names that are known."""
+        """The names known so far."""
         return self._names
 
     def more(self, last: str) -> Iterator[Page]:
-        """What of an open list comes after the name `last`, page by page."""
+        """Yield the names of an open list that come after the name `last`, page by page."""
         assert self._pages is not None
         for page in self._pages.after(last):
             yield Page(self._filtered(page.names), page.is_last)
 
     def over(self, names: AnyNames) -> FileList:
-        """The same files by `names`, which somebody else has listed."""
+        """The same files with `names` as their listing, which another process has made."""
         made = copy.copy(self)
         made._names, made._pages = names, None
         return made
 
     def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
-        """The names of the folders with files whose keys count, "" for the root.
+        """The names of the folders that hold files for whose keys `counts` is true; "" for the root.
 
-        Of an open list, which stays so: those of the known files, and of the folders to come all that lie where the
-        uppermost known file's folder does, whatever they hold. Others, such as deeper ones, are not known.
+        Of an open list, which stays open, these are the folders of the known files, and those beside the
+        folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
+        deeper ones, are not found.
         """
         found = set[str]()
         for name in self._names:
@@ -175,7 +180,7 @@ class FileList:
         self._names, self._pages = names.names(), None
 
     def some_extensions(self) -> Iterator[str]:
-        """The extensions of the known names, of many those of every so many."""
+        """The extensions of the known names, or of an even sample of them if there are many."""
         names = self._names
         return (
             extension_of(self._key_of(names[i]))
@@ -183,7 +188,10 @@ class FileList:
         )
 
     def keep_only(self, kind: str) -> tuple[int, str]:
-        """Leave out what is not decoded as `kind`, also of the names to come: how many of the known ones, and the first."""
+        """Leave out files that are not decoded as `kind`, among the names to come as well.
+
+        Return the number of known files left out, and the key of the first of them.
+        """
         self._kind = kind
         known = list(self._names)
         kept = self._filtered(known)
@@ -202,7 +210,7 @@ class FileList:
     def _read(
         self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
     ) -> tuple[str, Names, Labels | None]:
-        """The common root of what a manifest lists, and the names below it; the labels, if it has any."""
+        """The common root of the files in a manifest, their names below it, and their labels, if any."""
         path, names, labels = path_of(self.remote), NamesBuilder(), LabelsBuilder()
         for url, label in manifest.rows(storage_options):
             if not wanted or redact(url).lower().endswith(wanted):
@@ -239,7 +247,7 @@ class FileList:
         return listing.root, Names(path[length:] for path in paths)
 
     def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
-        """The first names, and the list is open; or all there are. None where there are none."""
+        """The first names, with the list left open; all names if these are few; None if there are none."""
         wanted, page_names = pages.usual_first, PAGE_NAMES
         if first_names != "auto":
             wanted, page_names = first_names, min(PAGE_NAMES, first_names)
@@ -262,7 +270,7 @@ class FileList:
         return self._names[index] if index < len(self._names) else self.names[index]
 
     def path(self, index: int) -> str:
-        """Where file `index` lies, for the driver; may hold secrets."""
+        """The path of file `index` for the driver; may hold secrets."""
         return self._root + (self.name(index) if self._secret_names is None else self._secret_names[index])
 
     def key(self, index: int) -> str:
@@ -277,7 +285,7 @@ class FileList:
         return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
 
     def where(self, index: int) -> str:
-        """File `index` as messages show it."""
+        """The path of file `index` as shown in messages."""
         return self._shown_root + self.key(index)
 
 
@@ -287,7 +295,7 @@ def folder_of(name: str) -> str:
 
 
 def _is_a_file(url: str) -> bool:
-    """Whether a URL names a file, or numbered ones, by its looks: it has an extension, and no wildcard."""
+    """Return whether a URL looks like that of files: with an extension, and without a wildcard."""
     name = redact(url)
     return bool(extension_of(name)) and not any(mark in name for mark in "*?[")
 
@@ -311,7 +319,7 @@ def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
 def _identity(
     remote: Remote, patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool
 ) -> tuple[str, ...]:
-    """What names the files in a fingerprint: the URLs without their secrets, and what is left out."""
+    """The parts of a fingerprint that name the files: the URLs without their secrets, and the filters."""
     where = [os.path.abspath(os.path.expanduser(url)) if remote.is_local and "://" not in url else redact(url)
              for url in patterns]  # fmt: skip
     parts = [where[0]]
@@ -322,6 +330,6 @@ def _identity(
 
 
 def _narrowed(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
-    """What names, in a fingerprint, the files that are left out."""
+    """The parts of a fingerprint that name the filters."""
     parts = [f"extensions={','.join(wanted)}"] if wanted else []
     return (*parts, *(() if recursive else ("flat",)))

@@ -1,4 +1,4 @@
-"""A listing page by page, so that what is listed first can be read before the rest is."""
+"""Listings of S3 page by page, so that samples can be read before the listing is complete."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
 
 
 class UnorderedError(SourceError):
-    """A store that lists its files in no order: what comes after a name cannot be asked for."""
+    """A store that lists files in no order: the names after a given one cannot be requested."""
 
 
 class Page(NamedTuple):
-    """Names below the root, in order and after those of the page before; `is_last` ends the listing."""
+    """Names below the root, in order, after those of the previous page; `is_last` ends the listing."""
 
     names: list[str]
     is_last: bool
@@ -32,11 +32,11 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The files of a folder or of a wildcard on S3, a page at a time, from anywhere on.
+    """The files of a folder or of a wildcard on S3, a page at a time, from any name on.
 
-    `root` ("bucket/folder/") is what all paths begin with, `prefix` what is asked for; `pattern` and
-    `folder_pattern` are regular expressions of whole paths and of their folders, or "" for all.
-    Picklable; holds what `DemoData` does.
+    All paths begin with `root` ("bucket/folder/"); `prefix` and `delimiter` are those of the requests.
+    `pattern` and `folder_pattern` are regular expressions for whole paths and for their folders, or "" for
+    all. Picklable.
     """
 
     remote: Remote
@@ -49,13 +49,13 @@ class Pages:
 
     @property
     def usual_first(self) -> int:
-        """How many names to list before the first sample: whatever the first page holds, so that none waits for another."""
+        """The number of names to list before the first sample: any, so that one page is enough."""
         return 1
 
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
-        """The pages of what comes after the name `last`, "" for all.
+        """Yield the pages of names after `last`, "" for all.
 
-        Raises what `map_errors` does, and SourceError for a store that lists out of order.
+        Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
         keep = self.keeper()
         bucket, _, key = self.prefix.partition("/")
@@ -70,9 +70,9 @@ class Pages:
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
 
     def folders_in(self, parent: str) -> list[str]:
-        """The folders ("a/b/") right in the folder `parent` ("a/", or "" for the root) whose files may count.
+        """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
 
-        Listed by the delimiter, up to the first page that has files alone: a folder that lies behind so many is missed.
+        Pages are requested until one holds files alone: folders after so many files are not found.
         """
         if self.delimiter:
             return []
@@ -95,7 +95,7 @@ class Pages:
         return redact(f"{self.remote.protocol}://{self.prefix}")
 
     def answers(self, key: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
-        """What S3 answers, page by page, when asked for `key` and what comes after `start`."""
+        """Yield the answers of S3, page by page, for the prefix `key` and names after `start`."""
         filesystem, _ = self.remote.open_for_listing()
         options = {
             "Bucket": self.prefix.partition("/")[0],
@@ -115,13 +115,13 @@ class Pages:
             options["ContinuationToken"] = answer["NextContinuationToken"]
 
     def holds(self, path: str) -> bool:
-        """Whether there is an object of that very name."""
+        """Return whether there is an object with the name `path`."""
         key = path.partition("/")[2]
         first = next(self.answers(key, "", "", 1))
         return any(entry["Key"] == key for entry in first.get("Contents", ()))
 
     def keeper(self) -> Callable[[list[str]], list[str]]:
-        """What makes the names below the root of those paths that count."""
+        """A function that selects the paths that match, and makes them names below the root."""
         cut = len(self.root)
         fits = re.compile(self.pattern).match if self.pattern else None
 
@@ -134,7 +134,7 @@ class Pages:
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:
-    """The pages of what `urls` name; None for what is listed at once: anything but one folder on S3."""
+    """The pages of `urls` if these are one folder or wildcard on S3; None for others, listed at once."""
     if len(urls) != 1 or not remote.is_s3 or expand_braces(urls[0]) != [urls[0]]:
         return None
     path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
@@ -148,7 +148,7 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | 
         folder, _, last = path.rpartition("/")
         below = "" if "**" in last else glob_translate(folder)
         pages = Pages(remote, root, prefix, delimiter, glob_translate(path), recursive, below)
-        return None if pages.holds(path) else pages  # the signs are its name
+        return None if pages.holds(path) else pages  # an object whose name contains wildcard signs
     if extension_of(path) and not urls[0].endswith("/"):
         return None  # most likely a file
     root = path.rstrip("/") + "/"

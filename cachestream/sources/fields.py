@@ -1,6 +1,6 @@
-"""The fields of samples: which to keep, their defaults, and nested values as fields of their own.
+"""The fields of samples: choices of columns, defaults, and nested values as fields of their own.
 
-A nested value of a Python object becomes what a column of Parquet becomes:
+Nested values of Python objects become the same fields as columns of Parquet:
 
 | value | field |
 |-|-|
@@ -8,7 +8,7 @@ A nested value of a Python object becomes what a column of Parquet becomes:
 | list of numbers, nested too | an array |
 | list that holds texts or dicts | JSON text |
 | image as Hugging Face keeps it, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
-| anything else, None too | as it is |
+| anything else, also None | unchanged |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cachestream.sources.functions import fingerprint_of
 
 
 def check_columns(columns: Sequence[str] | None) -> None:
-    """Raise ConfigError unless `columns` are names, or None for all."""
+    """Raise ConfigError unless `columns` is a list of names, or None for all."""
     if isinstance(columns, str) or (columns is not None and not columns):
         raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
 
@@ -38,16 +38,16 @@ def identity_of(
     decoders: Mapping[str, Callable[[bytes], Any]],
     samples_per_visit: int | None,
 ) -> list[str]:
-    """What names these options of an indexed data set in its fingerprint; empty where all is taken as it is."""
+    """The parts of a fingerprint that name these options; empty for the defaults."""
     found = [f"columns={','.join(columns)}"] if columns is not None else []
     found += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(decoders.items())]
     return found + ([f"samples_per_visit={samples_per_visit}"] if samples_per_visit else [])
 
 
 class Defaults:
-    """The values for fields that are missing, or None, by name: `{"caption": "", "score": 0.0}`.
+    """The default values, by name, of fields that are missing or None: `{"caption": "", "score": 0.0}`.
 
-    Where the default is a float, integers become floats. Samples that are no dict stay as they are.
+    If the default is a float, integers become floats. Samples that are not dicts are not changed.
     """
 
     def __init__(self, fields: Mapping[str, Any] | None) -> None:
@@ -56,7 +56,7 @@ class Defaults:
         self.identity = [f"fields={self.values}"] if self.values else []
 
     def fill(self, sample: Any) -> Any:
-        """`sample` with all fields that have a default."""
+        """Return `sample` with the defaults of the fields that it lacks."""
         if not self.values or not isinstance(sample, Mapping):
             return sample
         filled = dict(sample)
@@ -69,7 +69,7 @@ class Defaults:
         return filled
 
     def fill_all(self, items: Iterator[Rows | tuple[str, Any]]) -> Iterator[Rows | tuple[str, Any]]:
-        """The same of what `RowsSource.read_rows` yields."""
+        """Fill the samples and Rows that `RowsSource.read_rows` yields."""
         if not self.values:
             yield from items
             return
@@ -89,7 +89,10 @@ class Defaults:
 
 
 def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
-    """`sample`, if it is a dict with names: its fields by the table above. `empty` has the values for empty lists, by field."""
+    """Convert the fields of a dict by the table above; other samples are returned unchanged.
+
+    `empty` has the values for empty lists, by field.
+    """
     if not isinstance(sample, Mapping) or not any(
         isinstance(value, Mapping | list) for value in sample.values()
     ):
@@ -131,7 +134,7 @@ def _text(value: Any) -> str:
 
 
 def empty_lists(features: Any) -> dict[str, Any]:
-    """The values of empty lists, by field, as the features of a Hugging Face dataset tell them; {} for others."""
+    """The values for empty lists, by field, from the features of a Hugging Face dataset; {} for others."""
     found: dict[str, Any] = {}
     if isinstance(features, Mapping):
         for name, feature in features.items():
@@ -140,7 +143,7 @@ def empty_lists(features: Any) -> dict[str, Any]:
 
 
 def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
-    """The value of an empty list for `feature`, and those of the members of a dict."""
+    """Yield the value for an empty list of `feature`, or those of the members of a dict."""
     if isinstance(feature, Mapping):
         for member, inner in feature.items():
             yield from _empty_of(f"{name}.{member}", inner)
@@ -158,7 +161,7 @@ def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items(feature: Any) -> Any:
-    """The feature of a list's items; None for what is no list."""
+    """The feature of a list's items; None if `feature` is not that of a list."""
     if isinstance(feature, list) and len(feature) == 1:
         return feature[0]
     return (
