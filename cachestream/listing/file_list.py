@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
+from cachestream.config import check_count, whole_number
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.manifest import Labels, LabelsBuilder, Manifest, first_url, path_of
 from cachestream.listing.names import AnyNames, Names, NamesBuilder
@@ -23,8 +23,8 @@ from cachestream.transport.remote_errors import public_name, redact
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
 
-_LOOKED_AT: Final = 10_000
-_completing = threading.Lock()
+_SAMPLED_NAMES: Final = 10_000
+_completion_lock = threading.Lock()
 
 
 def whole_units(num_units: Any, owner: str = "") -> int | None:
@@ -34,13 +34,11 @@ def whole_units(num_units: Any, owner: str = "") -> int | None:
     """
     if num_units is None:
         return None
-    count = (
-        0 if isinstance(num_units, bool) or not hasattr(num_units, "__index__") else operator.index(num_units)
-    )
-    if count < 1:
+    count = whole_number(num_units)
+    if count is None or count < 1:
         raise ConfigError(
-            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units there is nothing "
-            "to read), or None for an endless source"
+            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units "
+            "there is nothing to read), or None for an endless source"
         )
     return count
 
@@ -79,15 +77,12 @@ class FileList:
         labelled: bool = False,
         first_names: FirstNames = None,
     ) -> None:
-        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
-            raise ConfigError(
-                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
-            )
+        if first_names is not None and first_names != "auto":
+            first_names = check_count("first_names", first_names)
         self._wanted = wanted = _as_extensions(extensions)
         self._kind = ""
-        self.is_searched = (
-            False  # whether names were found in folders or by wildcards, and none of them was asked for
-        )
+        # Names were found in folders or by wildcards, without extensions= to choose among them.
+        self.is_searched = False
         self._pages: Pages | Walk | None = None
         self._names: AnyNames
         self._secret_names: Names | None = None
@@ -98,7 +93,7 @@ class FileList:
             self.shown = urls.shown
             self.remote = Remote(first_url(urls, storage_options), storage_options)
             self._root, self._names, self.labels = self._read(urls, storage_options, wanted)
-            self.identity = (*urls.identity, *_narrowed(wanted, True))
+            self.identity = (*urls.identity, *_filters(wanted, True))
         else:
             patterns = _as_list(urls, owner)
             self.is_searched = extensions is None and not all(map(_is_a_file, patterns))
@@ -165,7 +160,7 @@ class FileList:
 
     def _complete(self) -> None:
         if self.is_open:
-            with _completing:
+            with _completion_lock:
                 self._list_the_rest()
 
     def _list_the_rest(self) -> None:
@@ -184,7 +179,7 @@ class FileList:
         names = self._names
         return (
             extension_of(self._key_of(names[i]))
-            for i in range(0, len(names), max(1, len(names) // _LOOKED_AT))
+            for i in range(0, len(names), max(1, len(names) // _SAMPLED_NAMES))
         )
 
     def keep_only(self, kind: str) -> tuple[int, str]:
@@ -239,7 +234,8 @@ class FileList:
             paths = [path for path in paths if redact(path).lower().endswith(wanted)]
             if not paths:
                 raise SourceError(
-                    f"{self.shown}: none of {len(listing.paths):,} files ends in {', '.join(wanted)}; check extensions="
+                    f"{self.shown}: none of {len(listing.paths):,} files ends in {', '.join(wanted)}; "
+                    "check extensions="
                 )
         elif preferred:
             paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
@@ -326,10 +322,10 @@ def _identity(
     if len(where) > 1:
         text = chr(0).join(where).encode("utf-8", "surrogateescape")
         parts.append(f"{len(where)} urls {xxhash.xxh3_64_hexdigest(text)}")
-    return (*parts, *_narrowed(wanted, recursive))
+    return (*parts, *_filters(wanted, recursive))
 
 
-def _narrowed(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
+def _filters(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
     """The parts of a fingerprint that name the filters."""
     parts = [f"extensions={','.join(wanted)}"] if wanted else []
     return (*parts, *(() if recursive else ("flat",)))

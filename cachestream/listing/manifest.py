@@ -32,7 +32,7 @@ _DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
-    """The labels of files: `values` int64 or float64 `[files]`, and the `names` of these, or () for numbers."""
+    """The labels of files: `values`, int64 or float64 `[files]`, and their `names`, or () for numbers."""
 
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64]
     names: tuple[str, ...]
@@ -105,12 +105,12 @@ def real_number(value: Any) -> float:
 
 Row = tuple[str, Any]  # a URL, and its label or None
 
-_USUAL: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
+_URL_COLUMNS: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
 _PARQUET: Final = (".parquet", ".pq")
 _TABLES: Final = {".csv": ",", ".tsv": "\t"}
 _OBJECTS: Final = (".json", ".jsonl", ".ndjson")
-_ROWS_AT_ONCE: Final = 65_536
-_BYTES_AT_ONCE: Final = 1 << 20
+_ROWS_PER_BATCH: Final = 65_536
+_BYTES_PER_READ: Final = 1 << 20
 _LONGEST_LINE: Final = 1 << 20
 
 
@@ -144,8 +144,8 @@ class Manifest:
             raise ConfigError("Manifest takes the path or URL of a list of files")
         if self._ending.removesuffix(".gz").endswith(_OBJECTS):
             raise ConfigError(
-                f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, and not "
-                "JSON: write its URLs and labels as one of these"
+                f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, "
+                "and not JSON: write its URLs and labels as one of these"
             )
         if self._is_text and (self.column is not None or self.label is not None):
             raise ConfigError(
@@ -219,7 +219,7 @@ class Manifest:
         if ending.endswith(_PARQUET):
             return self._parquet(file)
         lines = codecs.iterdecode(
-            iter(partial(file.read, _BYTES_AT_ONCE), b""), "utf-8-sig", "surrogateescape"
+            iter(partial(file.read, _BYTES_PER_READ), b""), "utf-8-sig", "surrogateescape"
         )
         delimiter = _TABLES.get(ending.removesuffix(".gz")[-4:])
         return (
@@ -244,7 +244,7 @@ class Manifest:
         header = list(table.schema_arrow.names)
         url_at, label_at = self._columns(header)
         wanted = [header[url_at]] + ([header[label_at]] if label_at >= 0 else [])
-        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted):
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=wanted):
             urls = batch.column(wanted[0]).to_pylist()
             labels = batch.column(wanted[1]).to_pylist() if label_at >= 0 else [None] * len(urls)
             for url, label in zip(urls, labels, strict=True):
@@ -259,7 +259,7 @@ class Manifest:
         names = [name.strip() for name in header]
         column = self.column
         if column is None:
-            usual = [name for name in names if name.lower() in _USUAL and name != self.label]
+            usual = [name for name in names if name.lower() in _URL_COLUMNS and name != self.label]
             column = names[0] if len(names) == 1 else usual[0] if len(usual) == 1 else None
         wanted = {"column": column, "label": self.label}
         for option, name in wanted.items():

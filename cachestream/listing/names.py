@@ -25,7 +25,7 @@ from cachestream.errors import SourceError
 from cachestream.linux import move, open_private
 from cachestream.schema import IntArray
 
-_CUT_AT_ONCE: Final = 65_536
+_NAMES_PER_BATCH: Final = 65_536
 
 
 class Names(Sequence[str]):
@@ -77,8 +77,8 @@ class Names(Sequence[str]):
         return os.fsdecode(bytes(self._block[start:stop]))
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, len(self), _CUT_AT_ONCE):
-            for start, stop in pairwise(self._offsets[first : first + _CUT_AT_ONCE + 1].tolist()):
+        for first in range(0, len(self), _NAMES_PER_BATCH):
+            for start, stop in pairwise(self._offsets[first : first + _NAMES_PER_BATCH + 1].tolist()):
                 yield os.fsdecode(bytes(self._block[start:stop]))
 
     @property
@@ -139,8 +139,8 @@ class NamesBuilder:
         block, self._block = self._block, bytearray()
         if cut:
             whole, block = memoryview(block), bytearray()
-            for first in range(0, count, _CUT_AT_ONCE):
-                ends = offsets[first : first + _CUT_AT_ONCE + 1].tolist()
+            for first in range(0, count, _NAMES_PER_BATCH):
+                ends = offsets[first : first + _NAMES_PER_BATCH + 1].tolist()
                 block += b"".join(whole[a + cut : b] for a, b in pairwise(ends))
         offsets = offsets - cut * np.arange(count + 1)
         self._offsets = array("q", [0])
@@ -210,7 +210,8 @@ class StoredNames(Sequence[str]):
             self.look()
         if count > len(self._names):
             raise SourceError(
-                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; start the worker again"
+                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; "
+                "start the worker again"
             )
 
     def digest_of(self, count: int) -> str | None:

@@ -64,7 +64,8 @@ class Pages:
             keys: list[str] = [entry["Key"] for entry in answer.get("Contents", ())]
             if any(b <= a for a, b in zip([start, *keys], keys, strict=False)):
                 raise UnorderedError(
-                    f"{self._shown}: this store does not list by name; give first_names=None to list all before"
+                    f"{self._shown}: this store does not list by name; "
+                    "give first_names=None to list all before"
                 )
             start = keys[-1] if keys else start
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))

@@ -19,8 +19,8 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 MOST_FOLLOWING: Final = 16
-_ENTRIES_A_BEAT: Final = 8192
-_OF_A_CACHE: Final = frozenset({"cache.json", "catalogue.sqlite"})
+_ENTRIES_PER_HEARTBEAT: Final = 8192
+_CACHE_FILES: Final = frozenset({"cache.json", "catalogue.sqlite"})
 
 
 class Folder(NamedTuple):
@@ -83,27 +83,27 @@ class LocalFolders:
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
                 for number, entry in enumerate(entries):
-                    if not number % _ENTRIES_A_BEAT:
+                    if not number % _ENTRIES_PER_HEARTBEAT:
                         metering.fetched(0)
                     if entry.name.startswith("."):
                         continue
                     if entry.is_file():
                         files.append(entry.name)
-                    elif entry.is_dir() and (not entry.is_symlink() or self._is_new(folder, entry.path)):
+                    elif entry.is_dir() and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
                         inner.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        if folder and "shards" in inner and _OF_A_CACHE.issubset(files):
+        if folder and "shards" in inner and _CACHE_FILES.issubset(files):
             return Folder([], [])
         return Folder(files, inner)
 
-    def _is_new(self, folder: str, link: str) -> bool:
+    def _is_followed(self, folder: str, link: str) -> bool:
         target = os.path.realpath(link).rstrip("/") + "/"
         if target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
             return False
-        return not any(above.startswith(target) for above in self._chain(folder))
+        return not any(above.startswith(target) for above in self._ancestors(folder))
 
-    def _chain(self, folder: str) -> Iterable[str]:
+    def _ancestors(self, folder: str) -> Iterable[str]:
         """The real paths of the root, of the folders above `folder`, and of `folder`."""
         yield self._real
         for end, letter in enumerate(folder, 1):
@@ -167,7 +167,7 @@ def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> F
                 f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
             )
     expanded = [(url, _expand_one(remote, url)) for url in urls]
-    finder: _Finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
+    finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
     roots: set[str] = set()
     paths: list[str] = []
     for url, alternatives in expanded:
@@ -205,12 +205,6 @@ def _parent(path: str) -> str:
     return path[: path.rfind("/") + 1]
 
 
-class _Finder:
-    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        """The root and the files of one URL; a `trusted` URL of a file is not looked up."""
-        raise NotImplementedError
-
-
 # --- local -------------------------------------------------------------------------------------
 
 
@@ -223,11 +217,12 @@ def _below(root: str, recursive: bool) -> Iterator[list[str]]:
     return (names for names, _ in in_order(folders)) if recursive else iter([folders("").files])
 
 
-class _LocalFinder(_Finder):
+class _LocalFinder:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """The root and the files of one URL."""
         path = local_path(url)
         if os.path.isdir(path):
             root = path.rstrip("/") + "/"
@@ -262,17 +257,19 @@ def s3_delimiter(pattern: str, first_magic: int) -> str:
     return "" if "/" in wild or "**" in wild else "/"
 
 
-class _RemoteFinder(_Finder):
+class _RemoteFinder:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._filesystem, self._first_path = remote.open_for_listing()
         self._magic = _WEB_MAGIC if remote.is_web else MAGIC
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """The root and the files of one URL; a `trusted` URL of a file is not looked up."""
         path = self._path(url)
-        if self._remote.is_web and not self._magic.search(path.partition("?")[0]):
+        bare = path.partition("?")[0]
+        if self._remote.is_web and not self._magic.search(bare):
             # The file is not looked up, as a signed URL may allow GET alone.
-            return self._folder(path, recursive) if path.endswith("/") else (_parent(_bare(path)), [path])
+            return self._folder(path, recursive) if path.endswith("/") else (_parent(bare), [path])
         magic = self._magic.search(path)
         if magic is not None:
             found = self._matching(path, magic.start())
@@ -327,10 +324,6 @@ class _RemoteFinder(_Finder):
 
         names: list[str] = sync(self._filesystem.loop, collect)
         return names
-
-
-def _bare(url: str) -> str:
-    return url.partition("?")[0]
 
 
 def _extensions(names: str) -> frozenset[str]:

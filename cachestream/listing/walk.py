@@ -63,16 +63,16 @@ class Walk:
         Raises the errors of `map_errors`, and GoneError if the root is gone.
         """
         keep, is_last = self.keeper(), False
-        with closing(_Asking(self)) as asking:
-            for names, is_last in in_order(asking.for_folder, last):
+        with closing(_FolderLister(self)) as lister:
+            for names, is_last in in_order(lister.for_folder, last):
                 yield Page(keep(names), is_last)
         if not is_last:
             yield Page([], is_last=True)
 
     def folders_in(self, parent: str) -> list[str]:
         """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match."""
-        with closing(_Asking(self)) as asking:
-            return [f"{parent}{name}/" for name in asking.for_folder(parent).inner]
+        with closing(_FolderLister(self)) as lister:
+            return [f"{parent}{name}/" for name in lister.for_folder(parent).inner]
 
     def keeper(self) -> Callable[[list[str]], list[str]]:
         """A function that selects the names of files that match."""
@@ -101,7 +101,7 @@ class Walk:
         return redact(self.root if self.remote.is_local else f"{self.remote.protocol}://{self.root}")
 
 
-class _Asking:
+class _FolderLister:
     """A lister of one folder after another; asynchronous drivers list the following ones in the meantime."""
 
     def __init__(self, walk: Walk) -> None:

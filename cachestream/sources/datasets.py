@@ -48,12 +48,13 @@ class DatasetSource:
         self._defaults = Defaults(fields)
         if hasattr(type(dataset), "__iter__") and not is_map_style(dataset):
             raise ConfigError(
-                f"{type(dataset).__name__} has no dataset[0], it can only be iterated: give it to IterableSource(…)"
+                f"{type(dataset).__name__} has no dataset[0], it can only be iterated: "
+                "give it to IterableSource(…)"
             )
         if not is_map_style(dataset):
             raise ConfigError(
-                f"{type(dataset).__name__} has no dataset[0] … dataset[len(dataset) - 1]; wrap it in a map-style "
-                "dataset, or give a function fn(rng) -> sample"
+                f"{type(dataset).__name__} has no dataset[0] … dataset[len(dataset) - 1]; "
+                "wrap it in a map-style dataset, or give a function fn(rng) -> sample"
             )
         try:
             self._num_units = operator.index(len(dataset))
@@ -157,8 +158,8 @@ class IterableSource:
     def _check(self, iterable: Any) -> None:
         if isinstance(iterable, Iterator):
             raise ConfigError(
-                f"a {self._name} can be iterated only once, and not in other processes; give what makes it: an object "
-                "whose iter() begins anew, or a function make(shard, shards)"
+                f"a {self._name} can be iterated only once, and not in other processes; "
+                "give what makes it: an object whose iter() begins anew, or a function make(shard, shards)"
             )
         if _is_a(iterable, "torch.utils.data", "DataLoader"):
             raise ConfigError("a DataLoader gives batches; give its dataset")
@@ -174,8 +175,8 @@ class IterableSource:
         by_worker = _is_a(iterable, "torch.utils.data", "IterableDataset")
         if count > 1 and own is None and not self._is_function and not by_worker:
             raise ConfigError(
-                f"shards={count}: {self._name} has no .shard() and is no torch IterableDataset: nothing would split it; "
-                "give a function make(shard, shards)"
+                f"shards={count}: {self._name} has no .shard() and is no torch IterableDataset: "
+                "nothing would split it; give a function make(shard, shards)"
             )
         if thread_safe and count > 1 and by_worker and own is None:
             raise ConfigError(
@@ -187,8 +188,8 @@ class IterableSource:
             return by_value(iterable)
         except Exception as error:  # pickling runs the user's code
             raise ConfigError(
-                f"{self._name} cannot be sent to the background processes ({type(error).__name__}: {error}); open files "
-                "and connections at the first use, or give a function make(shard, shards)"
+                f"{self._name} cannot be sent to the background processes ({type(error).__name__}: {error}); "
+                "open files and connections at the first use, or give a function make(shard, shards)"
             ) from error
 
     @property
@@ -207,7 +208,7 @@ class IterableSource:
         number = 0
         try:
             while True:
-                with self._calls.one(), foreign_errors(f"{what}, sample {number}"), _told(info):
+                with self._calls.one(), foreign_errors(f"{what}, sample {number}"), _worker_info_set(info):
                     iterator = self._open(copy, unit) if iterator is None else iterator
                     sample = next(iterator, _END)
                     if sample is _END:
@@ -235,7 +236,8 @@ class IterableSource:
         kind = getattr(sys.modules.get(_WORKER), "WorkerInfo", None)
         if kind is None:
             raise SampleError(
-                f"shards={self._num_units}: this torch does not let a dataset be told its shard; leave out shards="
+                f"shards={self._num_units}: this torch does not let a dataset be told its shard; "
+                "leave out shards="
             )
         return kind(id=unit, num_workers=self._num_units, seed=seed, dataset=copy)
 
@@ -244,7 +246,7 @@ class IterableSource:
 
 
 @contextlib.contextmanager
-def _told(info: Any) -> Iterator[None]:
+def _worker_info_set(info: Any) -> Iterator[None]:
     """Let `torch.utils.data.get_worker_info()` return `info` inside the block; None changes nothing."""
     if info is None:
         yield

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, FirstNames, Url, check_unit, folder_of
 from cachestream.listing.names import AnyNames
@@ -88,8 +87,6 @@ class FileSource:
     ) -> None:
         self._defaults = Defaults(fields)
         self._encoding = check_encoding(encoding)
-        if first_names is not None and first_names != "auto":
-            first_names = check_count("first_names", first_names)
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
@@ -131,8 +128,8 @@ class FileSource:
         if left_out:
             listed = "the first " if self._files.is_open else ""
             logger.warning(
-                "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; to read several kinds, "
-                "name them with extensions=",
+                "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
+                "to read several kinds, name them with extensions=",
                 self._files.shown,
                 _KIND_NAMES[kind],
                 left_out,
@@ -209,9 +206,9 @@ class FileSource:
         folder = folder_of(self._files.name(unit)) if self._label_index and _takes_label(key) else None
         if folder is not None and folder not in self._label_index:
             raise SampleError(
-                f"{where}: has no label: while a listing grows, only folders beside those of the first files have "
-                "one; clear the cache, and give first_names=None to list all before, label= a function of the path, "
-                "or label=None"
+                f"{where}: has no label: while a listing grows, only folders beside those of the first files "
+                "have one; clear the cache, and give first_names=None to list all before, label= a function of "
+                "the path, or label=None"
             )
         with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
             data = fetch(self._remote, self._files.path(unit))

@@ -42,7 +42,7 @@ LINES_ENDINGS: Final = tuple(
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
 LOOKED_AT_ONCE: Final = 16
-_TYPED_BY: Final = 1000  # rows of CSV that determine the types
+_ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
 _READERS: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = ((int, whole_number), (float, real_number))
 
 
@@ -118,7 +118,7 @@ class LinesSource:
         with open_stream(self._files.remote, self._files.path(0), self._files.where(0)) as stream:
             rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
             names = next(rows, [])
-            first = [row for row in islice(rows, _TYPED_BY) if len(row) == len(names)]
+            first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
         types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
@@ -208,7 +208,8 @@ class LinesSource:
             return whole_number(text) if kind is int else real_number(text) if kind is float else text
         except ValueError:
             raise ValueError(
-                f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; a default in fields= says its type"
+                f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; "
+                "a default in fields= says its type"
             ) from None
 
     def _texts(self, stream: Stream) -> Iterator[str]:

@@ -18,7 +18,7 @@ from cachestream.sources.base import Source, is_source
 from cachestream.sources.open import open_source
 
 _CYCLE_KEY: Final = 5
-_FINEST: Final = 1_000_000  # weights are rounded to fractions with denominators up to this
+_MAX_DENOMINATOR: Final = 1_000_000  # weights are rounded to fractions with denominators up to this
 
 
 class Interleaving:
@@ -166,7 +166,7 @@ def _whole_numbers(weights: Iterable[float]) -> list[int]:
     """The smallest whole numbers in the proportion of `weights`."""
     given = [Fraction(weight) for weight in weights]
     shares = [weight / sum(given) for weight in given]
-    simple = [share.limit_denominator(_FINEST) or share for share in shares]
+    simple = [share.limit_denominator(_MAX_DENOMINATOR) or share for share in shares]
     denominator = math.lcm(*(share.denominator for share in simple))
     numbers = [int(share * denominator) for share in simple]
     common = math.gcd(*numbers)

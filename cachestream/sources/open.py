@@ -105,8 +105,8 @@ def open_source(what: Any, **options: Any) -> Source:
       it lists, by the ending of the first.
     - A function `fn(rng) -> sample`: a `CallableSource`.
     - An object with `what[i]` and `len(what)`, such as a map-style torch Dataset: a `DatasetSource`.
-    - Another object that can be iterated repeatedly, such as an IterableDataset, a WebDataset or a Hugging Face
-      stream: an `IterableSource`.
+    - Another object that can be iterated repeatedly, such as an IterableDataset, a WebDataset or a Hugging
+      Face stream: an `IterableSource`.
     - A Source: itself.
 
     For paths, URLs and manifests, `max_object_size` ("2GB" unless given) bounds one object after
@@ -146,7 +146,8 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
 def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
     if options:
         raise ConfigError(
-            f"open_source() takes no options beside a Source: {', '.join(options)}; give them where {source!r} is made"
+            f"open_source() takes no options beside a Source: {', '.join(options)}; "
+            f"give them where {source!r} is made"
         )
     return source
 
@@ -198,13 +199,12 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         if kind in kinds and (others or set(options) <= set(_options_of(kind))):
             if len(kinds) > 1:
                 raise ConfigError(
-                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} to read "
-                    "those, extensions= for others, or format='files' for the bytes of each"
+                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
+                    "to read those, extensions= for others, or format='files' for the bytes of each"
                 )
             return _make(kind, (what,), options)
-    if kinds == {LinesSource} and given <= set(
-        _options_of(LinesSource)
-    ):  # among files of other kinds they usually describe those
+    # Among files of other kinds, lines usually describe those.
+    if kinds == {LinesSource} and given <= set(_options_of(LinesSource)):
         return _make(LinesSource, (what,), options)
     reject_unknown("open_source", others, for_files)
     return FileSource(files, **options)
@@ -249,8 +249,8 @@ def _last_part(key: str) -> str:
 def _as_manifest(what: Any, options: Any) -> Manifest:
     if not isinstance(what, str | os.PathLike) or not (options is True or isinstance(options, Mapping)):
         raise ConfigError(
-            f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of the "
-            "options of Manifest, beside one path or URL"
+            f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of "
+            "the options of Manifest, beside one path or URL"
         )
     known = list(inspect.signature(Manifest).parameters)[1:]
     given = {} if options is True else dict(options)
@@ -309,7 +309,10 @@ def _describe(what: Any) -> str:
         return f"a {kind}; give a list, a map-style dataset or a function fn(rng) -> sample"
     if isinstance(what, Iterator):
         return (
-            f"an iterator ({kind}), which can be gone through only once; give an object whose iter() begins anew, or "
-            "IterableSource(make) of a function make(shard, shards)"
+            f"an iterator ({kind}), which can be gone through only once; give an object whose iter() begins "
+            "anew, or IterableSource(make) of a function make(shard, shards)"
         )
-    return f"{kind}; give a path, a URL, a list of them, a map-style dataset, a function fn(rng) -> sample or a Source"
+    return (
+        f"{kind}; give a path, a URL, a list of them, a map-style dataset, "
+        "a function fn(rng) -> sample or a Source"
+    )

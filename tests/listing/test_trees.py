@@ -1,4 +1,4 @@
-"""Trees of files in the order of their paths: pure, on trees that Hypothesis makes up; and folders of this machine."""
+"""Trees of files in the order of their paths: pure, on trees made up by Hypothesis, and on local folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listings folder by folder on real remotes: the same files as a listing at once gives, from the first ones on."""
+"""Listings folder by folder on real remotes: the same files, from the first ones on, as a listing at once."""
 
 from __future__ import annotations
 
