@@ -1,1 +1,1 @@
-"""URLs and patterns → the sorted names of remote objects, at once or page by page."""
+"""Listings: the sorted names of the objects that URLs and patterns stand for, at once or page by page."""

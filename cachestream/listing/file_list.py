@@ -1,9 +1,8 @@
-"""The files that a source reads, listed once: where each lies, its key, and how it is shown in messages."""
+"""The files that a source reads, listed once: their paths, their keys, and their names in messages."""
 
 from __future__ import annotations
 
 import copy
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
+from cachestream.config import check_count, whole_number
 from cachestream.errors import ConfigError, SourceError
 from cachestream.listing.manifest import Labels, LabelsBuilder, Manifest, first_url, path_of
 from cachestream.listing.names import AnyNames, Names, NamesBuilder
@@ -23,21 +23,22 @@ from cachestream.transport.remote_errors import public_name, redact
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
 
-_LOOKED_AT: Final = 10_000
-_completing = threading.Lock()
+_SAMPLED_NAMES: Final = 10_000
+_completion_lock = threading.Lock()
 
 
 def whole_units(num_units: Any, owner: str = "") -> int | None:
-    """How many units there are, as an int, None for an endless source; raises ConfigError for what is no such number."""
+    """Return the number of units as an int, or None for an endless source.
+
+    Raises ConfigError for anything but None and whole numbers from 1 on.
+    """
     if num_units is None:
         return None
-    count = (
-        0 if isinstance(num_units, bool) or not hasattr(num_units, "__index__") else operator.index(num_units)
-    )
-    if count < 1:
+    count = whole_number(num_units)
+    if count is None or count < 1:
         raise ConfigError(
-            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units there is nothing "
-            "to read), or None for an endless source"
+            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units "
+            "there is nothing to read), or None for an endless source"
         )
     return count
 
@@ -50,14 +51,15 @@ def check_unit(source: object, unit: int, num_units: int | None) -> None:
 
 
 class FileList:
-    """The files of a folder, a wildcard, a `{000..127}` range, or a list of these, in order; or of a Manifest.
+    """The files of a folder, a wildcard, a `{000..127}` range, a list of these, or a Manifest, in order.
 
-    `owner` is who asks, for messages. `extensions` keeps only files that end so; of folders and
-    wildcards `preferred` endings do, where there are any. Picklable, small, thread-safe.
+    `owner` is the caller's name in messages. `extensions` keeps the files with these endings. Of folders and
+    wildcards, only the files with the `preferred` endings are kept if there are any. Picklable, small,
+    thread-safe.
 
-    `first_names`: where files are listed page by page, list so many at first ("auto": as takes little time there).
-    If there are more, the list `is_open`: the rest is listed by `more`, elsewhere, or here, at once, when anything
-    of it is asked for.
+    `first_names`: the number of names to list at first where files are listed page by page ("auto": as many
+    as take little time there). If there are more, the list `is_open`: `more` lists the rest, possibly in
+    another process, and the first access to any of it lists all of it here.
 
     Raises ConfigError for URLs or options that cannot work, SourceError for what is missing, empty
     or forbidden, and SourceUnavailableError for a remote that does not answer.
@@ -75,15 +77,12 @@ class FileList:
         labelled: bool = False,
         first_names: FirstNames = None,
     ) -> None:
-        if first_names not in (None, "auto") and (not isinstance(first_names, int) or first_names < 1):
-            raise ConfigError(
-                f"first_names={first_names!r}: must be at least 1, 'auto', or None to list all before"
-            )
+        if first_names is not None and first_names != "auto":
+            first_names = check_count("first_names", first_names)
         self._wanted = wanted = _as_extensions(extensions)
         self._kind = ""
-        self.is_searched = (
-            False  # whether names were found in folders or by wildcards, and none of them was asked for
-        )
+        # Names were found in folders or by wildcards, without extensions= to choose among them.
+        self.is_searched = False
         self._pages: Pages | Walk | None = None
         self._names: AnyNames
         self._secret_names: Names | None = None
@@ -94,7 +93,7 @@ class FileList:
             self.shown = urls.shown
             self.remote = Remote(first_url(urls, storage_options), storage_options)
             self._root, self._names, self.labels = self._read(urls, storage_options, wanted)
-            self.identity = (*urls.identity, *_narrowed(wanted, True))
+            self.identity = (*urls.identity, *_filters(wanted, True))
         else:
             patterns = _as_list(urls, owner)
             self.is_searched = extensions is None and not all(map(_is_a_file, patterns))
@@ -111,58 +110,57 @@ class FileList:
 
     @property
     def digest(self) -> str:
-        """Names the list: all files in their order, and their labels."""
+        """A digest of all files in their order, and of their labels."""
         return self.names.digest + ("" if self.labels is None else self.labels.digest)
 
     @property
     def names(self) -> AnyNames:
-        """All names below the root. A list that is open is completed first."""
+        """All names below the root. An open list is completed first."""
         self._complete()
         return self._names
 
     @property
     def is_open(self) -> bool:
-        """Whether only the first names are known yet."""
+        """True while only the first names are known."""
         return self._pages is not None
 
     @property
     def first(self) -> AnyNames:
-        """The names that are known."""
+        """The names known so far."""
         return self._names
 
     def more(self, last: str) -> Iterator[Page]:
-        """What of an open list comes after the name `last`, page by page."""
+        """Yield the names of an open list that come after the name `last`, page by page."""
         assert self._pages is not None
         for page in self._pages.after(last):
             yield Page(self._filtered(page.names), page.is_last)
 
     def over(self, names: AnyNames) -> FileList:
-        """The same files by `names`, which somebody else has listed."""
+        """The same files with `names` as their listing, which another process has made."""
         made = copy.copy(self)
         made._names, made._pages = names, None
         return made
 
     def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
-        """The names of all folders with files whose keys count, "" for the root. An open list stays so if these can be known.
+        """The names of the folders that hold files for whose keys `counts` is true; "" for the root.
 
-        That a folder lies deeper than the first files do may not be seen.
+        Of an open list, which stays open, these are the folders of the known files, and those beside the
+        folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
+        deeper ones, are not found.
         """
+        found = set[str]()
+        for name in self._names:
+            if (folder := name.rpartition("/")[0]) not in found and counts(self._key_of(name)):
+                found.add(folder)
         if self._pages is not None:
-            depth = max(name.count("/") for name in self._names)
-            found = self._pages.folders(
-                depth, lambda names: [name for name in self._filtered(names) if counts(self._key_of(name))]
-            )
-            if found is not None:
-                return found
-        folders = set[str]()
-        for name in self.names:
-            if (folder := folder_of(name)) not in folders and counts(self._key_of(name)):
-                folders.add(folder)
-        return frozenset(folders)
+            uppermost, last = min(found, key=lambda one: (one.count("/"), one), default=""), self._names[-1]
+            beside = self._pages.folders_in(uppermost[: uppermost.rfind("/") + 1])
+            found |= {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}
+        return frozenset(folder.rpartition("/")[2] for folder in found)
 
     def _complete(self) -> None:
         if self.is_open:
-            with _completing:
+            with _completion_lock:
                 self._list_the_rest()
 
     def _list_the_rest(self) -> None:
@@ -177,15 +175,18 @@ class FileList:
         self._names, self._pages = names.names(), None
 
     def some_extensions(self) -> Iterator[str]:
-        """The extensions of the known names, of many those of every so many."""
+        """The extensions of the known names, or of an even sample of them if there are many."""
         names = self._names
         return (
             extension_of(self._key_of(names[i]))
-            for i in range(0, len(names), max(1, len(names) // _LOOKED_AT))
+            for i in range(0, len(names), max(1, len(names) // _SAMPLED_NAMES))
         )
 
     def keep_only(self, kind: str) -> tuple[int, str]:
-        """Leave out what is not decoded as `kind`, also of the names to come: how many of the known ones, and the first."""
+        """Leave out files that are not decoded as `kind`, among the names to come as well.
+
+        Return the number of known files left out, and the key of the first of them.
+        """
         self._kind = kind
         known = list(self._names)
         kept = self._filtered(known)
@@ -204,7 +205,7 @@ class FileList:
     def _read(
         self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
     ) -> tuple[str, Names, Labels | None]:
-        """The common root of what a manifest lists, and the names below it; the labels, if it has any."""
+        """The common root of the files in a manifest, their names below it, and their labels, if any."""
         path, names, labels = path_of(self.remote), NamesBuilder(), LabelsBuilder()
         for url, label in manifest.rows(storage_options):
             if not wanted or redact(url).lower().endswith(wanted):
@@ -233,7 +234,8 @@ class FileList:
             paths = [path for path in paths if redact(path).lower().endswith(wanted)]
             if not paths:
                 raise SourceError(
-                    f"{self.shown}: none of {len(listing.paths):,} files ends in {', '.join(wanted)}; check extensions="
+                    f"{self.shown}: none of {len(listing.paths):,} files ends in {', '.join(wanted)}; "
+                    "check extensions="
                 )
         elif preferred:
             paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
@@ -241,11 +243,13 @@ class FileList:
         return listing.root, Names(path[length:] for path in paths)
 
     def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
-        """The first names, and the list is open; or all there are. None where there are none."""
-        wanted = pages.usual_first if first_names == "auto" else first_names
+        """The first names, with the list left open; all names if these are few; None if there are none."""
+        wanted, page_names = pages.usual_first, PAGE_NAMES
+        if first_names != "auto":
+            wanted, page_names = first_names, min(PAGE_NAMES, first_names)
         found: list[str] = []
         try:
-            for page in pages.after("", min(PAGE_NAMES, wanted)):
+            for page in pages.after("", page_names):
                 found += self._filtered(page.names)
                 if not page.is_last and len(found) >= wanted:
                     self._pages = pages
@@ -262,7 +266,7 @@ class FileList:
         return self._names[index] if index < len(self._names) else self.names[index]
 
     def path(self, index: int) -> str:
-        """Where file `index` lies, for the driver; may hold secrets."""
+        """The path of file `index` for the driver; may hold secrets."""
         return self._root + (self.name(index) if self._secret_names is None else self._secret_names[index])
 
     def key(self, index: int) -> str:
@@ -277,7 +281,7 @@ class FileList:
         return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
 
     def where(self, index: int) -> str:
-        """File `index` as messages show it."""
+        """The path of file `index` as shown in messages."""
         return self._shown_root + self.key(index)
 
 
@@ -287,7 +291,7 @@ def folder_of(name: str) -> str:
 
 
 def _is_a_file(url: str) -> bool:
-    """Whether a URL names a file, or numbered ones, by its looks: it has an extension, and no wildcard."""
+    """Return whether a URL looks like that of files: with an extension, and without a wildcard."""
     name = redact(url)
     return bool(extension_of(name)) and not any(mark in name for mark in "*?[")
 
@@ -311,17 +315,17 @@ def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
 def _identity(
     remote: Remote, patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool
 ) -> tuple[str, ...]:
-    """What names the files in a fingerprint: the URLs without their secrets, and what is left out."""
+    """The parts of a fingerprint that name the files: the URLs without their secrets, and the filters."""
     where = [os.path.abspath(os.path.expanduser(url)) if remote.is_local and "://" not in url else redact(url)
              for url in patterns]  # fmt: skip
     parts = [where[0]]
     if len(where) > 1:
         text = chr(0).join(where).encode("utf-8", "surrogateescape")
         parts.append(f"{len(where)} urls {xxhash.xxh3_64_hexdigest(text)}")
-    return (*parts, *_narrowed(wanted, recursive))
+    return (*parts, *_filters(wanted, recursive))
 
 
-def _narrowed(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
-    """What names, in a fingerprint, the files that are left out."""
+def _filters(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
+    """The parts of a fingerprint that name the filters."""
     parts = [f"extensions={','.join(wanted)}"] if wanted else []
     return (*parts, *(() if recursive else ("flat",)))

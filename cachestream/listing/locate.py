@@ -1,4 +1,4 @@
-"""The files and folders that hold arrays: URLs with wildcards and ranges → paths."""
+"""Locations of arrays: the files and folders that URLs with wildcards and ranges name."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _IN_FILE: Final = re.compile(r"(.+\.(?:h5|hdf5|hdf|he5|nc))::/?([^:]+)", re.IGNO
 
 
 def split_dataset(url: str) -> tuple[str, str | None]:
-    """`file.h5::/group/data` as the file and the name in it; None for any other URL."""
+    """Split `file.h5::/group/data` into the file and the dataset's name, which is None for any other URL."""
     match = _IN_FILE.fullmatch(url)
     return (url, None) if match is None or "://" in match[2] else (match[1], match[2])
 
 
 def is_zarr(path: str) -> bool:
-    """Whether `path` is a Zarr store, or an array in one: `a.zarr`, `a.zarr/group/image`."""
+    """Return whether `path` is a Zarr store, or an array in one: `a.zarr`, `a.zarr/group/image`."""
     return _ZARR.search(path) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One array to be: its path for the driver, and the dataset in it."""
+    """The place of an array: its path for the driver, and the dataset in that file."""
 
     remote: Remote
     path: str = field(repr=False)  # may be signed
@@ -42,21 +42,21 @@ class Located:
 
     @property
     def shown(self) -> str:
-        """The path as messages show it."""
+        """The path as shown in messages."""
         scheme = "" if self.remote.is_local or "://" in self.path else f"{self.remote.protocol}://"
         return redact(scheme + self.path)
 
     @property
     def name(self) -> str:
-        """What tells it from others: the path as shown, and the dataset in it."""
+        """A unique name: the path as shown, and the dataset in it."""
         return self.shown if self.dataset is None else f"{self.shown}::/{self.dataset.lstrip('/')}"
 
 
 def locate(remote: Remote, url: str, dataset: str | None) -> list[Located]:
-    """What `url` stands for, in the order of the names that a wildcard finds.
+    """The arrays that `url` stands for; those found by a wildcard in the order of their names.
 
-    Raises ConfigError for a dataset named twice, SourceError where a wildcard finds nothing, and
-    what `map_errors` does.
+    Raises ConfigError for a dataset named twice, SourceError if a wildcard finds nothing, and the errors of
+    `map_errors`.
     """
     outer, inner = split_dataset(url)
     if inner is not None and dataset is not None:
@@ -70,7 +70,7 @@ def locate(remote: Remote, url: str, dataset: str | None) -> list[Located]:
 
 def _local(url: str) -> list[str]:
     path = os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
-    if os.path.exists(path):  # braces and stars may be its name
+    if os.path.exists(path):  # a name may contain braces and stars
         return [path]
     paths = []
     for one in expand_braces(path):
@@ -83,7 +83,7 @@ def _remote(remote: Remote, url: str) -> list[str]:
         return [remote.open_for_listing()[1]]
     strip = fsspec.get_filesystem_class(remote.protocol)._strip_protocol
     paths = [str(strip(one)) for one in expand_braces(url)]
-    if remote.is_web or not any(map(_MAGIC.search, paths)):  # on the web "?" begins a query
+    if remote.is_web or not any(map(_MAGIC.search, paths)):  # in a web URL "?" begins a query
         return paths
     filesystem, _ = remote.open_for_listing()
     return [path for one in paths for path in sorted(filesystem.glob(one))]

@@ -1,4 +1,4 @@
-"""A manifest: a text, CSV or Parquet file that lists the URLs of the data, and their labels."""
+"""Manifests: text, CSV or Parquet files that list the URLs of the data, and their labels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DECIMAL: Final = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
-    """`values[i]` belongs to file i: int64 or float64 `[files]`; `names` of the values, or () for numbers."""
+    """The labels of files: `values`, int64 or float64 `[files]`, and their `names`, or () for numbers."""
 
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64]
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class Labels:
 
 
 class LabelsBuilder:
-    """Labels that come one by one: each different one is kept once, and 8 bytes a file."""
+    """A builder of Labels, which keeps each distinct label once, and 8 bytes a file."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -63,7 +63,7 @@ class LabelsBuilder:
         self._values.append(self._numbers.setdefault(label, len(self._numbers)))
 
     def labels(self) -> Labels:
-        """All labels: numbers if all are written as such, otherwise the places of the texts in order."""
+        """All labels: numbers if all are written as numbers, otherwise their ranks among the sorted texts."""
         known = list(self._numbers)
         index = np.frombuffer(self._values, np.int64)
         for kind in (np.int64, np.float64):
@@ -77,7 +77,7 @@ class LabelsBuilder:
 
 
 def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
-    """`values` as int64, but only if they are all whole and none would be changed; or as float64."""
+    """`values` as an array of `kind`, or None if one of them is not written as such a number."""
     read = whole_number if kind is np.int64 else real_number
     if kind is np.int64 and any(isinstance(value, float) for value in values):
         return None
@@ -88,7 +88,7 @@ def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDA
 
 
 def whole_number(value: Any) -> int:
-    """`value` as it is written: "007" and "1_0" are names. Raises ValueError for what is no whole number."""
+    """`value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
     number = int(value)
     if number != value and str(number) != value:
         raise ValueError(value)
@@ -96,7 +96,7 @@ def whole_number(value: Any) -> int:
 
 
 def real_number(value: Any) -> float:
-    """The same of decimal numbers: "nan" and "inf" are names."""
+    """`value` as a float. Raises ValueError unless it is a decimal number: "nan" and "inf" are names."""
     number = float(value)
     if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):
         raise ValueError(value)
@@ -105,12 +105,12 @@ def real_number(value: Any) -> float:
 
 Row = tuple[str, Any]  # a URL, and its label or None
 
-_USUAL: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
+_URL_COLUMNS: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
 _PARQUET: Final = (".parquet", ".pq")
 _TABLES: Final = {".csv": ",", ".tsv": "\t"}
 _OBJECTS: Final = (".json", ".jsonl", ".ndjson")
-_ROWS_AT_ONCE: Final = 65_536
-_BYTES_AT_ONCE: Final = 1 << 20
+_ROWS_PER_BATCH: Final = 65_536
+_BYTES_PER_READ: Final = 1 << 20
 _LONGEST_LINE: Final = 1 << 20
 
 
@@ -118,19 +118,19 @@ _LONGEST_LINE: Final = 1 << 20
 class Manifest:
     """A list of files in a file, for `open_source` and for every source of files.
 
-    url: where the list lies; by its ending it is a table (`.csv`, `.tsv`, `.parquet`), and otherwise a
-        text with a URL on every line that is not empty and does not begin with "#". Texts and tables
-        of texts may be packed (`.gz`).
-    column: the column of the URLs; needed where none is called "url", "path", "file", "filename", "uri",
-        "key" or "image", and there are several.
-    label: a column of labels, for `FileSource`: numbers, or names, which become their places among all
-        names in order (`source.label_names`).
-    base: what names that are no URLs are relative to; the folder of the manifest unless given.
-    storage_options: to open the manifest with; those of the source unless given, where both lie on one
-        remote. May hold secrets: they are shown nowhere.
+    url: the path or URL of the list. With one of the endings `.csv`, `.tsv` and `.parquet` it is a table,
+        otherwise a text with a URL on every line that is not empty and does not begin with "#". Texts, CSV
+        and TSV may be compressed (`.gz`).
+    column: the column of the URLs. Needed if there are several columns, and not exactly one of them is called
+        "url", "path", "file", "filename", "file_name", "uri", "key" or "image".
+    label: a column of labels, for `FileSource`: numbers, or names, which become their ranks among all sorted
+        names (`source.label_names`).
+    base: the folder of relative names; that of the manifest unless given.
+    storage_options: for opening the manifest; those of the source unless given, if both lie on one remote.
+        May hold secrets, which are shown nowhere.
 
-    What is listed is not looked up: a file that is missing is counted when it is read. The order is that
-    of the list, and what it names twice comes twice. Iterating gives the URLs.
+    The files are not looked up: a missing one is counted when it is read. They keep the order of the list,
+    and a file that is listed twice comes twice. Iterating gives the URLs.
     """
 
     url: str | os.PathLike[str]
@@ -144,8 +144,8 @@ class Manifest:
             raise ConfigError("Manifest takes the path or URL of a list of files")
         if self._ending.removesuffix(".gz").endswith(_OBJECTS):
             raise ConfigError(
-                f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, and not "
-                "JSON: write its URLs and labels as one of these"
+                f"{self.shown}: a manifest is a text with a URL on every line, or a .csv, .tsv or .parquet table, "
+                "and not JSON: write its URLs and labels as one of these"
             )
         if self._is_text and (self.column is not None or self.label is not None):
             raise ConfigError(
@@ -160,12 +160,12 @@ class Manifest:
 
     @property
     def shown(self) -> str:
-        """The manifest as messages show it."""
+        """The URL as shown in messages."""
         return redact(os.fspath(self.url))
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What names the list in a fingerprint."""
+        """The parts of a fingerprint that name the list."""
         named = {"column": self.column, "label": self.label, "base": self.base}
         where = _absolute(os.fspath(self.url))
         return (
@@ -177,10 +177,10 @@ class Manifest:
         return (url for url, _ in self.rows())
 
     def rows(self, storage_options: Mapping[str, Any] | None = None) -> Iterator[Row]:
-        """Every URL with its label (a number, a text, or None), as a stream: the list is never in memory.
+        """Yield every URL with its label (a number, a text, or None); the list is never in memory.
 
-        `storage_options` are those of the data. Raises ConfigError for columns that are not there, and what
-        `map_errors` does.
+        `storage_options` are those of the data. Raises ConfigError for missing columns, and the errors of
+        `map_errors`.
         """
         where = os.fspath(self.url)
         options = self.storage_options
@@ -219,7 +219,7 @@ class Manifest:
         if ending.endswith(_PARQUET):
             return self._parquet(file)
         lines = codecs.iterdecode(
-            iter(partial(file.read, _BYTES_AT_ONCE), b""), "utf-8-sig", "surrogateescape"
+            iter(partial(file.read, _BYTES_PER_READ), b""), "utf-8-sig", "surrogateescape"
         )
         delimiter = _TABLES.get(ending.removesuffix(".gz")[-4:])
         return (
@@ -244,7 +244,7 @@ class Manifest:
         header = list(table.schema_arrow.names)
         url_at, label_at = self._columns(header)
         wanted = [header[url_at]] + ([header[label_at]] if label_at >= 0 else [])
-        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted):
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=wanted):
             urls = batch.column(wanted[0]).to_pylist()
             labels = batch.column(wanted[1]).to_pylist() if label_at >= 0 else [None] * len(urls)
             for url, label in zip(urls, labels, strict=True):
@@ -255,11 +255,11 @@ class Manifest:
                 yield url, int(label) if isinstance(label, bool) else label
 
     def _columns(self, header: list[str]) -> tuple[int, int]:
-        """Where the URLs and the labels stand; -1 for no labels."""
+        """The indices of the columns of URLs and of labels; -1 for no labels."""
         names = [name.strip() for name in header]
         column = self.column
         if column is None:
-            usual = [name for name in names if name.lower() in _USUAL and name != self.label]
+            usual = [name for name in names if name.lower() in _URL_COLUMNS and name != self.label]
             column = names[0] if len(names) == 1 else usual[0] if len(usual) == 1 else None
         wanted = {"column": column, "label": self.label}
         for option, name in wanted.items():
@@ -281,7 +281,7 @@ def _text(lines: Iterator[str]) -> Iterator[Row]:
 
 
 def _lines(chunks: Iterator[str]) -> Iterator[str]:
-    """The lines of a text; other ends of lines than a line feed may be part of a name."""
+    """The lines of a text, ended by line feeds alone: other line separators may be part of a name."""
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split("\n")
@@ -312,7 +312,7 @@ def _absolute(where: str) -> str:
 
 
 def _join_to(base: str, shown: str) -> Callable[[str], str]:
-    """What makes a URL of a name in the list, or a path where `base` is one."""
+    """A function that turns a name in the list into a URL, or into a path if `base` is a path."""
     is_local = _is_local(base)
 
     def joined(name: str) -> str:
@@ -330,7 +330,7 @@ def _join_to(base: str, shown: str) -> Callable[[str], str]:
 
 
 def path_of(remote: Remote) -> Callable[[str], str]:
-    """What makes a path for the driver of `remote` of a URL; ConfigError for a URL of another scheme."""
+    """A function that turns a URL into a path for the driver of `remote`; ConfigError for another scheme."""
     scheme = f"{remote.protocol}://"
     strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
 
@@ -349,7 +349,7 @@ def path_of(remote: Remote) -> Callable[[str], str]:
 
 
 def first_url(manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> str:
-    """The first URL of a manifest; raises SourceError if there is none."""
+    """The first URL of a manifest. Raises SourceError if there is none."""
     rows = manifest.rows(storage_options)
     try:
         for url, _ in rows:

@@ -1,8 +1,8 @@
 """Lists of many paths in little memory: one block of bytes and its offsets, in memory or in growing files.
 
-`NAME.names` holds the bytes of all names, `NAME.ends` int64 offsets into it, 0 first, and the mark, a small
-JSON file that is replaced after every page, how much of both is good. What lies after that is the rest of
-a page whose writer died, and is cut off by the next one. So whatever is killed, the mark tells the truth.
+`NAME.names` holds the bytes of all names, and `NAME.ends` int64 offsets into it, beginning with 0. The
+mark, a small JSON file that is replaced after every page, says how much of both files is valid. Bytes after
+that are from a page whose writer died, and the next writer cuts them off: so the mark is always right.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cachestream.errors import SourceError
 from cachestream.linux import move, open_private
 from cachestream.schema import IntArray
 
-_CUT_AT_ONCE: Final = 65_536
+_NAMES_PER_BATCH: Final = 65_536
 
 
 class Names(Sequence[str]):
-    """An immutable sequence of texts, 8 bytes above their UTF-8 each; cheap to pickle, or to map.
+    """An immutable sequence of strings that takes 8 bytes each above their UTF-8; cheap to pickle and to map.
 
     A Python list of 10 million paths takes 1.2 GB, and every forked reader copies it page by page
-    as it counts references. File names that are not UTF-8 pass through (surrogateescape).
+    through reference counts. File names that are not UTF-8 pass through (surrogateescape).
     """
 
     __slots__ = ("_block", "_offsets")
@@ -55,7 +55,7 @@ class Names(Sequence[str]):
         return names
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """With protocol 5 the names may lie outside of the pickle, in memory that processes share."""
+        """With protocol 5 the bytes of the names are an out-of-band buffer, which processes can share."""
         block = PickleBuffer(self._block) if protocol >= 5 else bytes(self._block)
         return Names.of_block, (block, self._offsets)
 
@@ -77,13 +77,13 @@ class Names(Sequence[str]):
         return os.fsdecode(bytes(self._block[start:stop]))
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, len(self), _CUT_AT_ONCE):
-            for start, stop in pairwise(self._offsets[first : first + _CUT_AT_ONCE + 1].tolist()):
+        for first in range(0, len(self), _NAMES_PER_BATCH):
+            for start, stop in pairwise(self._offsets[first : first + _NAMES_PER_BATCH + 1].tolist()):
                 yield os.fsdecode(bytes(self._block[start:stop]))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the names take up in memory."""
+        """The size of the names in memory."""
         return len(self._block) + int(self._offsets.nbytes)
 
     @property
@@ -92,7 +92,7 @@ class Names(Sequence[str]):
         return self.digest_of(len(self))
 
     def digest_of(self, count: int) -> str:
-        """The digest of the first `count` names alone."""
+        """The digest of the first `count` names."""
         offsets = self._offsets[: count + 1]
         state = xxhash.xxh3_64(np.ascontiguousarray(offsets).data)
         state.update(memoryview(self._block)[: int(offsets[-1])])
@@ -103,7 +103,7 @@ class Names(Sequence[str]):
 
 
 class NamesBuilder:
-    """Names that come one by one, without a Python object kept for each."""
+    """A builder of Names, which keeps no Python object for each."""
 
     def __init__(self) -> None:
         self._block = bytearray()
@@ -126,21 +126,21 @@ class NamesBuilder:
 
     @property
     def folder(self) -> str:
-        """The folder that all names begin with, up to its "/"; what comes after a "?" names none."""
+        """The folder that all names begin with, up to its "/"; a query after "?" is no part of it."""
         pairs = zip(self._least, self._greatest, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         common = self._least[:same].partition(b"?")[0]
         return os.fsdecode(common[: common.rfind(b"/") + 1])
 
     def names(self, root: str = "") -> Names:
-        """The names without `root`, with which all begin. The builder is empty then."""
+        """The names without `root`, with which all must begin. Leaves the builder empty."""
         cut, count = len(os.fsencode(root)), len(self)
         offsets = np.frombuffer(self._offsets, np.int64)
         block, self._block = self._block, bytearray()
         if cut:
             whole, block = memoryview(block), bytearray()
-            for first in range(0, count, _CUT_AT_ONCE):
-                ends = offsets[first : first + _CUT_AT_ONCE + 1].tolist()
+            for first in range(0, count, _NAMES_PER_BATCH):
+                ends = offsets[first : first + _NAMES_PER_BATCH + 1].tolist()
                 block += b"".join(whole[a + cut : b] for a, b in pairwise(ends))
         offsets = offsets - cut * np.arange(count + 1)
         self._offsets = array("q", [0])
@@ -152,9 +152,9 @@ _OFFSET_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a listing has come: `count` names of `size_bytes` in the files `stem`.
+    """The progress of a stored listing: `count` names of `size_bytes` in the files `stem`.
 
-    `fingerprint` names the data they are of; `is_complete` when the listing has ended.
+    `fingerprint` is that of the source; `is_complete` is true once the listing has ended.
     """
 
     stem: str
@@ -165,7 +165,7 @@ class Mark:
 
 
 def read_mark(path: str) -> Mark | None:
-    """The mark at `path`; None where there is none, or none whose files are there."""
+    """The mark at `path`; None if there is none, or if its files are missing or too short."""
     try:
         with open(path, encoding="utf-8") as file:
             mark = Mark(**json.load(file))
@@ -183,9 +183,9 @@ def file_names(stem: str) -> tuple[str, str]:
 
 
 class StoredNames(Sequence[str]):
-    """The names behind the mark at `path`, as far as they were there when it was last looked at.
+    """The stored names of the mark at `path`, as many as there were at the last call of `look` or `reach`.
 
-    All processes share one copy in memory, the page cache's. Picklable. `look` before more is used.
+    All processes share one copy in memory, that of the page cache. Picklable.
     """
 
     def __init__(self, path: str) -> None:
@@ -197,7 +197,7 @@ class StoredNames(Sequence[str]):
         return StoredNames, (self.path,)
 
     def look(self) -> Mark | None:
-        """The mark as it is now; what it says is there can be used from now on."""
+        """Read the mark, map the names that it counts, and return it."""
         mark = read_mark(self.path)
         if mark is not None and mark != self._mark:
             self._names = _map(os.path.dirname(self.path), mark)
@@ -205,21 +205,22 @@ class StoredNames(Sequence[str]):
         return mark
 
     def reach(self, count: int) -> None:
-        """Have `count` names at least; raises SourceError where they are not."""
+        """Map at least `count` names. Raises SourceError if there are fewer."""
         if count > len(self._names):
             self.look()
         if count > len(self._names):
             raise SourceError(
-                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; start the worker again"
+                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; "
+                "start the worker again"
             )
 
     def digest_of(self, count: int) -> str | None:
-        """The digest of the first `count` names, as `Names` has it; None where there are fewer."""
+        """The digest of the first `count` names, as that of `Names`; None if there are fewer."""
         return self._names.digest_of(count) if count <= len(self._names) else None
 
     @property
     def digest(self) -> str:
-        """The digest of the names that are there."""
+        """The digest of the mapped names."""
         return self._names.digest
 
     def __len__(self) -> int:
@@ -261,7 +262,7 @@ def _mapped(path: str, size_bytes: int) -> memoryview:
 
 
 class NamesWriter:
-    """Adds names behind the mark at `path`: goes on after those of `mark`, whose files it opens or makes."""
+    """A writer that appends names to the stored listing at `path`, after those of `mark`."""
 
     def __init__(self, path: str, mark: Mark) -> None:
         self._path = path
@@ -280,7 +281,7 @@ class NamesWriter:
             stack.pop_all()
 
     def add(self, names: Sequence[str], is_complete: bool) -> None:
-        """Write `names`; they are there for all once this returns, whatever dies after it."""
+        """Append `names`. When this returns they are durable and visible to all processes."""
         encoded = list(map(os.fsencode, names))
         sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ends = self.mark.size_bytes + np.cumsum(sizes)
@@ -309,7 +310,7 @@ class NamesWriter:
 
 
 def _open(path: str, size_bytes: int) -> int:
-    """The file at `path`, cut to `size_bytes`, to be written after them."""
+    """Open the file at `path` cut to `size_bytes`, positioned at its end."""
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         os.ftruncate(fd, size_bytes)

@@ -1,10 +1,9 @@
-"""A listing page by page, so that what is listed first can be read before the rest is."""
+"""Listings of S3 page by page, so that samples can be read before the listing is complete."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -12,23 +11,20 @@ from fsspec import get_filesystem_class
 from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceError
-from cachestream.listing.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
 from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, s3_delimiter, visible
 from cachestream.transport.remote import Remote, run
 from cachestream.transport.remote_errors import map_errors, redact
 
 PAGE_NAMES: Final = 1000  # as many as S3 gives
-FIRST_NAMES: Final = 10_000
 PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
-_AT_ONCE: Final = 16
 
 
 class UnorderedError(SourceError):
-    """A store that lists its files in no order: what comes after a name cannot be asked for."""
+    """A store that lists files in no order: the names after a given one cannot be requested."""
 
 
 class Page(NamedTuple):
-    """Names below the root, in order and after those of the page before; `is_last` ends the listing."""
+    """Names below the root, in order, after those of the previous page; `is_last` ends the listing."""
 
     names: list[str]
     is_last: bool
@@ -36,11 +32,11 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The files of a folder or of a wildcard on S3, a page at a time, from anywhere on.
+    """The files of a folder or of a wildcard on S3, a page at a time, from any name on.
 
-    `root` ("bucket/folder/") is what all paths begin with, `prefix` what is asked for; `pattern` and
-    `folder_pattern` are regular expressions of whole paths and of their folders, or "" for all.
-    Picklable; holds what `DemoData` does.
+    All paths begin with `root` ("bucket/folder/"); `prefix` and `delimiter` are those of the requests.
+    `pattern` and `folder_pattern` are regular expressions for whole paths and for their folders, or "" for
+    all. Picklable.
     """
 
     remote: Remote
@@ -53,13 +49,13 @@ class Pages:
 
     @property
     def usual_first(self) -> int:
-        """How many names to list before the first sample."""
-        return FIRST_NAMES
+        """The number of names to list before the first sample: any, so that one page is enough."""
+        return 1
 
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
-        """The pages of what comes after the name `last`, "" for all.
+        """Yield the pages of names after `last`, "" for all.
 
-        Raises what `map_errors` does, and SourceError for a store that lists out of order.
+        Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
         keep = self.keeper()
         bucket, _, key = self.prefix.partition("/")
@@ -68,29 +64,40 @@ class Pages:
             keys: list[str] = [entry["Key"] for entry in answer.get("Contents", ())]
             if any(b <= a for a, b in zip([start, *keys], keys, strict=False)):
                 raise UnorderedError(
-                    f"{self._shown}: this store does not list by name; give first_names=None to list all before"
+                    f"{self._shown}: this store does not list by name; "
+                    "give first_names=None to list all before"
                 )
             start = keys[-1] if keys else start
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
 
-    def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
-        """The names of all folders with files that count, as far as can be told without listing the files.
+    def folders_in(self, parent: str) -> list[str]:
+        """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
 
-        "" stands for the root itself. `keep` gives those names below the root that count. See `foreseen`.
+        Pages are requested until one holds files alone: folders after so many files are not found.
         """
         if self.delimiter:
-            return frozenset({""})
-        return foreseen(_PrefixSurvey(self, keep), self.root.partition("/")[2], depth)
+            return []
+        bucket, _, key = (self.root + parent if parent else self.prefix).partition("/")
+        fits = re.compile(self.folder_pattern).match if self.folder_pattern else None
+        cut, found = len(self.root), list[str]()
+        for answer in self.answers(key, "/", "", PAGE_NAMES):
+            paths = [f"{bucket}/{entry['Prefix']}" for entry in answer.get("CommonPrefixes", ())]
+            if not paths:
+                break
+            if fits is not None:
+                paths = [path for path in paths if fits(path[:-1])]
+            elif not self.pattern:
+                paths = [path for path in paths if not path.startswith(".", cut + len(parent))]
+            found += [path[cut:] for path in paths]
+        return found
 
     @property
     def _shown(self) -> str:
         return redact(f"{self.remote.protocol}://{self.prefix}")
 
-    def answers(
-        self, key: str, delimiter: str, start: str, names: int, filesystem: Any = None
-    ) -> Iterator[dict[str, Any]]:
-        """What S3 answers, page by page, when asked for `key` and what comes after `start`."""
-        filesystem = filesystem or self.remote.open_for_listing()[0]
+    def answers(self, key: str, delimiter: str, start: str, names: int) -> Iterator[dict[str, Any]]:
+        """Yield the answers of S3, page by page, for the prefix `key` and names after `start`."""
+        filesystem, _ = self.remote.open_for_listing()
         options = {
             "Bucket": self.prefix.partition("/")[0],
             "Prefix": key,
@@ -109,13 +116,13 @@ class Pages:
             options["ContinuationToken"] = answer["NextContinuationToken"]
 
     def holds(self, path: str) -> bool:
-        """Whether there is an object of that very name."""
+        """Return whether there is an object with the name `path`."""
         key = path.partition("/")[2]
         first = next(self.answers(key, "", "", 1))
         return any(entry["Key"] == key for entry in first.get("Contents", ()))
 
     def keeper(self) -> Callable[[list[str]], list[str]]:
-        """What makes the names below the root of those paths that count."""
+        """A function that selects the paths that match, and makes them names below the root."""
         cut = len(self.root)
         fits = re.compile(self.pattern).match if self.pattern else None
 
@@ -127,57 +134,8 @@ class Pages:
         return keep
 
 
-class _PrefixSurvey:
-    """A look at the folders of a listing, several at a time, without their files' names being kept."""
-
-    def __init__(self, pages: Pages, keep: Callable[[list[str]], list[str]]) -> None:
-        self._pages = pages
-        self._matching, self._wanted = pages.keeper(), keep
-        self._fits = re.compile(pages.folder_pattern).match if pages.folder_pattern else None
-        self._bucket, _, key = pages.root.partition("/")
-        self._cut = len(key)
-        self._filesystem, _ = pages.remote.open_for_listing()
-        self._asked = 0
-
-    def name(self, folder: str) -> str:
-        return folder[self._cut :].rstrip("/").rpartition("/")[2]
-
-    def may_count(self, folder: str, empty: set[str]) -> bool:
-        """Whether files of a folder that holds some may count; those in `empty` hold none."""
-        path = f"{self._bucket}/{folder}".rstrip("/")
-        return folder not in empty and (self._fits is None or self._fits(path) is not None)
-
-    def at_beginnings(self, folders: list[str]) -> dict[str, Seen]:
-        """The first names of some of `folders`, from all over them."""
-        some = some_of(folders)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return dict(zip(some, pool.map(lambda one: self._folder(one, 1, PROBE_NAMES), some), strict=True))
-
-    def through(self, folders: list[str]) -> list[Seen] | None:
-        """All of `folders`; None where there are too many pages of them."""
-        if self._asked + len(folders) > MOST_LOOKS:
-            return None
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            seen = list(pool.map(lambda one: self._folder(one, MOST_LOOKS), folders))
-        return seen if all(one.is_all for one in seen) else None
-
-    def _folder(self, folder: str, most_pages: int, page_names: int = PAGE_NAMES) -> Seen:
-        holds_files, inner, is_all = False, list[str](), False
-        pages = self._pages.answers(folder, "/", "", page_names, self._filesystem)
-        for number, answer in enumerate(pages, 1):
-            self._asked += most_pages > 1  # probes are few, and are not counted
-            files = [f"{self._bucket}/{entry['Key']}" for entry in answer.get("Contents", ())]
-            below = [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
-            inner += [one for one in below if self._pages.pattern or not one.startswith(".", len(folder))]
-            holds_files |= bool(self._wanted(self._matching(files)))
-            is_all = not answer.get("IsTruncated")
-            if number == most_pages or self._asked > MOST_LOOKS:
-                break
-        return Seen(holds_files, inner, is_all)
-
-
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:
-    """The pages of what `urls` name; None for what is listed at once: anything but one folder on S3."""
+    """The pages of `urls` if these are one folder or wildcard on S3; None for others, listed at once."""
     if len(urls) != 1 or not remote.is_s3 or expand_braces(urls[0]) != [urls[0]]:
         return None
     path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
@@ -191,7 +149,7 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | 
         folder, _, last = path.rpartition("/")
         below = "" if "**" in last else glob_translate(folder)
         pages = Pages(remote, root, prefix, delimiter, glob_translate(path), recursive, below)
-        return None if pages.holds(path) else pages  # the signs are its name
+        return None if pages.holds(path) else pages  # an object whose name contains wildcard signs
     if extension_of(path) and not urls[0].endswith("/"):
         return None  # most likely a file
     root = path.rstrip("/") + "/"

@@ -1,4 +1,4 @@
-"""URLs, folders, wildcards and `{000..127}` ranges → the sorted paths of files, and their common root."""
+"""Patterns: the sorted paths of the files that URLs, folders, wildcards and `{000..127}` ranges name."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 MOST_FOLLOWING: Final = 16
-_ENTRIES_A_BEAT: Final = 8192
-_OF_A_CACHE: Final = frozenset({"cache.json", "catalogue.sqlite"})
+_ENTRIES_PER_HEARTBEAT: Final = 8192
+_CACHE_FILES: Final = frozenset({"cache.json", "catalogue.sqlite"})
 
 
 class Folder(NamedTuple):
-    """What a folder holds: names of files and of folders; `is_there` unless it is gone, `is_all` unless there is more."""
+    """The contents of a folder: the names of files and of folders; `is_there` is false if it is gone."""
 
     files: list[str]
     inner: list[str]
     is_there: bool = True
-    is_all: bool = True
 
 
 Listed = Callable[[str, Sequence[str]], Folder]
 
 
 def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]:
-    """The paths below the root that come after `last`, all of them in order: what lies together at a time, and whether
-    nothing can come after it.
+    """Yield the paths below the root that come after `last`, in order, in runs of files of one folder.
 
-    `listed(folder, following)` gives what `folder` holds ("" is the root, others end in "/") and is told which ones
-    will be asked for next, as far as that is known. Folders that lie before `last` are not asked for.
+    Each run comes with whether it is certainly the last. `listed(folder, following)` returns the contents of
+    `folder` ("" is the root, others end in "/"); `following` are the folders that will be requested next, as
+    far as they are known. Folders before `last` are not requested.
     """
     pending: list[str | list[str]] = [""]
     while pending:
@@ -53,8 +52,8 @@ def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]
 
 
 def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
-    """What comes after `last` of a folder, in the order of the paths below it: folders, and runs of files."""
-    # "a.txt" comes before "a/b" and "a0" after it, so that folders take part with their "/".
+    """The folders and runs of files of `folder` that come after `last`, in the order of paths."""
+    # Folders are sorted with their "/", as "a.txt" comes before "a/b", and "a0" after it.
     paths = sorted([folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.inner])
     if last.startswith(folder):
         paths = [path for path in paths if path > last or (path[-1] == "/" and last.startswith(path))]
@@ -68,44 +67,44 @@ def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
 
 
 class LocalFolders:
-    """What the folders below `root` ("/data/") hold, but for hidden files and folders, and for caches, which may be this one's.
+    """The folders below `root` ("/data/"), without hidden files and folders, and without caches.
 
-    Links to folders are followed, but not to those that are found by their own paths, nor in circles. That is seen
-    from where a link leads alone, so that a listing can go on from anywhere.
+    Links to folders are followed unless their target is found by its own path, or is a folder above the link.
+    This depends on the target alone, so that a listing can be resumed anywhere.
     """
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._real = os.path.realpath(root).rstrip("/") + "/"
 
-    def __call__(self, folder: str, _following: Sequence[str] = (), most: int | None = None) -> Folder:
-        """What `folder` holds; `most` entries of it, in no order. Raises OSError."""
-        files, inner, number = list[str](), list[str](), -1
+    def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
+        """The contents of `folder`, in no order. Raises OSError."""
+        files, inner = list[str](), list[str]()
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
-                for number, entry in enumerate(islice(entries, most)):
-                    if not number % _ENTRIES_A_BEAT:
+                for number, entry in enumerate(entries):
+                    if not number % _ENTRIES_PER_HEARTBEAT:
                         metering.fetched(0)
                     if entry.name.startswith("."):
                         continue
                     if entry.is_file():
                         files.append(entry.name)
-                    elif entry.is_dir() and (not entry.is_symlink() or self._is_new(folder, entry.path)):
+                    elif entry.is_dir() and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
                         inner.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        if folder and "shards" in inner and _OF_A_CACHE.issubset(files):
+        if folder and "shards" in inner and _CACHE_FILES.issubset(files):
             return Folder([], [])
-        return Folder(files, inner, is_all=number + 1 != most)
+        return Folder(files, inner)
 
-    def _is_new(self, folder: str, link: str) -> bool:
+    def _is_followed(self, folder: str, link: str) -> bool:
         target = os.path.realpath(link).rstrip("/") + "/"
         if target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
             return False
-        return not any(above.startswith(target) for above in self._chain(folder))
+        return not any(above.startswith(target) for above in self._ancestors(folder))
 
-    def _chain(self, folder: str) -> Iterable[str]:
-        """Where `folder` and those above it lie."""
+    def _ancestors(self, folder: str) -> Iterable[str]:
+        """The real paths of the root, of the folders above `folder`, and of `folder`."""
         yield self._real
         for end, letter in enumerate(folder, 1):
             if letter == "/":
@@ -116,12 +115,12 @@ MAX_EXPANDED: Final = 10_000_000
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
 MAGIC: Final = re.compile(r"[*?\[]")
-_WEB_MAGIC: Final = re.compile(r"[*\[]")  # there "?" begins a query
+_WEB_MAGIC: Final = re.compile(r"[*\[]")  # in a web URL "?" begins a query
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """Files found: `paths` sorted, each once; all begin with `root` (ends in "/", or is "")."""
+    """The files found: `paths` are sorted and unique, and begin with `root` (which ends in "/", or is "")."""
 
     root: str
     paths: list[str] = field(repr=False)  # may be signed
@@ -141,7 +140,7 @@ def _alternatives(inside: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Every URL that `pattern` stands for, as a shell expands `{000..127}` and `{train,val}`."""
+    """Expand `{000..127}` and `{train,val}` in `pattern` as a shell does."""
     expanded = [""]
     end = 0
     for match in _BRACES.finditer(pattern):
@@ -157,10 +156,10 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> FoundFiles:
-    """The files that `urls` (of one protocol) name. In folders, hidden files are left out.
+    """List the files that `urls` (of one protocol) name. Hidden files in folders are left out.
 
-    Raises SourceError for what is missing, empty or forbidden, SourceUnavailableError for a remote that
-    does not answer, ConfigError for URLs that do not go together.
+    Raises SourceError for files and folders that are missing, empty or forbidden, SourceUnavailableError for
+    a remote that does not answer, ConfigError for URLs of several protocols.
     """
     for url in urls:
         if get_protocol(url) != remote.protocol:
@@ -168,7 +167,7 @@ def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> F
                 f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
             )
     expanded = [(url, _expand_one(remote, url)) for url in urls]
-    finder: _Finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
+    finder = _LocalFinder(remote) if remote.is_local else _RemoteFinder(remote)
     roots: set[str] = set()
     paths: list[str] = []
     for url, alternatives in expanded:
@@ -184,7 +183,7 @@ def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> F
 
 
 def _expand_one(remote: Remote, url: str) -> list[str]:
-    if remote.is_local and os.path.exists(local_path(url)):  # the braces are its name
+    if remote.is_local and os.path.exists(local_path(url)):  # a file whose name contains braces
         return [url]
     return expand_braces(url)
 
@@ -198,18 +197,12 @@ def _common_root(roots: Iterable[str]) -> str:
         else:
             same = [a == b for a, b in zip(common, parts, strict=False)]
             common = common[: same.index(False) if False in same else len(same)]
-    # Not up to a URL's scheme or host alone.
+    # A URL's scheme or host alone is no root.
     return "/".join(common) + "/" if common and common[-1:] != [""] else ""
 
 
 def _parent(path: str) -> str:
     return path[: path.rfind("/") + 1]
-
-
-class _Finder:
-    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        """The root and the files of one URL; a `trusted` file is not looked up."""
-        raise NotImplementedError
 
 
 # --- local -------------------------------------------------------------------------------------
@@ -224,11 +217,12 @@ def _below(root: str, recursive: bool) -> Iterator[list[str]]:
     return (names for names, _ in in_order(folders)) if recursive else iter([folders("").files])
 
 
-class _LocalFinder(_Finder):
+class _LocalFinder:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """The root and the files of one URL."""
         path = local_path(url)
         if os.path.isdir(path):
             root = path.rstrip("/") + "/"
@@ -245,7 +239,7 @@ class _LocalFinder(_Finder):
 
 
 def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
-    """Those of a folder's files that are not hidden, nor in hidden folders, nor mere placeholders."""
+    """The files of a folder that are neither hidden, nor in hidden folders, nor placeholders for folders."""
     length = len(root)
     return [
         path
@@ -258,22 +252,24 @@ def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
 
 
 def s3_delimiter(pattern: str, first_magic: int) -> str:
-    """What to list by for `pattern`: "/" where all that fits lies in one folder, "" where some may lie deeper."""
+    """The delimiter to list by: "/" if all matches lie in one folder, "" if some may lie deeper."""
     wild = pattern[first_magic:]
     return "" if "/" in wild or "**" in wild else "/"
 
 
-class _RemoteFinder(_Finder):
+class _RemoteFinder:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._filesystem, self._first_path = remote.open_for_listing()
         self._magic = _WEB_MAGIC if remote.is_web else MAGIC
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """The root and the files of one URL; a `trusted` URL of a file is not looked up."""
         path = self._path(url)
-        if self._remote.is_web and not self._magic.search(path.partition("?")[0]):
-            # Not looked up: a signed URL may allow GET alone.
-            return self._folder(path, recursive) if path.endswith("/") else (_parent(_bare(path)), [path])
+        bare = path.partition("?")[0]
+        if self._remote.is_web and not self._magic.search(bare):
+            # The file is not looked up, as a signed URL may allow GET alone.
+            return self._folder(path, recursive) if path.endswith("/") else (_parent(bare), [path])
         magic = self._magic.search(path)
         if magic is not None:
             found = self._matching(path, magic.start())
@@ -301,7 +297,7 @@ class _RemoteFinder(_Finder):
         return root, visible(root, found, recursive)
 
     def _matching(self, pattern: str, first_magic: int) -> list[str]:
-        """The files that fit; where one has the pattern for its name, that one alone."""
+        """The files that match; only the file with the name `pattern` if there is one."""
         if self._remote.is_s3:
             fits = re.compile(glob_translate(pattern)).match
             found = self._s3_names(pattern[:first_magic], s3_delimiter(pattern, first_magic))
@@ -314,9 +310,9 @@ class _RemoteFinder(_Finder):
         return [path for path, info in entries.items() if info["type"] != "directory"]
 
     def _s3_names(self, prefix: str, delimiter: str) -> list[str]:
-        """Objects whose "bucket/key" begins with `prefix`: the names alone, page by page.
+        """The names of the objects whose "bucket/key" begins with `prefix`.
 
-        s3fs's own `find` keeps a record of 2 kB for each.
+        The `find` of s3fs would keep a record of 2 kB for each.
         """
         bucket, _, key = prefix.partition("/")
         if not bucket or MAGIC.search(bucket):
@@ -328,10 +324,6 @@ class _RemoteFinder(_Finder):
 
         names: list[str] = sync(self._filesystem.loop, collect)
         return names
-
-
-def _bare(url: str) -> str:
-    return url.partition("?")[0]
 
 
 def _extensions(names: str) -> frozenset[str]:
@@ -358,7 +350,7 @@ _KINDS: Final = {
 
 
 def extension_of(path: str) -> str:
-    """The last extension of `path` in lower case, with its dot: ".jpg"; "" where there is none."""
+    """The last extension of `path` in lower case, with its dot: ".jpg"; "" if there is none."""
     return os.path.splitext(path)[1].lower()
 
 
@@ -367,5 +359,5 @@ def is_image(extension: str) -> bool:
 
 
 def kind_of(extension: str) -> str:
-    """The kind of a file: "image", "array", "text", "data", or one with fields of its own: "arrays", "json"."""
+    """The kind of a file: "image", "array", "text", "data", or "arrays" and "json" with their own fields."""
     return _KINDS.get(extension, "data")

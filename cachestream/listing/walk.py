@@ -1,4 +1,4 @@
-"""A listing folder by folder, where a remote can be asked for a folder but not for a page: local trees, and what fsspec opens."""
+"""Listings folder by folder: of local trees, and of remotes other than S3, which list no pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
-from cachestream.listing.foreseeing import MOST_LOOKS, PROBE_NAMES, Seen, foreseen, some_of
 from cachestream.listing.pages import Page
 from cachestream.listing.patterns import (
     MAGIC,
@@ -32,19 +31,19 @@ from cachestream.transport.remote_errors import map_errors, redact
 
 FOLDER_TIMEOUT_S: Final = 300.0
 FIRST_OF_DISKS: Final = 1_000_000  # a disk of this machine lists so many in 2 to 3 s
-FIRST_OF_OTHERS: Final = 10_000
+FIRST_OF_OTHERS: Final = 1000
 
 
 class GoneError(SourceUnavailableError):
-    """A root that holds nothing: it is not there, or not mounted at present."""
+    """A root that is empty or missing, such as a mount that is not there at present."""
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The files of a tree, in the order of their paths, a folder at a time, from anywhere on.
+    """The files of a tree, in the order of their paths, a folder at a time, from any name on.
 
-    `root` ("/data/train/") is what all paths begin with; `pattern` a wildcard below it, or "" for all but what is
-    hidden. Picklable; holds what `DemoData` does.
+    All paths begin with `root` ("/data/train/"). `pattern` is a wildcard below it, or "" for all files that
+    are not hidden. Picklable.
     """
 
     remote: Remote
@@ -53,37 +52,37 @@ class Walk:
 
     @property
     def usual_first(self) -> int:
-        """How many names to list before the first sample: what takes little time, and is a good beginning."""
+        """The number of names to list before the first sample: as many as take little time."""
         if self.remote.is_local and not is_network_filesystem(filesystem_of(os.path.realpath(self.root))):
             return FIRST_OF_DISKS
         return FIRST_OF_OTHERS
 
     def after(self, last: str, _page_names: int = 0) -> Iterator[Page]:
-        """What comes after the name `last`, "" for all; a page is what lies together in a folder.
+        """Yield the names after `last`, "" for all; a page is a run of files in one folder.
 
-        Raises what `map_errors` does, and GoneError where there is nothing any more.
+        Raises the errors of `map_errors`, and GoneError if the root is gone.
         """
         keep, is_last = self.keeper(), False
-        with closing(_Asking(self)) as asking:
-            for names, is_last in in_order(asking.for_folder, last):
+        with closing(_FolderLister(self)) as lister:
+            for names, is_last in in_order(lister.for_folder, last):
                 yield Page(keep(names), is_last)
         if not is_last:
             yield Page([], is_last=True)
 
-    def folders(self, depth: int, keep: Callable[[list[str]], list[str]]) -> frozenset[str] | None:
-        """The names of all folders with files that `keep` lets count, as far as a look at some tells; see `foreseen`."""
-        with closing(_Asking(self)) as asking:
-            return foreseen(_FolderSurvey(self, asking, keep), "", depth)
+    def folders_in(self, parent: str) -> list[str]:
+        """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match."""
+        with closing(_FolderLister(self)) as lister:
+            return [f"{parent}{name}/" for name in lister.for_folder(parent).inner]
 
     def keeper(self) -> Callable[[list[str]], list[str]]:
-        """Which names of files count."""
+        """A function that selects the names of files that match."""
         if not self.pattern:
             return lambda names: names
         fits = re.compile(glob_translate(self.pattern)).match
         return lambda names: [name for name in names if fits(name)]
 
     def enters(self) -> Callable[[str], bool]:
-        """Which folders may hold files that count, at any depth."""
+        """A function that tells whether a folder may hold files that match, at any depth."""
         if not self.pattern:
             return lambda _: True
         levels = self.pattern.split("/")
@@ -102,8 +101,8 @@ class Walk:
         return redact(self.root if self.remote.is_local else f"{self.remote.protocol}://{self.root}")
 
 
-class _Asking:
-    """Asks what folders hold, as the driver can: one after the other, or the following ones meanwhile."""
+class _FolderLister:
+    """A lister of one folder after another; asynchronous drivers list the following ones in the meantime."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -112,11 +111,11 @@ class _Asking:
         self._local = LocalFolders(walk.root) if walk.remote.is_local else None
         self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
 
-    def for_folder(self, folder: str, following: Sequence[str] = (), most: int | None = None) -> Folder:
-        """What `folder` holds, of the folders those that are entered; `most` entries, where it can be stopped."""
+    def for_folder(self, folder: str, following: Sequence[str] = ()) -> Folder:
+        """The contents of `folder`, without the folders that hold no files that match."""
         with map_errors(self._walk.shown + folder, secrets=self._walk.remote.secrets):
             if self._local is not None:
-                found = self._local(folder, following, most)
+                found = self._local(folder, following)
             else:
                 found = self._of_driver(folder, following)
         if not folder and not (found.files or found.inner):
@@ -134,11 +133,11 @@ class _Asking:
             entries = self._answer(folder, path, following)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        except EOFError as error:  # so ftplib says that the server hung up
+        except EOFError as error:  # raised by ftplib when the server hangs up
             raise ConnectionError(f"the connection was closed {error}") from error
         finally:
             if (kept := getattr(self._filesystem, "dircache", None)) is not None:
-                kept.clear()  # 2 kB for each file; `invalidate_cache` forgets more than that
+                kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings
         files, inner = set[str](), set[str]()
         for entry in entries:
             full = str(entry["name"])
@@ -146,7 +145,7 @@ class _Asking:
             if full.rstrip("/").lstrip("/") == path.lstrip("/") or (
                 not self._walk.pattern and name.startswith(".")
             ):
-                continue  # object stores have files in the place of folders
+                continue  # object stores list placeholder files for folders
             if entry["type"] == "directory":
                 inner.add(name)
             elif not full.endswith("/"):
@@ -155,7 +154,7 @@ class _Asking:
 
     def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:
         filesystem = self._filesystem
-        if not filesystem.async_impl:  # and not to be used by two threads at once
+        if not filesystem.async_impl:  # such drivers are not thread-safe
             return Caller().run(lambda: list(filesystem.ls(path, detail=True)), FOLDER_TIMEOUT_S)
         for one in (folder, *following):
             if one not in self._ahead:
@@ -169,44 +168,8 @@ class _Asking:
             future.cancel()
 
 
-class _FolderSurvey:
-    """A look at the folders of a tree; their files' names are not kept."""
-
-    def __init__(self, walk: Walk, asking: _Asking, keep: Callable[[list[str]], list[str]]) -> None:
-        self._asking = asking
-        self._matching, self._wanted = walk.keeper(), keep
-        folder, _, last = walk.pattern.rpartition("/")
-        below = "" if "**" in last or not walk.pattern else glob_translate(folder)
-        self._fits = re.compile(below).match if below else None
-        self._asked = 0
-
-    def name(self, folder: str) -> str:
-        return folder.rstrip("/").rpartition("/")[2]
-
-    def may_count(self, folder: str, empty: set[str]) -> bool:
-        """See `foreseeing.Look`."""
-        return folder not in empty and (self._fits is None or self._fits(folder.rstrip("/")) is not None)
-
-    def at_beginnings(self, folders: list[str]) -> dict[str, Seen]:
-        """See `foreseeing.Look`."""
-        some = some_of(folders)
-        return {one: self._seen(one, some[n + 1 :], PROBE_NAMES) for n, one in enumerate(some)}
-
-    def through(self, folders: list[str]) -> list[Seen] | None:
-        """See `foreseeing.Look`."""
-        self._asked += len(folders)
-        if self._asked > MOST_LOOKS:
-            return None
-        return [self._seen(one, folders[n + 1 : n + 16]) for n, one in enumerate(folders)]
-
-    def _seen(self, folder: str, following: Sequence[str], most: int | None = None) -> Seen:
-        holds = self._asking.for_folder(folder, following, most)
-        files = self._wanted(self._matching([folder + name for name in holds.files]))
-        return Seen(bool(files), [f"{folder}{name}/" for name in sorted(holds.inner)], holds.is_all)
-
-
 def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:
-    """The walk through what `urls` name; None for what is listed at once: anything but one tree of folders."""
+    """The walk through `urls` if these are one tree of folders; None for others, which are listed at once."""
     if len(urls) != 1 or "::" in urls[0] or remote.is_s3 or remote.is_web or remote.has_versions:
         return None
     if remote.is_local:
@@ -218,7 +181,7 @@ def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | No
     magic = MAGIC.search(path)
     if magic is None:
         if not recursive or (extension_of(path) and not urls[0].endswith("/")):
-            return None  # one folder is one answer; most likely a file
+            return None  # a single folder, or most likely a file
         return Walk(remote, path.rstrip("/") + "/")
     root = path[: path.rfind("/", 0, magic.start()) + 1]
     pattern = path[len(root) :]
@@ -226,5 +189,5 @@ def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | No
         return None
     with map_errors(redact(urls[0]), secrets=remote.secrets):
         if remote.open_for_listing()[0].isfile(path):
-            return None  # the signs are its name
+            return None  # a file whose name contains wildcard signs
     return Walk(remote, root, pattern)

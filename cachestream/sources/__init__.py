@@ -1,1 +1,1 @@
-"""Sources: what a unit of a data set is, and the samples in it."""
+"""Sources: data sets as numbered units, and the samples in them."""

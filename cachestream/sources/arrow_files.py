@@ -14,8 +14,7 @@ from cachestream.listing.names import Names
 from cachestream.sources.arrow import Columns, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fingerprint import check_columns
+from cachestream.sources.fields import Defaults, check_columns
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.stream import Stream

@@ -25,35 +25,35 @@ MAX_REASON: Final = 800
 class Source(Protocol):
     """Remote data as numbered units, each read on its own, in any order, in any process.
 
-    A unit is what is fetched as one: a file, a tar, a row group, a window. A source is picklable,
-    and `read` may be called from several threads at once.
+    A unit is fetched as a whole: a file, a tar, a row group, a window. A source is picklable, and `read` may
+    be called from several threads at once.
     """
 
     @property
     def fingerprint(self) -> str:
-        """Names the data: two sources with one fingerprint yield the same samples."""
+        """The identity of the data: two sources with the same fingerprint yield the same samples."""
         ...
 
     @property
     def num_units(self) -> int | None:
-        """How many units there are; None for an endless source."""
+        """The number of units; None for an endless source."""
         ...
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield `(key, sample)` for each sample of `unit`.
 
-        `rng` is seeded from the run's seed, the pass and the unit: with it the same samples come
-        again. Raises SampleError for a unit that cannot be used (skipped and counted), and
-        SourceUnavailableError for a remote that does not answer (retried).
+        `rng` is seeded from the run's seed, the pass and the unit, so that the same samples come again.
+        Raises SampleError for a unit that cannot be used (skipped and counted), and SourceUnavailableError
+        for a remote that does not answer (retried).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Samples that lie in columns: sample i is the dict of every field's value i.
+    """Samples in columns: sample i is a dict of value i of every field.
 
-    A field is an array `[n, ...]`, or n str, or n bytes.
+    A field is an array `[n, ...]`, or a sequence of n str or n bytes.
     """
 
     keys: Sequence[str]
@@ -61,7 +61,7 @@ class Rows:
 
     @property
     def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The same as `Source.read` yields them."""
+        """The samples one by one, as `Source.read` yields them."""
         names = tuple(self.fields)
         for key, values in zip(self.keys, zip(*self.fields.values(), strict=True), strict=True):
             yield key, dict(zip(names, values, strict=True))
@@ -69,39 +69,39 @@ class Rows:
 
 @runtime_checkable
 class RowsSource(Source, Protocol):
-    """A source that can also give its samples in columns: where they are small, many times as fast."""
+    """A source that can also yield samples in columns, which is many times as fast for small ones."""
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
-        """Yield what `read` yields, in the same order; samples in columns where there are any.
+        """Yield the samples of `read` in the same order, those in columns as Rows.
 
-        Used where samples are cached as they are, without a transform. Raises as `read`.
+        Used for samples that are cached without a transform. Raises the errors of `read`.
         """
         ...
 
 
 class DivisibleSource(Source, Protocol):
-    """A source of large units, each of which can be read in parts: a small cache then holds parts of many units.
+    """A source of large units that can be read in parts, so that a small cache holds parts of many units.
 
-    The units of a divided source come in `rounds`: in each round there is one part of every whole unit.
+    The units of a divided source come in `rounds`, each of which has one part of every whole unit.
     """
 
     @property
     def rounds(self) -> int:
-        """The number of parts that each whole unit is read in; 1 where units are read whole."""
+        """The number of parts that each whole unit is read in; 1 if units are read whole."""
         ...
 
     def part_limit(self) -> tuple[int, int]:
-        """The bytes of a typical unit, and the most parts that it may be read in (1: it cannot be divided)."""
+        """The bytes of a typical unit, and the maximum number of parts (1: it cannot be divided)."""
         ...
 
     def divided(self, parts: int) -> DivisibleSource:
-        """The same samples, with each unit in so many parts."""
+        """The same samples, with each unit in this number of parts."""
         ...
 
 
 def as_divisible(source: Any) -> DivisibleSource | None:
-    """`source`, if its units can be read in parts."""
-    # Not isinstance: to see whether num_units is there, it would list everything.
+    """Return `source` if its units can be read in parts, else None."""
+    # Before Python 3.12, isinstance would evaluate num_units, and so list the source to its end.
     if callable(getattr(source, "divided", None)):
         found: DivisibleSource = source
         return found
@@ -109,17 +109,17 @@ def as_divisible(source: Any) -> DivisibleSource | None:
 
 
 def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:
-    """The fewest parts a unit, `most` at most, with which a cache of `limit_bytes` holds something of `MANY_UNITS` units.
+    """The fewest parts per unit, up to `most`, so that `limit_bytes` hold parts of `MANY_UNITS` units.
 
-    Samples may take `EXPANSION` times the bytes of their unit (decoded images), and the rounds are shuffled, so the
-    last one in the cache is seldom whole.
+    Samples may take `EXPANSION` times the bytes of their unit (decoded images), and the rounds are shuffled,
+    so that the last one in the cache is seldom whole.
     """
     wanted = EXPANSION * unit_bytes * min(num_units, MANY_UNITS)
     return max(1, min(most, -(-wanted // max(1, limit_bytes)))) if num_units > 1 else 1
 
 
 def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """What `RowsSource.read_rows` yields, as `Source.read` does."""
+    """Yield the samples of `RowsSource.read_rows` one by one, as `Source.read` does."""
     for item in found:
         if isinstance(item, Rows):
             yield from item.samples
@@ -154,34 +154,34 @@ class Problems:
 
 @runtime_checkable
 class GrowingSource(Source, Protocol):
-    """A source of named units, of which only the first may be known: unit i is the one of name i.
+    """A source of named units, of which only the first may be known yet: unit i is that of name i.
 
-    Asked for `num_units`, it lists the rest at once. A worker does not ask: it has a process of its own list
-    into the cache, and reads `over` what that has stored.
+    Evaluating `num_units` lists the rest at once. A worker does not do so: a process of its own lists into
+    the cache, and the worker reads `over` the stored listing.
     """
 
     @property
     def is_listing(self) -> bool:
-        """Whether there are more names than the first."""
+        """True if there are more names than the first ones."""
         ...
 
     @property
     def first_names(self) -> AnyNames:
-        """The names that are listed already."""
+        """The names listed so far."""
         ...
 
     def more_names(self, last: str) -> Iterator[Page]:
-        """The names after `last`, page by page; raises SourceError and SourceUnavailableError."""
+        """Yield the names after `last`, page by page. Raises SourceError and SourceUnavailableError."""
         ...
 
     def over(self, names: AnyNames) -> Source:
-        """The same source over a listing that somebody else makes, as far as it goes."""
+        """The same source over a listing that another process makes, as far as that has come."""
         ...
 
 
 def as_growing(source: Any) -> GrowingSource | None:
-    """`source`, if its listing goes on."""
-    # Not isinstance alone: to see whether num_units is there, it would ask for it.
+    """Return `source` if its listing is not complete, else None."""
+    # Before Python 3.12, isinstance would evaluate num_units, and so list the source to its end.
     if getattr(source, "is_listing", False) and callable(getattr(source, "over", None)):
         found: GrowingSource = source
         return found
@@ -189,12 +189,12 @@ def as_growing(source: Any) -> GrowingSource | None:
 
 
 def is_source(value: Any) -> bool:
-    """Whether `value` is a source; asks none whose listing goes on for its number of units."""
+    """Return whether `value` is a source, without completing its listing."""
     return as_growing(value) is not None or (isinstance(value, Source) and not isinstance(value, type))
 
 
 def begins_with(source: Any, count: int | None, listing: str) -> bool:
-    """Whether the first `count` names of `source` are those with the digest `listing`."""
+    """Return whether the first `count` names of `source` have the digest `listing`."""
     names = getattr(source, "first_names", None)
     if not isinstance(names, Names | StoredNames) or count is None or count > len(names):
         return False
@@ -202,6 +202,6 @@ def begins_with(source: Any, count: int | None, listing: str) -> bool:
 
 
 def stored_names(source: Any) -> StoredNames | None:
-    """The stored listing that `source` reads by, if it does."""
+    """The stored listing that `source` takes its names from, or None."""
     names = getattr(source, "first_names", None)
     return names if isinstance(names, StoredNames) else None

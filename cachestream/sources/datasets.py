@@ -1,4 +1,4 @@
-"""Samples of PyTorch datasets: map-style ones by index, iterable ones in order, and other libraries' iterables."""
+"""Samples of PyTorch datasets and other Python objects: map-style ones by index, iterable ones in order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ import xxhash
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import check_unit
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fieldwise import empty_lists, plain_fields
+from cachestream.sources.fields import Defaults, empty_lists, plain_fields
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.user_code import Calls, by_value, foreign_errors
 
 
 def is_map_style(what: Any) -> bool:
-    """Whether `what` can be read as `what[0]` … `what[len(what) - 1]`."""
+    """Return whether `what` can be read as `what[0]` … `what[len(what) - 1]`."""
     kind = type(what)
-    if isinstance(what, Mapping | str | bytes) or hasattr(kind, "iloc"):  # keyed otherwise than by position
+    if isinstance(what, Mapping | str | bytes) or hasattr(kind, "iloc"):  # not indexed by position
         return False
     return hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
 
@@ -32,14 +31,15 @@ def is_map_style(what: Any) -> bool:
 class DatasetSource:
     """`dataset[i]` for every index; a unit is one index, the key is its number.
 
-    `dataset` is pickled to the sampling processes: a map-style torch Dataset, a Hugging Face
-    dataset, a list, an array. A process makes one call at a time, as few datasets are written for
-    threads; `thread_safe=True` lets calls overlap, which pays where they wait for a network.
+    `dataset` is a map-style torch Dataset, a Hugging Face dataset, a list or an array, and is pickled to the
+    sampling processes. A process makes one call at a time, as few datasets are thread-safe;
+    `thread_safe=True` lets calls overlap, which pays if they wait for a network.
 
-    Fields of a dict become what columns of Parquet do: a dict a field for each member, "field.member", a list of
-    texts or of dicts a JSON text; an item with a None is skipped and counted.
+    Nested values of a dict become the same fields as columns of Parquet: a dict becomes a field for each
+    member, "field.member", and a list of strings or dicts a JSON text. An item with a None is skipped and
+    counted.
 
-    fields: a default for each optional field, `{"caption": ""}`, for items that lack it or have None.
+    fields: a default for each optional field, `{"caption": ""}`, for items in which it is missing or None.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class DatasetSource:
         self._defaults = Defaults(fields)
         if hasattr(type(dataset), "__iter__") and not is_map_style(dataset):
             raise ConfigError(
-                f"{type(dataset).__name__} has no dataset[0], it can only be iterated: give it to IterableSource(…)"
+                f"{type(dataset).__name__} has no dataset[0], it can only be iterated: "
+                "give it to IterableSource(…)"
             )
         if not is_map_style(dataset):
             raise ConfigError(
-                f"{type(dataset).__name__} has no dataset[0] … dataset[len(dataset) - 1]; wrap it in a map-style "
-                "dataset, or give a function fn(rng) -> sample"
+                f"{type(dataset).__name__} has no dataset[0] … dataset[len(dataset) - 1]; "
+                "wrap it in a map-style dataset, or give a function fn(rng) -> sample"
             )
         try:
             self._num_units = operator.index(len(dataset))
@@ -77,7 +78,7 @@ class DatasetSource:
         return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield `dataset[unit]`; SampleError if that raises."""
+        """Yield `dataset[unit]`. Raises SampleError if the dataset raises."""
         check_unit(self, unit, self._num_units)
         with self._calls.one(), foreign_errors(f"{self._name}[{unit}]"):
             sample = self._dataset[unit]
@@ -87,17 +88,17 @@ class DatasetSource:
         return f"<DatasetSource {self._name}, {self._num_units:,} samples>"
 
 
-MOST_SHARDS: Final = 1024  # of a WebDataset that are taken by themselves: each opens a pipeline of its own
+MOST_SHARDS: Final = 1024  # units of a WebDataset, each of which opens a pipeline of its own
 _WORKER: Final = "torch.utils.data._utils.worker"
 _END: Final = object()
-# What torch tells a dataset of its worker is one variable of the process.
+# torch's WorkerInfo is a single variable of the process.
 _ONE_AT_A_TIME: Final = Calls(thread_safe=False)
 
 
 def is_iterable(what: Any) -> bool:
-    """Whether `what` can only be read from its begin to its end, and again from its begin."""
+    """Return whether `what` can only be read from beginning to end, but any number of times."""
     if _is_a(what, "torch.utils.data", "IterableDataset"):
-        return True  # also one that has a length, or refuses [i]
+        return True  # even if it has a length, or an [i] that raises
     kind = type(what)
     if isinstance(what, Iterator | Mapping | set | frozenset | str | bytes) or hasattr(kind, "iloc"):
         return False
@@ -105,26 +106,26 @@ def is_iterable(what: Any) -> bool:
 
 
 class IterableSource:
-    """An iterable, read from begin to end; a unit is a shard of it, if it can be split, else all of it.
+    """An iterable, read from beginning to end; a unit is a shard of it if it can be split, else all of it.
 
-    iterable: something whose `iter()` begins anew each time, or a function `make(shard, shards)` that
-    returns an iterator, such as a generator function. It is pickled to the sampling processes, and
-    every read has a copy of its own.
+    iterable: an object whose `iter()` begins anew each time, or a function `make(shard, shards)` that returns
+    an iterator, such as a generator function. It is pickled to the sampling processes, and every read has its
+    own copy.
 
-    shards: how many parts are read by themselves, in any order and by several processes. The split is
-    the iterable's own: `.shard(num_shards, index)` where it has that (Hugging Face; default: its
-    `num_shards`); what `torch.utils.data.get_worker_info()` says elsewhere, as in a DataLoader of so
-    many workers (default: the tars of a WebDataset that splits by worker, otherwise 1, as a dataset
-    that does not ask would give each part everything).
+    shards: the number of parts that are read separately, in any order and by several processes. The iterable
+    itself makes the split: by `.shard(num_shards, index)` if it has that (Hugging Face; default: its
+    `num_shards`), otherwise by `torch.utils.data.get_worker_info()`, as in a DataLoader with so many workers
+    (default: the tars of a WebDataset that splits by worker, otherwise 1, as each part of a dataset that does
+    not split would be the whole).
 
-    Samples are as the iterable gives them, but PIL images are uint8 `[3, H, W]` RGB, and names such as
-    "__key__" are left out. Keys are "shard/number", with a "__key__" behind. A read that begins again
-    skips what it gave before, so a stream should give the same samples in the same order again.
+    Samples are yielded as they are, but PIL images become uint8 `[3, H, W]` RGB, and names such as "__key__"
+    are left out. Keys are "shard/number", followed by the "__key__" if there is one. A read that begins again
+    skips the samples that it has yielded before, so a stream should yield the same samples in the same order.
 
-    Fields of a dict become what columns of Parquet do, and `fields` gives defaults, as for `DatasetSource`.
+    Nested values of a dict become fields, and `fields` has defaults, as in `DatasetSource`.
 
-    A process makes one call at a time; `thread_safe=True` lets those of Hugging Face's and of functions
-    overlap.
+    A process makes one call at a time; `thread_safe=True` lets calls of Hugging Face's iterables and of
+    functions overlap.
     """
 
     def __init__(
@@ -157,8 +158,8 @@ class IterableSource:
     def _check(self, iterable: Any) -> None:
         if isinstance(iterable, Iterator):
             raise ConfigError(
-                f"a {self._name} can be iterated only once, and not in other processes; give what makes it: an object "
-                "whose iter() begins anew, or a function make(shard, shards)"
+                f"a {self._name} can be iterated only once, and not in other processes; "
+                "give what makes it: an object whose iter() begins anew, or a function make(shard, shards)"
             )
         if _is_a(iterable, "torch.utils.data", "DataLoader"):
             raise ConfigError("a DataLoader gives batches; give its dataset")
@@ -174,8 +175,8 @@ class IterableSource:
         by_worker = _is_a(iterable, "torch.utils.data", "IterableDataset")
         if count > 1 and own is None and not self._is_function and not by_worker:
             raise ConfigError(
-                f"shards={count}: {self._name} has no .shard() and is no torch IterableDataset: nothing would split it; "
-                "give a function make(shard, shards)"
+                f"shards={count}: {self._name} has no .shard() and is no torch IterableDataset: "
+                "nothing would split it; give a function make(shard, shards)"
             )
         if thread_safe and count > 1 and by_worker and own is None:
             raise ConfigError(
@@ -187,8 +188,8 @@ class IterableSource:
             return by_value(iterable)
         except Exception as error:  # pickling runs the user's code
             raise ConfigError(
-                f"{self._name} cannot be sent to the background processes ({type(error).__name__}: {error}); open files "
-                "and connections at the first use, or give a function make(shard, shards)"
+                f"{self._name} cannot be sent to the background processes ({type(error).__name__}: {error}); "
+                "open files and connections at the first use, or give a function make(shard, shards)"
             ) from error
 
     @property
@@ -196,7 +197,7 @@ class IterableSource:
         return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the samples of shard `unit` in their order; SampleError when the iterable raises."""
+        """Yield the samples of shard `unit` in order. Raises SampleError if the iterable raises."""
         check_unit(self, unit, self._num_units)
         seed = int(rng.integers(2**63))
         what = f"{self._name}, shard {unit} of {self._num_units}"
@@ -207,7 +208,7 @@ class IterableSource:
         number = 0
         try:
             while True:
-                with self._calls.one(), foreign_errors(f"{what}, sample {number}"), _told(info):
+                with self._calls.one(), foreign_errors(f"{what}, sample {number}"), _worker_info_set(info):
                     iterator = self._open(copy, unit) if iterator is None else iterator
                     sample = next(iterator, _END)
                     if sample is _END:
@@ -218,7 +219,7 @@ class IterableSource:
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:
-                with self._calls.one(), contextlib.suppress(Exception):  # it was given up: nobody asks why
+                with self._calls.one(), contextlib.suppress(Exception):  # the read has ended
                     close()
 
     def _open(self, copy: Any, unit: int) -> Any:
@@ -229,13 +230,14 @@ class IterableSource:
         return iter(copy)
 
     def _worker_info(self, copy: Any, unit: int, seed: int) -> Any:
-        """What `get_worker_info()` is to return; None where nothing has to be said."""
+        """The WorkerInfo to set for the iterable; None if it needs none."""
         if self._num_units == 1 or self._has_own or self._is_function:
             return None
         kind = getattr(sys.modules.get(_WORKER), "WorkerInfo", None)
         if kind is None:
             raise SampleError(
-                f"shards={self._num_units}: this torch does not let a dataset be told its shard; leave out shards="
+                f"shards={self._num_units}: this torch does not let a dataset be told its shard; "
+                "leave out shards="
             )
         return kind(id=unit, num_workers=self._num_units, seed=seed, dataset=copy)
 
@@ -244,8 +246,8 @@ class IterableSource:
 
 
 @contextlib.contextmanager
-def _told(info: Any) -> Iterator[None]:
-    """Let the code inside find `info` by `torch.utils.data.get_worker_info()`; None: leave it alone."""
+def _worker_info_set(info: Any) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info()` return `info` inside the block; None changes nothing."""
     if info is None:
         yield
         return
@@ -258,7 +260,7 @@ def _told(info: Any) -> Iterator[None]:
 
 
 def _is_a(what: Any, module: str, name: str) -> bool:
-    """Whether `what` is of a class that is called so, without importing it."""
+    """Return whether `what` is an instance of the class `module.name`, without importing it."""
     return any(kind.__name__ == name and kind.__module__.startswith(module) for kind in type(what).__mro__)
 
 
@@ -268,7 +270,7 @@ def _name_of(what: Any) -> str:
 
 
 def _own_shards(iterable: Any) -> int | None:
-    """How many shards an iterable says that it has, if it can give one of them alone."""
+    """The number of shards of an iterable with a method `shard`; None for others."""
     if not callable(getattr(type(iterable), "shard", None)):
         return None
     count = getattr(iterable, "num_shards", getattr(iterable, "n_shards", None))
@@ -279,7 +281,7 @@ def _own_shards(iterable: Any) -> int | None:
 
 
 def _shard_urls(iterable: Any) -> list[str]:
-    """The tars of a WebDataset."""
+    """The URLs of the tars of a WebDataset; [] for others."""
     pipeline = getattr(iterable, "pipeline", None)
     first = pipeline[0] if isinstance(pipeline, list) and pipeline else None
     urls = getattr(first, "urls", None) if type(first).__name__ == "SimpleShardList" else None
@@ -294,7 +296,7 @@ def _tars_to_split(iterable: Any) -> int:
 
 
 def _identity(iterable: Any, is_function: bool) -> str:
-    """What names the data, as a digest: URLs may hold secrets."""
+    """A digest that identifies the data; not the URLs themselves, which may hold secrets."""
     if is_function:
         return fingerprint_of(iterable)
     own = getattr(iterable, "fingerprint", None)
@@ -309,7 +311,7 @@ def _identity(iterable: Any, is_function: bool) -> str:
 
 
 def _unpacked(sample: Any) -> tuple[str, Any]:
-    """What goes behind the key, and the sample without what is not data."""
+    """The suffix for the key, and the sample without fields such as "__key__"."""
     if not isinstance(sample, Mapping):
         return "", _pixels(sample) if not isinstance(sample, tuple) else tuple(map(_pixels, sample))
     key = sample.get("__key__")
@@ -322,7 +324,7 @@ def _unpacked(sample: Any) -> tuple[str, Any]:
 
 
 def _pixels(value: Any) -> Any:
-    """A PIL image as uint8 `[3, H, W]`; anything else as it is."""
+    """Convert a PIL image to uint8 `[3, H, W]`; other values are returned unchanged."""
     if not _is_a(value, "PIL.", "Image"):
         return value
     return np.ascontiguousarray(np.moveaxis(np.asarray(value.convert("RGB")), 2, 0))

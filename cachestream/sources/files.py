@@ -1,4 +1,4 @@
-"""One file, one sample: images, arrays, JSON, text or bytes, wherever fsspec reaches."""
+"""Files with one sample each: images, arrays, JSON, text or bytes, on any remote of fsspec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, FirstNames, Url, check_unit, folder_of
 from cachestream.listing.names import AnyNames
@@ -19,7 +18,7 @@ from cachestream.listing.pages import Page
 from cachestream.listing.patterns import extension_of, is_image, kind_of
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_fields
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.user_code import foreign_errors
 from cachestream.transport.fetch import fetch
@@ -42,34 +41,34 @@ _INDEX_TITLES: Final = (b"<title>index of /", b"<title>directory listing for /")
 class FileSource:
     """The files of a folder, a wildcard, a `{000..127}` range, or a list of these; a unit is a file.
 
-    A sample is a dict. Images (Pillow) have "image", uint8 `[3, H, W]` RGB; `.npy` "array"; `.npz`
-    and objects in `.json` their own fields; text "text" (str); anything else "data" (bytes). The
-    key is the path below the common root of all files.
+    A sample is a dict. Images (Pillow) have the field "image", uint8 `[3, H, W]` RGB; `.npy` "array"; `.npz`
+    and objects in `.json` their own fields; text "text" (str); anything else "data" (bytes). The key is the
+    path below the common root of all files.
 
-    label: "folder" gives images an int "label", the place of their parent folder's name among those of
-    all folders with images in order (`label_names`), as torchvision's ImageFolder does; there is none where
-    all images lie in the root itself. A function of the key labels every file. None: no labels. Of a
-    `EpochManifest` with labels: those, for every file.
+    label: "folder" gives images an int "label", the rank of their parent folder's name among the names of all
+    folders with images (`label_names`), as torchvision's ImageFolder does; images that all lie in the root
+    have none. While a listing grows, the names are those of the folders beside the folder of the first files;
+    images in other folders are skipped and counted. A function of the key labels every file. None: no labels.
+    With a `Manifest` that has labels, every file has its own.
 
-    storage_options go to fsspec's driver and may hold secrets: they are shown nowhere.
-    extensions keeps only files that end so (".jpg", "png"); recursive=False keeps to the folder
-    itself. Hidden files in folders are left out. Without extensions, one kind of files is kept of folders and
-    wildcards: images, if there are a tenth as many as of any other kind, else the kind that most files are of. How
-    many are left out is logged. extensions="*" keeps all, for a transform that makes them alike.
+    storage_options are passed to fsspec's driver and may hold secrets, which are shown nowhere. extensions
+    keeps the files with these endings (".jpg", "png"); recursive=False keeps those in the folder itself.
+    Hidden files in folders are left out. Without extensions, one kind of files is kept of folders and
+    wildcards: images, if they are a tenth as many as any other kind, else the most frequent kind. The number
+    of files left out is logged. extensions="*" keeps all, for a transform that makes their samples alike.
 
-    fields: a default for each optional field, `{"caption": ""}`, which samples get that lack it. encoding: of text
-    and JSON.
+    fields: a default for each optional field, `{"caption": ""}`, for samples that lack it. encoding: that of
+    text and JSON. resize and crop are for images: the shorter side or (height, width), and the centre; see
+    `ImageOptions`.
 
-    resize and crop are for images, see `ImageOptions`: the shorter side or (height, width), and the middle.
+    first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
+    listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
+    while the rest is listed. "auto": 1,000 (a page of S3), or 1,000,000 on a local disk. Any other use of the
+    number of units lists all at once; so does None.
 
-    first_names: a tree of folders, or on S3 any folder or wildcard, with more files than these is not listed to its
-    end here: a worker with the order "shuffle" or "sequential" begins with the first ones while the rest is listed.
-    "auto": 1,000,000 on a disk of this machine, 10,000 elsewhere. Whatever else asks for the number of units lists
-    all at once; so does None.
-
-    Other files are listed once, here; the source is picklable and small. Raises ConfigError for URLs or
-    options that cannot work, SourceError for what is missing, empty or forbidden, and
-    SourceUnavailableError for a remote that does not answer.
+    Other files are listed once, here; the source is picklable and small. Raises ConfigError for invalid URLs
+    or options, SourceError for files that are missing, empty or forbidden, and SourceUnavailableError for a
+    remote that does not answer.
     """
 
     def __init__(
@@ -88,12 +87,10 @@ class FileSource:
     ) -> None:
         self._defaults = Defaults(fields)
         self._encoding = check_encoding(encoding)
-        if first_names is not None and first_names != "auto":
-            first_names = check_count("first_names", first_names)
         self._images = ImageOptions(resize, crop)
         if not (label is None or label == "folder" or callable(label)):
             raise ConfigError(f"label={label!r}: give 'folder', a function of the path, or None")
-        if isinstance(urls, FileList):  # `open_source` has listed what it was to tell by its files
+        if isinstance(urls, FileList):  # `open_source` has listed them to choose a source
             self._files = copy.copy(urls)
         else:
             self._files = FileList(
@@ -131,8 +128,8 @@ class FileSource:
         if left_out:
             listed = "the first " if self._files.is_open else ""
             logger.warning(
-                "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; to read several kinds, "
-                "name them with extensions=",
+                "%s: %s are read, and %d of %s%d files, of other kinds (such as %s), left out; "
+                "to read several kinds, name them with extensions=",
                 self._files.shown,
                 _KIND_NAMES[kind],
                 left_out,
@@ -155,17 +152,17 @@ class FileSource:
 
     @property
     def listing_digest(self) -> str:
-        """Names the list of files: the same for the same files in the same order."""
+        """A digest of the list of files: the same for the same files in the same order."""
         self._settle()
         return self._files.digest
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The folders' names in order, by label; () for no labels, or labels of another kind."""
+        """The names of the folders by label; () without labels, or with labels of another kind."""
         return self._label_names
 
     def _settle(self) -> None:
-        """List the rest, if any. Labels stay as they were foreseen, but where that was wrong."""
+        """Complete the listing. Labels change only if an image lies in a folder without one."""
         if self._files.is_open:
             assert self._files.names  # asked for: all of them
             if self._label == "folder":
@@ -177,20 +174,20 @@ class FileSource:
 
     @property
     def is_listing(self) -> bool:
-        """Whether only the first names are listed yet."""
+        """True while only the first names are listed."""
         return self._files.is_open
 
     @property
     def first_names(self) -> AnyNames:
-        """The names that are listed already."""
+        """The names listed so far."""
         return self._files.first
 
     def more_names(self, last: str) -> Iterator[Page]:
-        """The pages of names after `last`."""
+        """Yield the pages of names after `last`."""
         return self._files.more(last)
 
     def over(self, names: AnyNames) -> FileSource:
-        """The same source over the listing `names`, as far as it goes."""
+        """The same source over the listing `names`, as far as that has come."""
         made = copy.copy(self)
         made._files = self._files.over(names)
         return made
@@ -202,15 +199,16 @@ class FileSource:
         return self._files.key(unit)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the one sample of the file `unit`. Raises as `Source.read` says."""
+        """Yield the one sample of the file `unit`. Raises the errors of `Source.read`."""
         key = self.key(unit)
         where = self._files.where(unit)
         extension = extension_of(key)
         folder = folder_of(self._files.name(unit)) if self._label_index and _takes_label(key) else None
         if folder is not None and folder not in self._label_index:
             raise SampleError(
-                f"{where}: has no label, because its folder was not seen when labels were given (it lies deeper than "
-                "the first files); clear the cache, and give first_names=None to list all before, or label=None"
+                f"{where}: has no label: while a listing grows, only folders beside those of the first files "
+                "have one; clear the cache, and give first_names=None to list all before, label= a function of "
+                "the path, or label=None"
             )
         with map_errors(where, one_of_many=True, secrets=self._remote.secrets):
             data = fetch(self._remote, self._files.path(unit))
@@ -235,13 +233,16 @@ class FileSource:
 
 
 def chosen_kind(counts: Counter[str]) -> str:
-    """The kind of files to read: images, if they are a tenth of any other kind at least, else the most frequent one."""
+    """The kind to read: images, if they are a tenth as many as any other kind, else the most frequent."""
     most, count = counts.most_common(1)[0]
     return "image" if 10 * counts["image"] >= count else most
 
 
 def check_encoding(encoding: str) -> str:
-    """The name of the codec for `encoding`, of UTF-8 one that leaves a mark at the begin out; ConfigError if there is none."""
+    """The name of the codec for `encoding`; for UTF-8, the one that skips a byte order mark.
+
+    Raises ConfigError for an unknown encoding.
+    """
     try:
         name = codecs.lookup(encoding).name
     except (LookupError, TypeError) as error:
@@ -252,11 +253,11 @@ def check_encoding(encoding: str) -> str:
 
 
 def _takes_label(key: str) -> bool:
-    """Whether the file `key` gets the label of its folder."""
+    """Return whether the file `key` gets the label of its folder."""
     return is_image(extension_of(key))
 
 
 def _is_index_page(data: Buffer) -> bool:
-    """Whether `data` is what the usual servers (Apache, nginx, Python's) make of a folder that has no page of its own."""
+    """Return whether `data` is a folder's index page as made by a usual server (Apache, nginx, Python's)."""
     head = bytes(memoryview(data)[:_INDEX_HEAD_BYTES]).lower()
     return any(title in head for title in _INDEX_TITLES)

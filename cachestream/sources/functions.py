@@ -1,4 +1,4 @@
-"""Samples that a function makes: random windows of an array, simulations, anything."""
+"""Samples returned by a function: random windows of an array, simulations, anything."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cachestream.sources.user_code import Calls, foreign_errors
 
 
 class CallableSource:
-    """`fn(rng) -> sample`, called anew for every unit; the key is the unit's number.
+    """`fn(rng) -> sample`, called once for every unit; the key is the unit's number.
 
-    `rng` is a `numpy.random.Generator` of the unit's own: drawn from it alone, the same samples
-    come again. Returning None skips the unit. `num_units=None` makes the source endless, a number
-    makes passes of so many calls. A process makes one call at a time, as few functions are written
-    for threads; `thread_safe=True` lets calls overlap, which pays where they wait for a network.
+    `rng` is a `numpy.random.Generator` of the unit's own: if `fn` draws from it alone, the same samples come
+    again. Returning None skips the unit. `num_units=None` makes the source endless; a number is the number of
+    calls in a pass. A process makes one call at a time, as few functions are thread-safe; `thread_safe=True`
+    lets calls overlap, which pays if they wait for a network.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CallableSource:
         return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the one sample of `unit`, or none; SampleError if `fn` raises."""
+        """Yield the one sample of `unit`, or none. Raises SampleError if `fn` raises."""
         check_unit(self, unit, self._num_units)
         with self._calls.one(), foreign_errors(f"{_name(self._fn)}(rng) for unit {unit}"):
             sample = self._fn(rng)
@@ -80,15 +80,18 @@ def _name(fn: Any) -> str:
 
 
 def _module(named: Any) -> str:
-    """Of the main script as a process that `multiprocessing` has spawned knows it, too: one cache serves both."""
+    """The module's name; "__main__" also for the main script in a process spawned by `multiprocessing`.
+
+    So one cache serves both processes.
+    """
     return "__main__" if named.__module__ == "__mp_main__" else str(named.__module__)
 
 
 def fingerprint_of(fn: Callable[..., Any]) -> str:
-    """16 hexadecimal digits that name what `fn` does: its code and the plain values bound to it.
+    """A digest of the code of `fn` and of the plain values bound to it, 16 hexadecimal digits.
 
-    The same in every process of one Python version. Values other than numbers, text and tuples
-    count by their type alone, and functions that `fn` calls not at all.
+    It is the same in every process of one Python version. Values other than numbers, strings and tuples
+    count by their type alone, and functions that `fn` calls do not count.
     """
     state = xxhash.xxh3_64()
     for part in _parts(fn):
@@ -102,7 +105,7 @@ _PLAIN: Final = bool | int | float | complex | str | bytes | types.NoneType | ty
 
 
 def _parts(value: Any) -> Iterator[str]:
-    """Texts that tell `value` from another; no addresses and no order of a set among them."""
+    """Yield strings that identify `value`, independent of memory addresses and of the order of sets."""
     if isinstance(value, types.CodeType):
         yield from ("code", value.co_code.hex(), *value.co_names)
         yield from _parts(value.co_consts)
@@ -143,13 +146,13 @@ def _object_parts(value: Any) -> Iterator[str]:
 
 
 def _state_parts(instance: Any) -> Iterator[str]:
-    """The type of `instance`, and its plain attributes."""
+    """Yield the type of `instance`, and its plain attributes."""
     yield _name(type(instance))
     yield from _attribute_parts(getattr(instance, "__dict__", {}))
 
 
 def _slot_parts(instance: Any) -> Iterator[str]:
-    """Its plain attributes in slots. Not of just any value: those of a path come and go as it is used."""
+    """Yield the plain attributes in slots. Not used for every value: a path fills its slots as it is used."""
     names = {
         name
         for kind in type(instance).__mro__

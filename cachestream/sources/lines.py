@@ -1,13 +1,13 @@
-"""JSON Lines and CSV, line by line: a line is a sample.
+"""JSON Lines, CSV and TSV files: a line is a sample.
 
-| what | field |
+| value | field |
 |-|-|
-| JSON: number, bool, text, list of numbers, nested too | a number, a bool, str, an array |
-| JSON: object within the object | a field for each member, "name.member" |
+| JSON: number, bool, string, (nested) list of numbers | a number, a bool, str, an array |
+| JSON: nested object | a field for each member, "name.member" |
 | JSON: other lists | JSON text |
 | CSV: column of whole numbers; of numbers; other | int64; float64; str |
 
-The types of CSV's columns are those of the first rows of the first file, or of the default given for them.
+The types of CSV columns are those of the first rows of the first file, or of their defaults.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from cachestream.listing.names import Names
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.values import json_field
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fieldwise import plain_fields
+from cachestream.sources.fields import Defaults, check_columns, plain_fields
 from cachestream.sources.files import check_encoding
-from cachestream.sources.fingerprint import check_columns
 from cachestream.transport.network_stream import open_stream, size_of
 from cachestream.transport.stream import Stream
 
@@ -41,28 +39,28 @@ _PLAIN: Final = (".jsonl", ".ndjson", ".csv", ".tsv")
 LINES_ENDINGS: Final = tuple(
     ending + packed for ending in _PLAIN for packed in ("", ".gz", ".bz2", ".xz", ".zst")
 )
-RANGE_BYTES: Final = 16 << 20  # of JSON Lines that are a unit
+RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
 LOOKED_AT_ONCE: Final = 16
-_TYPED_BY: Final = 1000  # rows of CSV
+_ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
 _READERS: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = ((int, whole_number), (float, real_number))
 
 
 class LinesSource:
-    """The lines of JSON Lines files, and the rows of CSV and TSV files, plain or packed by gzip, bzip2, xz or zstd.
+    """The lines of JSON Lines, and the rows of CSV and TSV, plain or compressed (gzip, bzip2, xz, zstd).
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
 
-    A sample is a dict. Of JSON Lines the members of the object in a line, see the table above; a line that holds
-    something else has the one field "json". Of CSV the columns, which the first line names: int64, float64 or str, as
-    the first 1,000 rows of the first file are. A line that is malformed, or has a null or an empty number that has no
-    default, is skipped and counted.
+    A sample is a dict. In JSON Lines its fields are the members of the object in a line, by the table above;
+    a line with another value has the one field "json". In CSV its fields are the columns, named in the first
+    line: int64, float64 or str, judged by the first 1,000 rows of the first file. A line that is malformed,
+    or has a null or an empty number without a default, is skipped and counted.
 
-    columns: those to keep. fields: a default for each optional field, `{"caption": ""}`; its type is that of the
-    column in CSV. encoding: one that has ASCII within it.
+    columns: the columns to keep. fields: a default for each optional field, `{"caption": ""}`; in CSV its
+    type is that of the column. encoding: an extension of ASCII.
 
-    A unit is 16 MiB of JSON Lines, of packed files and CSV a file. The key is "file#byte", "file#row" for CSV.
-    Other arguments, and errors, as for `FileSource`.
+    A unit is 16 MiB of JSON Lines, or a whole file if it is compressed or CSV. The key is "file#byte", or
+    "file#row" for CSV. Other arguments and errors are those of `FileSource`.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class LinesSource:
         self.fingerprint = "lines:" + "|".join((*self._files.identity, *options, *self._defaults.identity))
 
     def _delimiter(self, index: int) -> str:
-        """What is between the columns of a file; "" for JSON Lines."""
+        """The delimiter of a file's columns; "" for JSON Lines."""
         name = self._files.key(index).lower()
         for packed in ENDINGS:
             name = name.removesuffix(packed)
@@ -111,16 +109,16 @@ class LinesSource:
         files = self._files
         try:
             size_bytes = size_of(files.remote, files.path(index), files.where(index))
-        except SampleError:  # not told by the server; or gone, which shows when it is read
+        except SampleError:  # the server gives no size, or the file is gone, which the read will report
             return 1
         return max(1, -(-size_bytes // RANGE_BYTES))
 
     def _look(self) -> dict[str, type]:
-        """The types of the columns, as those of the first rows."""
+        """The types of the columns, judged by the first rows."""
         with open_stream(self._files.remote, self._files.path(0), self._files.where(0)) as stream:
             rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
             names = next(rows, [])
-            first = [row for row in islice(rows, _TYPED_BY) if len(row) == len(names)]
+            first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
         types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
@@ -130,7 +128,7 @@ class LinesSource:
         return int(self._ends[-1])
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the lines of a unit, in their order. Raises as `Source.read` says."""
+        """Yield the lines of a unit in order. Raises the errors of `Source.read`."""
         check_unit(self, unit, self.num_units)
         index = int(np.searchsorted(self._ends, unit, side="right"))
         first = int(self._ends[index - 1]) if index else 0
@@ -138,7 +136,7 @@ class LinesSource:
         problems, delimiter = Problems(where), self._delimiter(index)
         begin = (unit - first) * RANGE_BYTES
         end = begin + RANGE_BYTES if unit + 1 < self._ends[index] else None
-        # A range begins after the first line end at or behind the byte before it.
+        # A unit begins after the first line end at or after the byte before its range.
         with open_stream(files.remote, files.path(index), where, max(0, begin - 1), end) as stream:
             plain = stream if begin else unpacked(stream)
             found = (
@@ -167,7 +165,7 @@ class LinesSource:
                 continue
             try:
                 value = json.loads(line.decode(self._encoding))
-            except ValueError as error:  # of the text, or of JSON
+            except ValueError as error:  # from decoding the text, or from JSON
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
             if isinstance(value, dict):
@@ -210,7 +208,8 @@ class LinesSource:
             return whole_number(text) if kind is int else real_number(text) if kind is float else text
         except ValueError:
             raise ValueError(
-                f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; a default in fields= says its type"
+                f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; "
+                "a default in fields= says its type"
             ) from None
 
     def _texts(self, stream: Stream) -> Iterator[str]:
@@ -222,7 +221,7 @@ class LinesSource:
 
 
 def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
-    """The lines of `stream`, with what ends them, and the byte at which each begins."""
+    """Yield the lines of `stream` with their line ends, and the byte at which each begins."""
     at, parts, have = stream.position, list[bytes](), 0
     while len(piece := stream.take()):
         data = bytes(piece)
@@ -243,7 +242,7 @@ def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
 
 
 def _type_of(texts: list[str]) -> type:
-    """Int or float where all texts but empty ones are written so, else str."""
+    """Int or float if all strings but empty ones are such numbers, else str."""
     given = [text for text in texts if text]
     for kind, read in _READERS:
         try:

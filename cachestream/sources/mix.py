@@ -1,4 +1,4 @@
-"""Several sources as one, their units in turns so that each has its proportion all the way through."""
+"""Several sources as one: their units take turns, so that every stretch has them in proportion."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import xxhash
 from cachestream.errors import ConfigError
 from cachestream.listing.file_list import check_unit
 from cachestream.permutation import Permutation, mix_key
-from cachestream.sources.base import Source
+from cachestream.sources.base import Source, is_source
 from cachestream.sources.open import open_source
 
 _CYCLE_KEY: Final = 5
-_FINEST: Final = 1_000_000  # weights count as fractions of denominators up to this
+_MAX_DENOMINATOR: Final = 1_000_000  # weights are rounded to fractions with denominators up to this
 
 
 class Interleaving:
-    """A fixed endless sequence of turns, one of `len(weights)` takers each, in proportion to the weights.
+    """A fixed endless sequence of turns of `len(weights)` takers, in proportion to the whole weights.
 
-    Turns are halved again and again between the first and the last takers, by rounding down the exact
-    share: among the first T turns, for any T, each taker has its share but for less than
-    log2(takers) + 1, and exactly where that is whole at every halving. O(1) memory.
+    The turns are divided recursively between the first and the second half of the takers, by rounding down
+    the exact share. Among the first T turns, for any T, each taker has its share with an error below
+    log2(takers) + 1, and exactly its share if that is whole at every division. O(1) memory.
     """
 
     def __init__(self, weights: Iterable[int]) -> None:
@@ -39,7 +39,7 @@ class Interleaving:
         return len(self._sums) - 1
 
     def locate(self, turn: int) -> tuple[int, int]:
-        """Whose turn number `turn` is, and the how many-th of theirs, counted from 0."""
+        """Return the taker of turn number `turn`, and the number of its turns before."""
         low, high = 0, len(self)
         while high - low > 1:
             middle = (low + high) // 2
@@ -51,7 +51,7 @@ class Interleaving:
         return low, turn
 
     def count(self, taker: int, turns: int) -> int:
-        """How many of the first `turns` turns are `taker`'s."""
+        """The number of turns of `taker` among the first `turns`."""
         low, high = 0, len(self)
         while high - low > 1:
             middle = (low + high) // 2
@@ -63,7 +63,7 @@ class Interleaving:
         return turns
 
     def turns_for(self, taker: int, count: int) -> int:
-        """The fewest first turns of which `count` are `taker`'s."""
+        """The smallest number of first turns of which `count` are those of `taker`."""
         low, high = 0, 1
         while self.count(taker, high) < count:
             low, high = high, 2 * high
@@ -81,7 +81,7 @@ class Interleaving:
 
 
 class MixSource:
-    """What `mix` returns: see there."""
+    """The source that `mix` returns."""
 
     def __init__(self, sources: Iterable[Source], weights: Iterable[float]) -> None:
         self.sources = tuple(sources)
@@ -103,26 +103,26 @@ class MixSource:
         return self._num_units
 
     def locate(self, unit: int) -> tuple[int, int, int]:
-        """Which source `unit` comes from, which of its units it is, and how often that came before."""
+        """Return the index of the source of `unit`, the unit in it, and how often that came before."""
         check_unit(self, unit, self._num_units)
         index, place = self._turns.locate(unit)
         length = self.sources[index].num_units
         if length is None:
             return index, place, 0
         cycle, inner = divmod(place, length)
-        if self._num_units is None:  # no order shuffles what is endless
+        if self._num_units is None:  # a worker does not shuffle an endless source
             inner = int(_permutation(length, mix_key(_CYCLE_KEY, index, cycle)).at([inner])[0])
         return index, inner, cycle
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the samples of the unit of the source whose turn it is."""
+        """Yield the samples of the source's unit that `unit` stands for."""
         index, inner, cycle = self.locate(unit)
         prefix = f"{index}.{cycle}" if cycle else f"{index}"
         for key, sample in self.sources[index].read(inner, rng):
             yield f"{prefix}/{key}", sample
 
     def remote_of(self, unit: int) -> int:
-        """Which source `unit` comes from: one may be away while the others answer."""
+        """The index of the source of `unit`: one remote may be down while the others answer."""
         return self.locate(unit)[0]
 
     def __repr__(self) -> str:
@@ -133,18 +133,19 @@ class MixSource:
 
 
 def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: Any) -> MixSource:
-    """One source of several: `{source: weight}`, or pairs of them, mixed in proportion to the weights.
+    """Mix several sources, given as `{source: weight}` or as pairs, in proportion to their weights.
 
-    Sources are those of `open_source`, or what it takes, opened with `options`. The proportion is one of
-    units: a tar is a unit as a file is. Units take turns, so that among the first units, however many, each
-    source has its proportion but for a few. Under the shuffled order it holds for a whole pass.
+    A source is a Source, or anything that `open_source` takes, which is opened with `options`. The proportion
+    is that of units: a tar counts as one unit, as does a file. Units take turns, so that any number of first
+    units has the sources in proportion but for a few units. In the shuffled order the proportion holds for a
+    whole pass.
 
-    A pass is as long as it takes for every unit of every source to come at least once: shorter ones come
-    again. If one source is endless so is the mix, and the others come again and again, each time in
-    another order. Keys begin with the number of the source, "0/", and from the second time on
-    with how often the unit came before: "0.1/". All sources must give the same fields.
+    A pass is so long that every unit of every source comes at least once; units of shorter sources come
+    again. If one source is endless so is the mix, and the others are repeated, each time in another order.
+    Keys begin with the number of the source, "0/", and from the second time on also with the number of times
+    that the unit came before: "0.1/". All sources must have the same fields.
 
-    Raises ConfigError for weights that are not above 0, and what `open_source` does.
+    Raises ConfigError for weights that are not above 0, and the errors of `open_source`.
     """
     pairs: list[Any] = []
     if isinstance(sources, Iterable):
@@ -157,18 +158,15 @@ def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: A
             raise ConfigError(
                 f"mix(): the weight {weight!r} must be a number above 0; leave out what has none"
             )
-    opened = [
-        what if isinstance(what, Source) and not isinstance(what, type) else open_source(what, **options)
-        for what, _ in pairs
-    ]
+    opened = [what if is_source(what) else open_source(what, **options) for what, _ in pairs]
     return MixSource(opened, [float(weight) for _, weight in pairs])
 
 
 def _whole_numbers(weights: Iterable[float]) -> list[int]:
-    """Whole numbers in the proportion of `weights`, as small as may be."""
+    """The smallest whole numbers in the proportion of `weights`."""
     given = [Fraction(weight) for weight in weights]
     shares = [weight / sum(given) for weight in given]
-    simple = [share.limit_denominator(_FINEST) or share for share in shares]
+    simple = [share.limit_denominator(_MAX_DENOMINATOR) or share for share in shares]
     denominator = math.lcm(*(share.denominator for share in simple))
     numbers = [int(share * denominator) for share in simple]
     common = math.gcd(*numbers)

@@ -1,4 +1,4 @@
-"""`open_source`: from whatever names the data to the source that reads it."""
+"""`open_source`: the choice of a source for a URL, a path or an object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cachestream.sources.tfrecord import TFRECORD_ENDINGS, TFRecordSource
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote_errors import redact
 
-# How paths and URLs end → the source for them; all others are plain files.
+# Endings of paths and URLs → their source; all others are plain files.
 _BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
     **dict.fromkeys(TAR_ENDINGS, TarSource),
     **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
@@ -51,7 +51,7 @@ _BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
     "tar": TarSource,
     "tfrecord": TFRecordSource,
 }
-# What the sources take, beside what they are made of.
+# The options of all sources.
 SOURCE_OPTIONS: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
     *("format", "resize", "crop", "columns", "decoders", "samples_per_visit", "manifest", "shards"),
@@ -66,23 +66,23 @@ _PACKED: Final = {
     TFRecordSource: "tfrecord",
     ArrowSource: "arrow",
 }
-# Names such as "train-00000-of-00002", with no ending to tell what the files hold.
+# Names such as "train-00000-of-00002", without an ending that tells the format.
 _NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
-# What may follow an ending: wildcards, and the numbers that TensorFlow Datasets counts files by ("-00000-of-00010").
+# Suffixes after an ending: wildcards, and the numbers of TensorFlow Datasets ("-00000-of-00010").
 _NUMBERS: Final = r"[\d?*{}\[\].,]+"
 _AFTER_NAME: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
 
 
 @dataclass(frozen=True, slots=True)
 class Unopened:
-    """What `open_source` will be asked to open, with its options. Both may hold secrets: no repr shows them."""
+    """The arguments of a later call of `open_source`. Both may hold secrets, which no repr shows."""
 
     what: Any = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
 
 
 def protocols_of(what: Any) -> tuple[str, ...]:
-    """The fsspec protocols that it takes to open and read `what`, as its first URL tells; nothing is loaded."""
+    """The fsspec protocols needed to read `what`, judged by its first URL; no driver is loaded."""
     if isinstance(what, Unopened):
         return protocols_of(what.what)
     if isinstance(what, Manifest):
@@ -95,18 +95,23 @@ def protocols_of(what: Any) -> tuple[str, ...]:
 
 
 def open_source(what: Any, **options: Any) -> Source:
-    """The source for `what`.
+    """Open the source for `what`. `options` are those of the class that is chosen.
 
-    A path, a URL, a wildcard or a list of them: by its ending, else by what is listed there, else a `FileSource`; with `window=`,
-    or as a dict of them by name, an `ArraySource`; or by `format=`: "mds" and "litdata", which no ending
-    tells, "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files". A `EpochManifest`, or with `manifest=True` (or a dict
-    of its options) a path or URL of one: what it lists, by the ending of the first. With each of these
-    `max_object_size` ("2GB" unless given) is the bound for one object, and the cache's limit is another: a file, the
-    files of a sample in a tar, a record, unpacked; what is above is skipped and counted. A function
-    `fn(rng) -> sample`: a `CallableSource`. Anything with `what[i]` and `len(what)`, such as a
-    map-style torch Dataset: a `DatasetSource`. Anything else that can be iterated again and again, such
-    as an IterableDataset, a WebDataset or a Hugging Face stream: an `IterableSource`. A Source:
-    itself. `options` are those of the class that is chosen. Raises ConfigError for what none of them can read.
+    - A path, a URL, a wildcard or a list of these: by its ending, else by the files listed there, else a
+      `FileSource`. With `window=`, or for a dict of URLs by name, an `ArraySource`. `format=` chooses by
+      name: "tar", "parquet", "arrow", "lines", "tfrecord", "array", "files", and "mds" and "litdata", which
+      have no ending of their own.
+    - A `Manifest`, or with `manifest=True` (or a dict of its options) the path or URL of one: the files that
+      it lists, by the ending of the first.
+    - A function `fn(rng) -> sample`: a `CallableSource`.
+    - An object with `what[i]` and `len(what)`, such as a map-style torch Dataset: a `DatasetSource`.
+    - Another object that can be iterated repeatedly, such as an IterableDataset, a WebDataset or a Hugging
+      Face stream: an `IterableSource`.
+    - A Source: itself.
+
+    For paths, URLs and manifests, `max_object_size` ("2GB" unless given) bounds one object after
+    decompression: a file, the files of a sample in a tar, a record. Larger objects are skipped and counted.
+    Raises ConfigError for other values of `what`, and for invalid options.
     """
     if isinstance(what, Unopened):
         return open_source(what.what, **what.options)
@@ -130,7 +135,7 @@ def open_source(what: Any, **options: Any) -> Source:
 
 
 def _bounded(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with the bound for one object where all sources of URLs take it: what reads objects has it."""
+    """Return `options` with max_object_size among the storage_options, from where objects are read."""
     most = options.pop("max_object_size", None)
     if most is not None:
         check_mapping("storage_options", options.get("storage_options"), "{'anon': True}")
@@ -141,7 +146,8 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
 def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
     if options:
         raise ConfigError(
-            f"open_source() takes no options beside a Source: {', '.join(options)}; give them where {source!r} is made"
+            f"open_source() takes no options beside a Source: {', '.join(options)}; "
+            f"give them where {source!r} is made"
         )
     return source
 
@@ -165,8 +171,9 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
 
 
 def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
-    """The source for what is listed as `what`: a name such as "s3://bucket/train/" tells nothing. Only the listing is
-    looked at: to look for an index would be a request for each URL.
+    """The source for `what` judged by its listing, as a name such as "s3://bucket/train/" tells no format.
+
+    Only the listing is examined: looking up an index file would cost a request for each URL.
     """
     for_files = _options_of(FileSource)
     others = {name: value for name, value in options.items() if name not in for_files}
@@ -181,32 +188,32 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
     )
     ends = files.key(0), files.key(len(files.first) - 1)
     if _INDEXED["litdata"].fullmatch(_last_part(ends[0])):
-        ends = files.key(0), files.key(len(files) - 1)  # its index lies at the end of all
+        ends = files.key(0), files.key(len(files) - 1)  # its index is the last of all names
     _check_index(ends, shown)
     given = set(options)
     if (kind := _kind_inside(files, ends)) is not None and (others or given <= set(_options_of(kind))):
         return _make(kind, (what,), options)
-    # Spark leaves a _SUCCESS beside its tables.
+    # Spark leaves a file _SUCCESS beside its tables.
     kinds = {_by_ending(name) for name in ends if not _last_part(name).startswith(("_", "."))}
     for kind, name in _PACKED.items():
         if kind in kinds and (others or set(options) <= set(_options_of(kind))):
             if len(kinds) > 1:
                 raise ConfigError(
-                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} to read "
-                    "those, extensions= for others, or format='files' for the bytes of each"
+                    f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
+                    "to read those, extensions= for others, or format='files' for the bytes of each"
                 )
             return _make(kind, (what,), options)
-    if kinds == {LinesSource} and given <= set(
-        _options_of(LinesSource)
-    ):  # beside others they are about these, as a rule
+    # Among files of other kinds, lines usually describe those.
+    if kinds == {LinesSource} and given <= set(_options_of(LinesSource)):
         return _make(LinesSource, (what,), options)
     reject_unknown("open_source", others, for_files)
     return FileSource(files, **options)
 
 
 def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source] | None:
-    """The source for a folder that Hugging Face's `save_to_disk` wrote, or for numbered files without an ending, by how the
-    first one begins; None for others.
+    """The source for a folder of Hugging Face's `save_to_disk`, or for numbered files without an ending.
+
+    The latter is chosen by the first bytes of the first file. None for others.
     """
     if is_saved_dataset(ends):
         return ArrowSource
@@ -225,7 +232,7 @@ def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source
 
 
 def _check_index(ends: tuple[str, str], shown: str) -> None:
-    """Refuse a listing that begins and ends as the shards of another library's data set, with its index, do."""
+    """Raise ConfigError for a listing that begins and ends like another library's shards with their index."""
     for name, shard in _INDEXED.items():
         if "index.json" in map(_last_part, ends) and any(shard.fullmatch(_last_part(key)) for key in ends):
             folder = ends[0].rpartition("/")[0]
@@ -242,8 +249,8 @@ def _last_part(key: str) -> str:
 def _as_manifest(what: Any, options: Any) -> Manifest:
     if not isinstance(what, str | os.PathLike) or not (options is True or isinstance(options, Mapping)):
         raise ConfigError(
-            f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of the "
-            "options of Manifest, beside one path or URL"
+            f"manifest= is a {type(options).__name__} beside a {type(what).__name__}: give True, or a dict of "
+            "the options of Manifest, beside one path or URL"
         )
     known = list(inspect.signature(Manifest).parameters)[1:]
     given = {} if options is True else dict(options)
@@ -260,7 +267,7 @@ def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[s
 
 
 def _options_of(kind: Callable[..., Source], positional: int = 1) -> list[str]:
-    """The names of what `kind` takes after `positional` arguments."""
+    """The names of the parameters of `kind` after `positional` arguments."""
     return [
         name
         for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())
@@ -302,7 +309,10 @@ def _describe(what: Any) -> str:
         return f"a {kind}; give a list, a map-style dataset or a function fn(rng) -> sample"
     if isinstance(what, Iterator):
         return (
-            f"an iterator ({kind}), which can be gone through only once; give an object whose iter() begins anew, or "
-            "IterableSource(make) of a function make(shard, shards)"
+            f"an iterator ({kind}), which can be gone through only once; give an object whose iter() begins "
+            "anew, or IterableSource(make) of a function make(shard, shards)"
         )
-    return f"{kind}; give a path, a URL, a list of them, a map-style dataset, a function fn(rng) -> sample or a Source"
+    return (
+        f"{kind}; give a path, a URL, a list of them, a map-style dataset, "
+        "a function fn(rng) -> sample or a Source"
+    )

@@ -23,8 +23,7 @@ from cachestream.schema import IntArray
 from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.defaults import Defaults
-from cachestream.sources.fingerprint import check_columns
+from cachestream.sources.fields import Defaults, check_columns
 from cachestream.transport.file_object import SpanFile
 from cachestream.transport.ranges import RangedFile, patiently
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors

@@ -18,7 +18,7 @@ from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
 from cachestream.sources.decode.images import AS_THEY_ARE, Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_json_value, decode_value, decode_with
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.tar_format import (
     BLOCK,

@@ -23,7 +23,7 @@ from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.compression import UnpackedStream
 from cachestream.sources.decode.images import AS_THEY_ARE, ImageOptions, Size, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.sources.tf_example import Feature, FeatureColumn, parse_example, parse_examples, rows_of
 from cachestream.transport import bounds
 from cachestream.transport.network_stream import open_stream

@@ -1,4 +1,4 @@
-"""Calls into the user's own code: limits, errors, and pickling for processes that do not import their script."""
+"""Calls of user code: limits, errors, and pickling for processes that do not import the user's script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIFE_S: Final = 0.5
 
 
 class Calls:
-    """Lets one call at a time through in each process, or all if `thread_safe`. Picklable, fork-safe."""
+    """A limit of one call at a time in each process, unless `thread_safe`. Picklable, fork-safe."""
 
     def __init__(self, thread_safe: bool) -> None:
         self._thread_safe = thread_safe
@@ -35,7 +35,7 @@ class Calls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Hold the turn; shows life while it waits, as the calls before may take long."""
+        """Hold the lock for one call. Report progress while waiting, as other calls may take long."""
         if self._thread_safe:
             yield
             return
@@ -53,7 +53,7 @@ class Calls:
 
 @contextlib.contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """What the user's code raises, as SampleError; as SourceUnavailableError where a network failed."""
+    """Turn exceptions of user code into SampleError, or SourceUnavailableError if a network failed."""
     try:
         yield
     except CacheStreamError:
@@ -66,13 +66,13 @@ def foreign_errors(what: str) -> Iterator[None]:
 
 
 def decode_by_user(what: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
-    """What the user's `decoder`, called `what` in messages, makes of `data`. Raises as `foreign_errors`."""
+    """Decode `data` by the user's `decoder`, called `what` in messages. Raises as `foreign_errors` does."""
     with foreign_errors(what):
         return decoder(bytes(data))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Shows `see` every object on the way that pickle does not know by itself."""
+    """A pickler that calls `see` with every object that is not of a builtin type."""
 
     def __init__(
         self,
@@ -93,11 +93,12 @@ def by_value(
     buffer_callback: Callable[[PickleBuffer], Any] | None = None,
     see: Callable[[Any], None] = lambda _: None,
 ) -> bytes:
-    """`value` pickled with cloudpickle: lambdas, closures, and what the main script defines, go along.
+    """Pickle `value` with cloudpickle, including lambdas, closures, and definitions of the main script.
 
-    Also from a process that `multiprocessing` has spawned: there the script's module is called `__mp_main__`, which
-    cloudpickle takes for one that can be imported. Raises whatever the objects raise when they are pickled.
-    `buffer_callback` is that of `pickle.dumps`. `see` is called with all objects that are no plain values.
+    In a process spawned by `multiprocessing` the script's module is called `__mp_main__`, which cloudpickle
+    would take for an importable one; so it is registered for pickling by value. Raises whatever the objects
+    raise when they are pickled. `buffer_callback` is that of `pickle.dumps`. `see` is called with every
+    pickled object that is not of a builtin type.
     """
     main = sys.modules.get("__mp_main__")
     if main is None or main.__name__ in cloudpickle.list_registry_pickle_by_value():

@@ -15,7 +15,7 @@ from tfrecord import TFRecordWriter
 import cachestream as cs
 from cachestream import Cache, ConfigError
 from cachestream.sources.base import Rows
-from cachestream.sources.defaults import Defaults
+from cachestream.sources.fields import Defaults
 from cachestream.storage.status import remedy_for_skipped
 from cachestream.storage.tables import FailureRow
 from tests.sources.tarmaking import tar_bytes

@@ -129,7 +129,7 @@ def test_after_a_kill_in_mid_listing_it_goes_on_after_the_last_page_and_no_objec
     remote.proxy.lists, remote.proxy.lists_allowed = 0, None
     with cs.start_worker(cache, remote.open(), num_workers=2, order="sequential") as worker:
         assert worker.wait(DEADLINE_S)
-    assert remote.proxy.lists == 1 + 3 + 1, "the first names, the folders, and the page that was missing"
+    assert remote.proxy.lists == 1 + 1 + 1, "the first names, the folders, and the page that was missing"
     assert only_once(cache) == keys
 
 
@@ -147,7 +147,7 @@ def test_a_restart_in_a_pass_whose_listing_is_complete_does_not_list_again(
     remote.proxy.others_allowed, remote.proxy.lists = None, 0
     with cs.start_worker(cache, remote.open(), num_workers=2) as worker:
         assert worker.wait(DEADLINE_S)
-    assert remote.proxy.lists == 1 + 3, "the first names, and the folders"
+    assert remote.proxy.lists == 1 + 1, "the first names, and the folders"
     assert only_once(cache) == keys
 
 
@@ -366,25 +366,19 @@ def put_images(bucket: Path, names: list[str]) -> None:
         shutil.copy(bucket / names[0], bucket / name)
 
 
-def test_labels_hold_folders_that_lie_deeper_than_the_first_names(cache: Cache, remote: Remote) -> None:
-    put_images(remote.folder, [f"a/{number:05d}.jpg" for number in range(300)] + ["b/1.jpg", "b/deep/2.jpg"])
-    source = remote.open()
-    assert source.label_names == ("a", "b", "deep")
-    with cs.start_worker(cache, source, num_workers=1) as worker:
-        assert worker.wait(DEADLINE_S)
-    labels = labels_in(cache)
-    assert len(labels) == 302
-    assert (labels["a/00299.jpg"], labels["b/1.jpg"], labels["b/deep/2.jpg"]) == (0, 1, 2)
-
-
-def test_a_deeper_folder_that_could_not_be_foreseen_leaves_its_images_out_and_the_worker_goes_on(
+def test_labelled_images_are_cached_after_one_page_and_those_of_a_deeper_folder_are_left_out_and_counted(
     cache: Cache, remote: Remote
 ) -> None:
     names = [f"a/{number:05d}.jpg" for number in range(PAGE)]
     put_images(remote.folder, [*names, "a/z/1.jpg", "b/1.jpg"])
-    source = remote.open()
+    remote.proxy.lists_allowed = 2  # one page, and the folders
+    source = cs.open_source(remote.url, storage_options=remote.options)
+    assert isinstance(source, FileSource)
     assert source.label_names == ("a", "b")
     with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(8, DEADLINE_S)
+        assert source.is_listing
+        remote.proxy.lists_allowed = None
         assert worker.wait(DEADLINE_S)
         (failure,) = cache.status().failures
     assert "first_names=None" in failure.reason

@@ -17,7 +17,7 @@ from cachestream.listing.file_list import Url, check_unit
 from cachestream.sources.arrow import Columns, Unusable
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.fingerprint import check_columns, identity_of
+from cachestream.sources.fields import check_columns, identity_of
 from cachestream.sources.peers.index import (
     IndexedFolder,
     ItemFile,

@@ -16,7 +16,7 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import Url, check_unit
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.fingerprint import check_columns, identity_of
+from cachestream.sources.fields import check_columns, identity_of
 from cachestream.sources.peers.index import IndexedFolder, ItemFile, Visits, as_count, as_mapping, read_items
 from cachestream.sources.peers.mds_encodings import ShardColumns, column_reader
 from cachestream.transport.stream import Stream

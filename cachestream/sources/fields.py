@@ -1,0 +1,171 @@
+"""The fields of samples: choices of columns, defaults, and nested values as fields of their own.
+
+Nested values of Python objects become the same fields as columns of Parquet:
+
+| value | field |
+|-|-|
+| dict | a field for each member, "name.member" |
+| list of numbers, nested too | an array |
+| list that holds texts or dicts | JSON text |
+| image as Hugging Face keeps it, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
+| anything else, also None | unchanged |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cachestream.config import check_mapping
+from cachestream.errors import ConfigError
+from cachestream.sources.base import Rows
+from cachestream.sources.decode.images import decode_image
+from cachestream.sources.decode.values import decode_with, looks_like_image
+from cachestream.sources.functions import fingerprint_of
+
+
+def check_columns(columns: Sequence[str] | None) -> None:
+    """Raise ConfigError unless `columns` is a list of names, or None for all."""
+    if isinstance(columns, str) or (columns is not None and not columns):
+        raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
+
+
+def identity_of(
+    columns: Sequence[str] | None,
+    decoders: Mapping[str, Callable[[bytes], Any]],
+    samples_per_visit: int | None,
+) -> list[str]:
+    """The parts of a fingerprint that name these options; empty for the defaults."""
+    found = [f"columns={','.join(columns)}"] if columns is not None else []
+    found += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(decoders.items())]
+    return found + ([f"samples_per_visit={samples_per_visit}"] if samples_per_visit else [])
+
+
+class Defaults:
+    """The default values, by name, of fields that are missing or None: `{"caption": "", "score": 0.0}`.
+
+    If the default is a float, integers become floats. Samples that are not dicts are not changed.
+    """
+
+    def __init__(self, fields: Mapping[str, Any] | None) -> None:
+        check_mapping("fields", fields, "{'caption': ''}")
+        self.values = dict(fields or {})
+        self.identity = [f"fields={self.values}"] if self.values else []
+
+    def fill(self, sample: Any) -> Any:
+        """Return `sample` with the defaults of the fields that it lacks."""
+        if not self.values or not isinstance(sample, Mapping):
+            return sample
+        filled = dict(sample)
+        for name, default in self.values.items():
+            value = filled.get(name)
+            if value is None:
+                filled[name] = default
+            elif type(default) is float and isinstance(value, int | np.integer):
+                filled[name] = float(value)
+        return filled
+
+    def fill_all(self, items: Iterator[Rows | tuple[str, Any]]) -> Iterator[Rows | tuple[str, Any]]:
+        """Fill the samples and Rows that `RowsSource.read_rows` yields."""
+        if not self.values:
+            yield from items
+            return
+        for item in items:
+            yield self._rows(item) if isinstance(item, Rows) else (item[0], self.fill(item[1]))
+
+    def _rows(self, rows: Rows) -> Rows:
+        fields, count = dict(rows.fields), len(rows.keys)
+        for name, default in self.values.items():
+            column = fields.get(name)
+            if column is None:
+                alike = [default] * count
+                fields[name] = alike if isinstance(default, str | bytes) else np.array(alike)
+            elif type(default) is float and isinstance(column, np.ndarray) and column.dtype.kind in "iu":
+                fields[name] = column.astype(np.float64)
+        return Rows(rows.keys, fields)
+
+
+def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
+    """Convert the fields of a dict by the table above; other samples are returned unchanged.
+
+    `empty` has the values for empty lists, by field.
+    """
+    if not isinstance(sample, Mapping) or not any(
+        isinstance(value, Mapping | list) for value in sample.values()
+    ):
+        return sample
+    return dict(_flat(sample, "", empty))
+
+
+def _flat(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for key, value in members.items():
+        name = f"{prefix}{key}" if prefix else key
+        if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and _is_image(value["bytes"]):
+            yield name, decode_with(decode_image, value["bytes"], "image", f"field '{name}'")
+        elif isinstance(value, Mapping) and value and all(isinstance(member, str) for member in value):
+            yield from _flat(value, f"{name}.", empty)
+        elif isinstance(value, list):
+            yield name, _list(value, empty.get(name))
+        else:
+            yield name, value
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, bytes) and looks_like_image(value)
+
+
+def _list(value: list[Any], if_empty: Any) -> Any:
+    if not value and if_empty is not None:
+        return if_empty
+    return _text(value) if _holds_text(value) else value
+
+
+def _holds_text(value: list[Any]) -> bool:
+    return any(
+        _holds_text(item) if isinstance(item, list) else isinstance(item, str | Mapping) for item in value
+    )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def empty_lists(features: Any) -> dict[str, Any]:
+    """The values for empty lists, by field, from the features of a Hugging Face dataset; {} for others."""
+    found: dict[str, Any] = {}
+    if isinstance(features, Mapping):
+        for name, feature in features.items():
+            found.update(_empty_of(str(name), feature))
+    return found
+
+
+def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the value for an empty list of `feature`, or those of the members of a dict."""
+    if isinstance(feature, Mapping):
+        for member, inner in feature.items():
+            yield from _empty_of(f"{name}.{member}", inner)
+        return
+    depth = 0
+    while (inner := _items(feature)) is not None:
+        feature, depth = inner, depth + 1
+    if depth:
+        dtype = str(getattr(feature, "dtype", ""))
+        if isinstance(feature, Mapping) or dtype in ("string", "large_string"):
+            yield name, "[]"
+        elif dtype.startswith(("int", "uint", "float", "bool")):
+            kind = np.int64 if "int" in dtype else np.float64 if dtype.startswith("float") else np.bool_
+            yield name, np.empty((0,) * depth, kind)
+
+
+def _items(feature: Any) -> Any:
+    """The feature of a list's items; None if `feature` is not that of a list."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return feature[0]
+    return (
+        getattr(feature, "feature", None)
+        if type(feature).__name__ in ("List", "LargeList", "Sequence")
+        else None
+    )
