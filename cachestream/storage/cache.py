@@ -17,6 +17,7 @@ from cachestream.errors import CacheError
 from cachestream.schema import Schema, Snapshot, Split
 from cachestream.storage import snapshots
 from cachestream.storage.eviction import EvictionPolicy, check_policy
+from cachestream.storage.filling import Filling
 from cachestream.storage.holdout import choose_split, count_held_out
 from cachestream.storage.layout import Directory, open_directory
 from cachestream.storage.leases import Lease
@@ -28,8 +29,8 @@ from cachestream.storage.status import (
     VerifyReport,
     has_worker,
     occupied_bytes,
+    read_filling,
     read_status,
-    state_of_filling,
 )
 from cachestream.storage.tables import Tables
 from cachestream.storage.turnover import shards_to_leave
@@ -81,6 +82,7 @@ class Cache:
         self.directory: Directory = open_directory(path)
         self.catalogue = open_catalogue(self.directory, given)
         self.admission = Reservations(self.directory, self.catalogue, self._policy_now)
+        self.filling = Filling(self.directory, self.catalogue)
         self._space = Space(self.directory, self.catalogue, self.admission)
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
@@ -171,8 +173,7 @@ class Cache:
 
     def fill_state(self) -> str:
         """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
-        with self.catalogue.reading() as tables:
-            return state_of_filling(self.directory, tables)
+        return read_filling(self.directory, self.filling)[0]
 
     def has_worker(self) -> bool:
         """Whether a worker is running for this cache, in any process."""
@@ -191,7 +192,7 @@ class Cache:
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self.directory, self.catalogue, count, timeout_s)
+        return wait_for_samples(self.directory, self.filling, count, timeout_s)
 
     # --- epochs
 

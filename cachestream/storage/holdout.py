@@ -85,3 +85,9 @@ def count_samples(cache: Cache, split: Split | None) -> int:
     with cache.catalogue.reading() as tables:
         held_out = tables.held_out()[0]
         return held_out if split.held_out else tables.totals()[1] - held_out
+
+
+def held_out_share(cache: Cache) -> tuple[float | None, int]:
+    """The share that is held out (None: never asked for), and the bytes of the shards that hold nothing else."""
+    with cache.catalogue.reading() as tables:
+        return tables.holdout, tables.held_out()[1]

@@ -32,7 +32,7 @@ from cachestream.storage.layout import (
     size_of_file,
     sync_folder,
 )
-from cachestream.storage.leases import Leases
+from cachestream.storage.leases import Lease, Leases
 from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
@@ -115,6 +115,11 @@ class Reservations:
     def leases(self) -> Leases:
         """The leases; to be used within a transaction of the catalogue."""
         return self._leases
+
+    def hold(self, ranges: IntArray) -> Lease:
+        """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
+        with self._catalogue.transaction():
+            return self._leases.create(ranges)
 
     def footprint(self, size_bytes: int) -> int:
         """The most that a file of `size_bytes` occupies on this disk."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -18,7 +18,7 @@ import numpy as np
 
 from cachestream.errors import CacheError, NotEnoughSamplesError
 from cachestream.schema import IntArray, Schema, Snapshot, Split
-from cachestream.storage.catalogue import Revision
+from cachestream.storage.catalogue import Catalogue, Revision
 from cachestream.storage.leases import Lease, Leases, ranges_of
 from cachestream.storage.tables import Tables
 
@@ -129,6 +129,12 @@ def _hold(
     ids, counts = shelf.ids[chosen], shelf.counts[chosen]
     sizes = None if shelf.split is None else shelf.sizes[chosen]
     return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, shelf.split, sizes), lease
+
+
+def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
+    """Return whether any of the shards is cached."""
+    with catalogue.reading() as tables:
+        return any(tables.shard(shard_id) is not None for shard_id in shard_ids)
 
 
 _STANDS_S: Final = 10.0

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
-from cachestream.schema import Schema
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.eviction import EvictionPolicy
+from cachestream.storage.filling import RESTS, Filling, FillState, fill_state
 from cachestream.storage.layout import Directory, free_bytes, overhead_bytes
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
@@ -175,11 +175,6 @@ def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
     )
 
 
-# Why nothing is fetched into a full cache that evicts: "full" without an epoch in use, "filling" with one.
-RESTS: Final = "full: rests until an epoch uses it"
-WAITS: Final = "waiting for the next epoch"
-
-
 def has_worker(directory: Directory) -> bool:
     """Whether a worker is running for the cache, in any process."""
     return is_held(directory.worker_file("supervisor.lock"))
@@ -213,20 +208,30 @@ def describe_loss(lost: Run | None, then: str = "") -> str:
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
 
 
-def state_of_filling(directory: Directory, tables: Tables) -> str:
+def state_of_filling(directory: Directory, fill: FillState) -> str:
     """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
-    state = str(tables.meta("fill_state", "none"))
-    if state == "none":  # or it is the catalogue that was lost: the worker will tell the new one
-        return "filling" if has_worker(directory) else state
-    goes_on = state == "filling" or (state == "full" and tables.meta("fill_message") == RESTS)
-    return "stopped" if goes_on and not has_worker(directory) else state
+    if fill.phase == "none":  # or it is the catalogue that was lost: the worker will tell the new one
+        return "filling" if has_worker(directory) else fill.phase
+    goes_on = fill.phase == "filling" or (fill.phase == "full" and fill.message == RESTS)
+    return "stopped" if goes_on and not has_worker(directory) else fill.phase
 
 
-def shortage_of_disk(directory: Directory, tables: Tables) -> str:
+def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
+    """What the filling does, as `state_of_filling` says it, and the recorded state that this comes from."""
+    fill = filling.state()
+    if (
+        state := state_of_filling(directory, fill)
+    ) != fill.phase:  # its worker may have recorded its end since
+        fill = filling.state()
+        state = state_of_filling(directory, fill)
+    return state, fill
+
+
+def shortage_of_disk(directory: Directory, min_free_bytes: int) -> str:
     """Why nothing can be added whatever the limit says: the disk is full, or takes no more bytes from us, whatever is free
     (quotas, inodes); "" where it does.
     """
-    min_free_bytes, left_bytes = int(tables.meta("min_free", 0)), free_bytes(directory.root)
+    left_bytes = free_bytes(directory.root)
     if left_bytes >= max(min_free_bytes, 1):
         board = _board(directory)
         return "" if board is None else board.refusal()
@@ -243,24 +248,24 @@ def silence_of_remote(directory: Directory) -> str:
     return said and f"waiting for the remote: {said}"
 
 
-def all_dropped(directory: Directory, tables: Tables) -> str:
+def all_dropped(directory: Directory, fill: FillState) -> str:
     """How many samples the transform has left out, where nothing else has come; "" where something has."""
-    board = None if tables.totals()[1] or tables.meta("written_samples", 0) else _board(directory)
+    board = None if fill.num_samples or fill.written_samples else _board(directory)
     dropped = 0 if board is None else board.totals().dropped
     return (
         f"transform returned None for all {dropped} samples so far, which leaves them out" if dropped else ""
     )
 
 
-def hindrance(directory: Directory, tables: Tables) -> str:
+def hindrance(directory: Directory, fill: FillState) -> str:
     """Why nothing comes at present: the worker, the disk, the remote or the transform; "" where none is known to be at
     fault.
     """
     return (
         describe_loss(lost_worker(directory))
-        or shortage_of_disk(directory, tables)
+        or shortage_of_disk(directory, fill.min_free)
         or silence_of_remote(directory)
-        or all_dropped(directory, tables)
+        or all_dropped(directory, fill)
     )
 
 
@@ -275,53 +280,46 @@ def read_status(
 ) -> CacheStatus:
     """Everything about the cache; `policy` is a function that this process evicts by, if any."""
     with catalogue.reading() as tables:
-        shards, samples, _ = tables.totals()
-        meta = tables.all_meta()
-        passes = tables.passes()
-        failures = tuple(tables.failures())
+        fill, meta = fill_state(tables), tables.all_meta()
         leases, ranges = admission.leases.look()
         leased_bytes = tables.bytes_within(ranges)
         size_bytes = occupied_bytes(directory, tables)
-        fill_state = state_of_filling(directory, tables)
-        positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
-        disk_message = shortage_of_disk(directory, tables)
-        schema_text = _schema_text(meta)
+        state, schema = state_of_filling(directory, fill), fill.schema
         held_out_samples = tables.held_out()[0]
-        dropped = all_dropped(directory, tables)
-    current = passes[-1] if passes else None
-    told = "" if fill_state == "stopped" else meta.get("fill_message", "")
-    is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
+    current = fill.last_pass
+    told = "" if state == "stopped" else fill.message
+    is_listing = bool(meta.get("listing", 0)) and state != "none"
     return CacheStatus(
         path=directory.root,
         cache_id=meta["cache_id"],
         size_bytes=size_bytes,
-        size_limit=meta["size_limit"],
-        min_free=meta["min_free"],
+        size_limit=fill.size_limit,
+        min_free=fill.min_free,
         eviction=getattr(policy, "__name__", "function") if callable(policy) else meta["eviction"],
-        num_shards=shards,
-        num_samples=samples,
+        num_shards=fill.num_shards,
+        num_samples=fill.num_samples,
         leases=leases,
         leased_bytes=leased_bytes,
         reserved_bytes=reserved_bytes,
-        evicted_shards=meta.get("evicted_shards", 0),
-        evicted_samples=meta.get("evicted_samples", 0),
+        evicted_shards=fill.evicted_shards,
+        evicted_samples=fill.evicted_samples,
         evicted_unused_samples=meta.get("evicted_unused_samples", 0),
         epoch_waits=meta.get("epoch_waits", 0),
-        snapshots=meta.get("clock", 0),
-        schema=schema_text,
-        source=meta.get("source"),
+        snapshots=fill.snapshots,
+        schema=None if schema is None else str(schema),
+        source=fill.source,
         num_units=None if current is None else current.length,
-        fill_state=fill_state,
-        fill_message=describe_loss(lost_worker(directory)) or told or dropped,
+        fill_state=state,
+        fill_message=describe_loss(lost_worker(directory)) or told or all_dropped(directory, fill),
         pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
-        pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
+        pass_done=None if is_listing or current is None else _share_done(fill.positions_done, current.length),
         is_listing=is_listing,
-        skipped=sum(failure.count for failure in failures),
-        failures=failures,
+        skipped=sum(failure.count for failure in fill.failures),
+        failures=fill.failures,
         quarantined=meta.get("quarantined", 0),
         worker=_worker_status(directory),
-        disk_message=disk_message,
+        disk_message=shortage_of_disk(directory, fill.min_free),
         remote_message=silence_of_remote(directory),
         holdout=meta.get("holdout"),
         held_out_samples=held_out_samples,
@@ -333,11 +331,6 @@ def _share_done(positions_done: int, length: int | None) -> float | None:
     if length is None:
         return None
     return positions_done / length if length else 1.0
-
-
-def _schema_text(meta: dict[str, Any]) -> str | None:
-    text = meta.get("schema")
-    return None if text is None else str(Schema.from_json(text))
 
 
 def _board(directory: Directory) -> Board | None:
@@ -374,14 +367,17 @@ def warn_of_skipped(cache: Cache) -> None:
     """Warn, once a cache and process, where more than 1 % of the samples were skipped."""
     if cache.cache_id in _told:
         return
-    with cache.catalogue.reading() as tables:
-        failures, source = tables.failures(), str(tables.meta("source", ""))
-        used = tables.totals()[1] + int(tables.meta("evicted_samples", 0))
-    if is_much(sum(one.count for one in failures), used):
+    fill = cache.filling.state()
+    used = fill.num_samples + fill.evicted_samples
+    if is_much(sum(one.count for one in fill.failures), used):
         _told.add(cache.cache_id)
-        remedy = remedy_for_skipped(failures, source)
+        remedy = remedy_for_skipped(fill.failures, fill.source or "")
         logger.warning(
-            "%s: %d samples were cached, and %s; %s", cache.path, used, describe_skipped(failures), remedy
+            "%s: %d samples were cached, and %s; %s",
+            cache.path,
+            used,
+            describe_skipped(fill.failures),
+            remedy,
         )
 
 

@@ -9,14 +9,15 @@ import numpy as np
 
 from cachestream.schema import IntArray
 from cachestream.storage.eviction import in_order
+from cachestream.storage.filling import WAITS, fill_state
 from cachestream.storage.layout import Directory
 from cachestream.storage.reservations import Reservations, Room
-from cachestream.storage.status import WAITS, state_of_filling
+from cachestream.storage.status import state_of_filling
 from cachestream.storage.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class PassProgress:
     """How far the filling is: `done` of `length` positions of the pass (None: endless), which brought
     `shard_bytes`; `lost` when some of that, or of an earlier pass, has been evicted since.
     """
@@ -27,7 +28,7 @@ class Filling:
     lost: bool
 
 
-def bytes_to_leave(room: Room, turnover: float, filling: Filling, largest_bytes: int = 0) -> int:
+def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_bytes: int = 0) -> int:
     """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
 
     The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
@@ -83,7 +84,9 @@ def shards_to_leave(
     # Under "none" a lower limit evicts, but not other programs that fill the disk.
     limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
-    turns_over = turnover and policy != "none" and state_of_filling(directory, tables) == "filling"
+    turns_over = (
+        turnover and policy != "none" and state_of_filling(directory, fill_state(tables)) == "filling"
+    )
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
     if policy == "none":
@@ -124,7 +127,7 @@ def _left_to_filling(tables: Tables, room: Room, turnover: float, largest_bytes:
     passes = tables.passes()
     if not passes:
         return 0
-    filling = Filling(
+    filling = PassProgress(
         done=tables.positions_done(passes[-1]),
         length=passes[-1].length,
         shard_bytes=tables.totals()[2],

@@ -7,19 +7,16 @@ from typing import Final
 
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
-from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.filling import Filling
 from cachestream.storage.layout import Directory
-from cachestream.storage.status import describe_skipped, hindrance, state_of_filling
+from cachestream.storage.status import describe_skipped, hindrance, read_filling
 
 _WATCH_S: Final = 0.02
 _ENDED: Final = ("complete", "full", "failed")
 
 
 def wait_for_samples(
-    directory: Directory,
-    catalogue: Catalogue,
-    min_samples: int,
-    timeout_s: float | None,
+    directory: Directory, filling: Filling, min_samples: int, timeout_s: float | None
 ) -> int:
     """Wait until `min_samples` are cached; how many there are.
 
@@ -28,19 +25,13 @@ def wait_for_samples(
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        with catalogue.reading() as tables:
-            have = tables.totals()[1]
-            if have >= min_samples:
-                return have
-            state, message = state_of_filling(directory, tables), str(tables.meta("fill_message", ""))
-            late = deadline is not None and time.monotonic() >= deadline
-            if state in _ENDED or late:
-                message = message or hindrance(directory, tables) or describe_skipped(tables.failures())
+        state, fill = read_filling(directory, filling)
+        have = fill.num_samples
+        if have >= min_samples:
+            return have
+        late = deadline is not None and time.monotonic() >= deadline
         if state == "full":
-            with catalogue.reading() as tables:
-                limit = format_size(int(tables.meta("size_limit")))
-            why = f"no more fit into its size_limit of {limit}"
-            message = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
+            why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
         elif state in _ENDED:
             why = f"the filling is {state}"
         elif late:
@@ -48,7 +39,10 @@ def wait_for_samples(
         else:
             time.sleep(_WATCH_S)  # SQLite cannot notify
             continue
-        hint = message or "see 'cachestream status CACHE', or ask for fewer samples"
+        hint = fill.message or hindrance(directory, fill) or describe_skipped(fill.failures)
+        if state == "full":
+            hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
+        hint = hint or "see 'cachestream status CACHE', or ask for fewer samples"
         raise NotEnoughSamplesError(
             f"{directory.root} holds {have} samples, {min_samples} were asked for, and {why}: {hint}"
         )
