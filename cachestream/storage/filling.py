@@ -1,6 +1,7 @@
-"""The filling of a cache as its catalogue records it: its state, passes, claims, and what they hold.
+"""The filling of a cache as its catalogue records it: state, passes, claims, and the spans that are cached.
 
-Each method is one transaction, with nothing but SQL and the caller's pure function in it. Callers get frozen values.
+Each method is one transaction, which contains only SQL and the caller's pure function. Callers get frozen
+values.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from cachestream.storage.tables import Claim, FailureRow, PassRow, Suspect, Tabl
 T = TypeVar("T")
 Plan = TypeVar("Plan")
 
-# The messages of a full cache that evicts: of the phase "full" without an epoch in use, of "filling" with one.
+# Messages of a full cache that evicts: with "full" while no epoch is in use, with "filling" while one is.
 RESTS: Final = "full: rests until an epoch uses it"
 WAITS: Final = "waiting for the next epoch"
 
 
 @dataclass(frozen=True, slots=True)
 class LabelNames:
-    """The names that the labels of cached samples are places among: their number, and their digest."""
+    """The names that the labels of cached samples index: their number and their digest."""
 
     count: int
     digest: str
@@ -36,10 +37,10 @@ class LabelNames:
 class FillState:
     """The filling at one moment, as the catalogue records it.
 
-    `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` says why, and
-    `traceback` is that of the error behind "failed". `source` is a fingerprint, `transform` the mark of the transform's
-    code. Of the last pass `positions_done` are done; `is_looking` while it is not known whether another one begins.
-    `snapshots` counts those ever taken. `failures` have the most frequent first.
+    `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
+    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
+    transform's code. Of the last pass, `positions_done` are done; `is_looking` while it is not known whether
+    another pass begins. `snapshots` counts all that were ever taken. `failures` have the most frequent first.
     """
 
     phase: str
@@ -70,12 +71,12 @@ class FillState:
 
     @property
     def has_evicted(self) -> bool:
-        """True if a shard has gone since the last pass began."""
+        """True if a shard has been evicted since the last pass began."""
         return self.last_pass is not None and self.evicted_shards > self.last_pass.evicted_before
 
 
 def fill_state(tables: Tables) -> FillState:
-    """The state of the filling, read in a transaction of the caller."""
+    """Read the state of the filling in a transaction of the caller."""
     meta, passes = tables.all_meta(), tables.passes()
     shards, samples, _ = tables.totals()
     labels = meta.get("label_names")
@@ -105,8 +106,9 @@ def fill_state(tables: Tables) -> FillState:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPass:
-    """A pass to begin, or to go on with: its `plan` (JSON), its `length` in positions (None: endless), and `is_listing`
-    while the listing may add to it.
+    """A pass to begin or to extend: its `plan` (JSON), and its `length` in positions (None: endless).
+
+    `is_listing` while the listing may add units to it.
     """
 
     plan: str
@@ -116,7 +118,7 @@ class PlannedPass:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A claim, the pass it belongs to, and the positions in it that killed a process before."""
+    """A claim, its pass, and the positions in it that killed a process before."""
 
     claim: Claim
     row: PassRow
@@ -125,7 +127,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class OpenPass:
-    """The pass that is worked on, and the owners of claims on it that have died."""
+    """The current pass, and the owners of its claims that have died."""
 
     row: PassRow
     dead_owners: frozenset[str]
@@ -133,7 +135,7 @@ class OpenPass:
 
 @dataclass(frozen=True, slots=True)
 class CachedSpans(Generic[Plan]):
-    """The plans of all passes by id, and for each part that was asked for the spans that shards hold: pass id → spans."""
+    """The plans of all passes by id, and for each requested part the cached spans: pass id → spans."""
 
     source: str | None
     plans: dict[int, Plan]
@@ -141,7 +143,7 @@ class CachedSpans(Generic[Plan]):
 
 
 class Filling:
-    """The transactions of those who fill the cache of `directory`."""
+    """The transactions that fill the cache in `directory`."""
 
     def __init__(self, directory: Directory, catalogue: Catalogue) -> None:
         self._directory = directory
@@ -153,14 +155,15 @@ class Filling:
         return self.judged(lambda state: state)
 
     def judged(self, judge: Callable[[FillState], T]) -> T:
-        """Return `judge(state)`, called within the transaction: a CatalogueDamagedError of a value that makes no sense
-        then has the catalogue rebuilt.
+        """Return `judge(state)`, called within the transaction.
+
+        A CatalogueDamagedError that it raises for an impossible value then has the catalogue rebuilt.
         """
         with self._catalogue.reading() as tables:
             return judge(fill_state(tables))
 
     def record(self, phase: str, message: str = "", traceback: str = "") -> str | None:
-        """Set what `FillState` says of the filling, and return the id of the catalogue that knows it."""
+        """Set the phase, message and traceback of `FillState`; return the id of the catalogue."""
         with self._catalogue.transaction() as tables:
             tables.set_meta("fill_state", phase)
             tables.set_meta("fill_message", message)
@@ -170,7 +173,7 @@ class Filling:
             return catalogue_id
 
     def record_looking(self, is_looking: bool) -> None:
-        """Tell those who wait for the end of the pass whether it is known which pass that is."""
+        """Set `FillState.is_looking`, for those who wait for the end of the pass."""
         with self._catalogue.transaction() as tables:
             tables.set_meta("is_looking", int(is_looking))
 
@@ -185,16 +188,18 @@ class Filling:
                 tables.add_suspect(pass_id, suspect.position, suspect.deaths, suspect.reason)
 
     def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
-        """Note the schemas of the first samples that `owner` has read, with their counts; return those of the others."""
+        """Record the schemas of the first samples that `owner` has read, with counts; return those of all
+        others.
+        """
         with self._catalogue.transaction() as tables:
             return tables.vote(owner, votes)
 
     # --- passes
 
     def adopt(self, source: str, labels: LabelNames, is_void: Callable[[FillState], bool]) -> FillState:
-        """Record that the cache is filled from `source` from now on, and return the state after that.
+        """Record `source` and `labels` as those of the cache, and return the state after that.
 
-        Where `is_void(state)`, the progress that is recorded is forgotten. An error that it raises changes nothing.
+        If `is_void(state)`, the recorded progress is deleted first. An error that it raises changes nothing.
         """
         with self._catalogue.transaction() as tables:
             if is_void(fill_state(tables)):
@@ -204,18 +209,19 @@ class Filling:
             return fill_state(tables)
 
     def begin_pass(self, planned: PlannedPass, forgotten: Collection[str]) -> None:
-        """Begin a pass, and forget failures of the kinds `forgotten`: of units that are read again."""
+        """Begin a pass, and delete the failures of the kinds `forgotten`, whose units are read again."""
         with self._catalogue.transaction() as tables:
             tables.forget_old_passes()
             tables.forget_failures(*forgotten)
-            # Together with the pass, or a complete cache would seem to be complete still.
+            # In the same transaction, or the cache would still seem complete.
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))
             tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
 
     def enter_earlier_pass(self, source: str, plan: str, length: int | None) -> int:
-        """Return the id of the pass of a shard that is made again from `source`; a new one, before all others, where the
-        pass is not known any more.
+        """Return the id of the pass of a shard that is made again from `source`.
+
+        An unknown pass is inserted before all others.
         """
         with self._catalogue.transaction() as tables:
             tables.set_meta("source", source)
@@ -224,8 +230,9 @@ class Filling:
     def cached_spans(
         self, parse: Callable[[str], Plan], parts: Sequence[int] | None = None
     ) -> CachedSpans[Plan]:
-        """Spans of the samples that the shards hold, for each of `parts`: of all samples, or of the splits where samples
-        are held out, without them. `parse` reads the plan of a pass, within the transaction.
+        """The spans that the shards hold, for each of `parts` (default: all of the cache's splits).
+
+        `parse` reads the plan of a pass within the transaction, like the function of `judged`.
         """
         with self._catalogue.reading() as tables:
             if parts is None:
@@ -236,13 +243,13 @@ class Filling:
     # --- claims
 
     def open_pass(self) -> OpenPass | None:
-        """The pass that is worked on; None where there is none."""
+        """The current pass; None if there is none."""
         with self._catalogue.reading() as tables:
             passes = tables.passes()
             owners = {owner for _, owner in tables.claims(passes[-1].id)} if passes else set()
         if not passes:
             return None
-        # Looked at outside the transaction: the name of an owner that has died is never used again.
+        # Outside the transaction: the name of a dead owner is never used again.
         return OpenPass(
             passes[-1], frozenset(owner for owner in owners if not owner_is_alive(self._directory, owner))
         )
@@ -254,10 +261,11 @@ class Filling:
         growth: PlannedPass | None,
         block_size: Callable[[int | None], int],
     ) -> Assignment | PassRow | None:
-        """Claim positions of the last pass for `owner`: a claim of one that has died, or `block_size(length)` new ones.
+        """Claim positions of the last pass for `owner`: the claim of a dead owner, or `block_size(length)`
+        new ones.
 
-        Where all are claimed, a pass that is as it was `seen` takes up the `growth`. Returns the pass where nothing of
-        it is left, None where there is none.
+        If all positions are claimed and the pass is still as `seen`, it is extended by `growth`. Returns the
+        pass if nothing of it is left to claim, None if there is no pass.
         """
         with self._catalogue.transaction() as tables:
             passes = tables.passes()

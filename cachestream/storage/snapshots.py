@@ -1,8 +1,4 @@
-"""Snapshots: the shards that the next epoch is drawn from, chosen and leased in one transaction.
-
-Epochs of a few milliseconds follow one another faster than leases are made, each of which is a file, a lock, and a
-transaction that waits for the disk.
-"""
+"""Snapshots: the shards that the next epoch is drawn from, chosen and leased in one transaction."""
 
 from __future__ import annotations
 
@@ -28,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
-    """What is cached: int64 arrays `[num_shards]`, by ascending id. `counts` are samples of the `split`, or all."""
+    """The cached shards: int64 arrays `[num_shards]` by ascending id. `counts` are samples of the `split`, or
+    all.
+    """
 
     ids: IntArray
     counts: IntArray
@@ -43,7 +41,7 @@ class _CachedShards:
         counts = sizes
         if split is not None:
             held_out = tables.held_out_counts()
-            # A shard that came since they were counted is for the next epoch.
+            # A shard published since the count is for the next epoch.
             counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
         return cls(ids, counts, sizes, schema_ids, uses, split)
 
@@ -53,8 +51,8 @@ def select_shards(
 ) -> IntArray:
     """The indices of the shards for an epoch, ascending.
 
-    All that have samples but `excluded`, or with an `epoch_size` below that the least used first, older before newer,
-    until they cover it.
+    All shards with samples except `excluded`; or, with a smaller `epoch_size`, the least used first and older
+    before newer, until they cover it.
     """
     chosen = np.flatnonzero(~np.isin(ids, excluded) & (counts > 0))
     if epoch_size is None or int(counts[chosen].sum()) <= epoch_size:
@@ -72,7 +70,7 @@ def take_snapshot(
     excluded: IntArray,
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease]:
-    """Choose, lease and count as used the shards of an epoch."""
+    """Choose and lease the shards of an epoch, and count them as used."""
     shelf = _CachedShards.of(tables, split)
     if not len(shelf.ids):
         raise NotEnoughSamplesError(
@@ -82,8 +80,8 @@ def take_snapshot(
     chosen = select_shards(shelf.ids, shelf.counts, shelf.uses, excluded, epoch_size)
     if split is not None and not len(chosen):
         raise NotEnoughSamplesError(
-            f"of the {int(shelf.sizes.sum())} samples that the cache at {root} holds none is of the split '{split.name}' "
-            f"(holdout={split.holdout:g}); wait for more, or hold out another share"
+            f"of the {int(shelf.sizes.sum())} samples that the cache at {root} holds none is of the split "
+            f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
         )
     return _hold(tables, leases, root, shelf, chosen, epoch_size)
 
@@ -96,7 +94,7 @@ def retake_snapshot(
     epoch_size: int | None,
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease, list[int]]:
-    """Lease those of the shards `wanted` (ids, counts) that are still there; also the ids that are gone."""
+    """Lease those of the shards `wanted` (ids, counts) that still exist; also return the other ids."""
     shelf = _CachedShards.of(tables, split)
     order = np.argsort(wanted[0], kind="stable")
     ids, counts = wanted[0][order], wanted[1][order]
@@ -121,7 +119,7 @@ def _hold(
     lease = leases.create(ranges)
     try:
         if shelf.split is None or not shelf.split.held_out:
-            tables.mark_used(ranges)  # nothing is trained on what is held out
+            tables.mark_used(ranges)  # held-out samples are not trained on
         cache_id = tables.meta("cache_id")
     except BaseException:
         lease.release()
@@ -143,8 +141,9 @@ _GIVEN: Final = 8  # more epochs than one loader ever has open
 
 @dataclass(slots=True)
 class _Taken:
-    """A snapshot of the whole cache, at `revision`, and a lease that is nobody else's; `uncounted` times it was given out
-    again since it was counted.
+    """A snapshot of the whole cache at `revision`, with a lease of its own.
+
+    `uncounted` is the number of times it was reused since its uses were counted.
     """
 
     snapshot: Snapshot
@@ -157,9 +156,11 @@ class _Taken:
 class StandingSnapshots:
     """The snapshots of one reader. Used by one thread.
 
-    For ten seconds, a snapshot is the last one again, if no worker runs and nothing was committed since: then a new one
-    would hold the same. Its further uses are counted together, at the next one or by `settle`. A process that is killed
-    takes the uses of some seconds with it, but not their order: all shards were used alike.
+    Epochs of a few milliseconds are shorter than the time to make a lease, which is a file, a lock, and a
+    transaction that waits for the disk. A snapshot is therefore reused for ten seconds while no worker runs
+    and nothing was committed: a new one would hold the same shards. Its reuses are counted together, at the
+    next snapshot or by `settle`. A process that is killed loses the uses of some seconds, but not their
+    order: all shards were used alike.
     """
 
     def __init__(
@@ -180,11 +181,11 @@ class StandingSnapshots:
         if again is not None:
             return again
         self.settle()
-        self._enforce_limit()  # what the epoch before last held may go now
+        self._enforce_limit()  # the shards of the epoch before last may be evicted now
         before = self._cache.catalogue.revision()
         snapshot, lease = self._take(None, turnover, least)
         now = self._cache.catalogue.revision()
-        is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
+        is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
             self._last = _Taken(snapshot, mine, now, self._clock() + _STANDS_S)
         return snapshot, lease
@@ -195,24 +196,24 @@ class StandingSnapshots:
         return snapshot, lease
 
     def close(self) -> None:
-        """Let the snapshot go, and what is over the cache's limit with it."""
+        """Release the snapshot, and enforce the cache's limit."""
         self.settle()
         if os.path.exists(self._cache.catalogue.path):
             self._enforce_limit()
 
     def _enforce_limit(self) -> None:
-        """As a worker does, where there is one. What cannot go now goes later: nobody trains worse for it."""
+        """Enforce the limit where no worker does. An error is ignored: the next snapshot tries again."""
         if not self._cache.has_worker():
             with suppress(CacheError):
                 self._cache.enforce_limit()
 
     def settle(self) -> None:
-        """Count what is not yet counted, and let the snapshot go."""
+        """Count the uses that are not yet counted, and release the snapshot."""
         last, self._last = self._last, None
         if last is None:
             return
         last.lease.release()
-        # Whoever has removed the cache wants no new catalogue there.
+        # A cache that was removed gets no new catalogue.
         trains = self._split is None or not self._split.held_out
         if trains and last.uncounted and os.path.exists(self._cache.catalogue.path):
             ids = last.snapshot.shard_ids

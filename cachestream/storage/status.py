@@ -1,4 +1,4 @@
-"""The status of a cache at one moment, as frozen values and as JSON, and warnings made from it."""
+"""The status of a cache at one moment, as frozen values and as JSON, and the warnings based on it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The running worker: its processes, and what they have done since it started `uptime_s` ago. No `states`, and zeros, where
-    another version of cachestream started it.
+    """The running worker: its processes, and their counters since it started `uptime_s` ago.
+
+    `states` is empty and the totals are zero if another version of cachestream started it.
     """
 
     pid: int
@@ -50,14 +51,15 @@ class WorkerStatus:
 class CacheStatus:
     """A cache at one moment.
 
-    `size_bytes` is what the whole directory occupies on disk. `evicted_unused_samples` were evicted before an epoch used
-    them, which only a lower limit, `min_free` and `evict` do. `fill_state` is "filling", "complete",
-    "full", "stopped", "failed" or "none"; `fill_message` says why, or what it waits for, and `epoch_waits` how often
-    that was the next epoch. `pass_number` counts passes over the remote from 1 (0: none
-    yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
-    source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full,
-    `remote_message` what the worker waits for that does not answer. `holdout`: the share of the samples that is held out,
-    None where none is; `held_out_samples`: those of them that are cached, as far as they have been counted.
+    `size_bytes` is the disk usage of the whole directory. `evicted_unused_samples` were evicted before an
+    epoch used them, which only a lower limit, `min_free` and `evict` do. `fill_state` is "filling",
+    "complete", "full", "stopped", "failed" or "none"; `fill_message` gives its reason, or what the filling
+    waits for, and `epoch_waits` counts how often that was the next epoch. `pass_number` counts passes over
+    the remote from 1 (0: none yet). `pass_done` is the share of its units that are done, or None for an
+    endless source and while the source `is_listing`: `num_units` is then the number of units listed so far.
+    `disk_message` is set when the disk is full, `remote_message` when the worker waits for a remote that does
+    not answer. `holdout` is the share of the samples that is held out, None without one, and
+    `held_out_samples` the number of them in the cache, as far as they have been counted.
     """
 
     path: str
@@ -107,7 +109,7 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found: damaged and missing shards, files nobody knows, and what was done.
+    """The result of `verify`: damaged and missing shards, unknown files, and whether they were repaired.
 
     `ok` is true when nothing is wrong any more: nothing was found, or all of it was repaired.
     """
@@ -144,7 +146,10 @@ class VerifyReport:
 
 
 def describe_skipped(failures: Sequence[FailureRow]) -> str:
-    """How many samples were skipped, and the reason of most; "" if none was. `failures` have the most frequent first."""
+    """The number of skipped samples and the most frequent reason; "" if there are none.
+
+    `failures` have the most frequent first.
+    """
     if not failures:
         return ""
     most = failures[0]
@@ -152,7 +157,7 @@ def describe_skipped(failures: Sequence[FailureRow]) -> str:
     return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"
 
 
-# The kind of source, as its fingerprint begins → the option that makes its samples alike.
+# Beginning of the source's fingerprint → the option that makes its samples alike.
 _REMEDIES: Final = {
     "files:": "leave files of other kinds out with extensions=, ",
     "tfrecords:": "say what each feature is to be with features=, ",
@@ -164,7 +169,10 @@ _WITH_DEFAULTS: Final = (
 
 
 def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
-    """The way out where too much was skipped; `failures` have the most frequent first, `source` is the fingerprint."""
+    """Advice when too many samples were skipped.
+
+    `failures` have the most frequent first; `source` is the fingerprint.
+    """
     if failures[0].kind != "schema":
         return "correct what fails and start again"
     return (
@@ -176,80 +184,82 @@ def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
 
 
 def has_worker(directory: Directory) -> bool:
-    """Whether a worker is running for the cache, in any process."""
+    """Return whether a worker is running for the cache, in any process."""
     return is_held(directory.worker_file("supervisor.lock"))
 
 
 def lost_worker(directory: Directory) -> Run | None:
-    """The last worker, if it ended without a word: it was killed, or its container or machine was. None where one runs, or the
-    last one ended in order.
+    """The last worker, if it was killed, or its container or machine was stopped.
+
+    None if one runs, or if the last one ended in order.
     """
     path = directory.worker_file("board")
     run = lasting_run(path)
     if run is None or has_worker(directory):
         return None
-    return run if lasting_run(path) == run else None  # else it has just ended in order, or another has begun
+    return run if lasting_run(path) == run else None  # or it has just ended, or another has begun
 
 
 def forget_lost_worker(directory: Directory) -> None:
-    """Take the last worker for one that ended in order. With the attach lock."""
+    """Record that the last worker ended in order. Requires the attach lock."""
     if lost_worker(directory) is not None:
         Board(directory.worker_file("board")).end()
 
 
 def describe_loss(lost: Run | None, then: str = "") -> str:
-    """That a worker was `lost`, and what is done `then`, or is to be done; "" for None."""
+    """The message that a worker was `lost`, and the consequence `then`; "" for None."""
     if lost is None:
         return ""
     then = then or (
-        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which goes on where it "
-        "stopped"
+        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which goes on "
+        "where it stopped"
     )
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
 
 
 def state_of_filling(directory: Directory, fill: FillState) -> str:
-    """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
-    if fill.phase == "none":  # or it is the catalogue that was lost: the worker will tell the new one
+    """The state of the filling now: the recorded one, or "stopped" where no worker goes on with it."""
+    if fill.phase == "none":  # perhaps the catalogue was lost: the worker will record its state again
         return "filling" if has_worker(directory) else fill.phase
     goes_on = fill.phase == "filling" or (fill.phase == "full" and fill.message == RESTS)
     return "stopped" if goes_on and not has_worker(directory) else fill.phase
 
 
 def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
-    """What the filling does, as `state_of_filling` says it, and the recorded state that this comes from."""
+    """The state of the filling, as `state_of_filling`, and the recorded state behind it."""
     fill = filling.state()
     if (
         state := state_of_filling(directory, fill)
-    ) != fill.phase:  # its worker may have recorded its end since
+    ) != fill.phase:  # the worker may have recorded its end meanwhile
         fill = filling.state()
         state = state_of_filling(directory, fill)
     return state, fill
 
 
 def shortage_of_disk(directory: Directory, min_free_bytes: int) -> str:
-    """Why nothing can be added whatever the limit says: the disk is full, or takes no more bytes from us, whatever is free
-    (quotas, inodes); "" where it does.
+    """The reason why nothing can be added whatever the limit, or "".
+
+    The disk is full, or it refuses this user's writes despite free space (quotas, inodes).
     """
     left_bytes = free_bytes(directory.root)
     if left_bytes >= max(min_free_bytes, 1):
         board = _board(directory)
         return "" if board is None else board.refusal()
     return (
-        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it free: "
-        "make room on it, or lower min_free"
+        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it "
+        "free: make room on it, or lower min_free"
     )
 
 
 def silence_of_remote(directory: Directory) -> str:
-    """What the worker waits for that does not answer; "" where all do."""
+    """The remote that the worker waits for and that does not answer; "" if all answer."""
     board = _board(directory)
     said = "" if board is None else board.silence()
     return said and f"waiting for the remote: {said}"
 
 
 def all_dropped(directory: Directory, fill: FillState) -> str:
-    """How many samples the transform has left out, where nothing else has come; "" where something has."""
+    """The number of samples that the transform has dropped, if no other ever came; otherwise ""."""
     board = None if fill.num_samples or fill.written_samples else _board(directory)
     dropped = 0 if board is None else board.totals().dropped
     return (
@@ -258,9 +268,7 @@ def all_dropped(directory: Directory, fill: FillState) -> str:
 
 
 def hindrance(directory: Directory, fill: FillState) -> str:
-    """Why nothing comes at present: the worker, the disk, the remote or the transform; "" where none is known to be at
-    fault.
-    """
+    """The reason why no samples come at present: worker, disk, remote or transform; "" if none is known."""
     return (
         describe_loss(lost_worker(directory))
         or shortage_of_disk(directory, fill.min_free)
@@ -270,7 +278,7 @@ def hindrance(directory: Directory, fill: FillState) -> str:
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
-    """What the whole directory occupies on disk: shards, what is being written or removed, and the rest."""
+    """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
     in_work = directory.bytes_of(reservation.id for reservation in tables.reservations())
     return tables.totals()[2] + in_work + overhead_bytes(directory)
 
@@ -278,7 +286,7 @@ def occupied_bytes(directory: Directory, tables: Tables) -> int:
 def read_status(
     directory: Directory, catalogue: Catalogue, admission: Reservations, policy: EvictionPolicy | None
 ) -> CacheStatus:
-    """Everything about the cache; `policy` is a function that this process evicts by, if any."""
+    """The complete status; `policy` is the eviction function of this process, if any."""
     with catalogue.reading() as tables:
         fill, meta = fill_state(tables), tables.all_meta()
         leases, ranges = admission.leases.look()
@@ -312,7 +320,7 @@ def read_status(
         num_units=None if current is None else current.length,
         fill_state=state,
         fill_message=describe_loss(lost_worker(directory)) or told or all_dropped(directory, fill),
-        pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
+        pass_number=0 if current is None else current.id,  # old passes are deleted, ids go on
         pass_done=None if is_listing or current is None else _share_done(fill.positions_done, current.length),
         is_listing=is_listing,
         skipped=sum(failure.count for failure in fill.failures),
@@ -327,14 +335,14 @@ def read_status(
 
 
 def _share_done(positions_done: int, length: int | None) -> float | None:
-    """The share of a pass of `length` positions; None for one without an end."""
+    """The share of a pass of `length` positions that is done; None for an endless one."""
     if length is None:
         return None
     return positions_done / length if length else 1.0
 
 
 def _board(directory: Directory) -> Board | None:
-    """The board of the worker that runs; None where none does."""
+    """The board of the running worker; None if none runs."""
     path = directory.worker_file("board")
     if not has_worker(directory) or not os.path.exists(path):
         return None
@@ -354,17 +362,17 @@ _SHARE: Final = 0.01  # of all
 
 logger = logging.getLogger("cachestream")
 
-# The caches that this process was warned of, and the workers that they have lost.
+# Caches and lost workers that this process has warned about.
 _told: set[str] = set()
 
 
 def is_much(skipped: int, used: int) -> bool:
-    """Whether `skipped` samples are too many, beside `used` ones, to be passed over in silence."""
+    """Return whether `skipped` samples, compared with `used` ones, deserve a warning."""
     return skipped > _SHARE * (skipped + used)
 
 
 def warn_of_skipped(cache: Cache) -> None:
-    """Warn, once a cache and process, where more than 1 % of the samples were skipped."""
+    """Warn, once per cache and process, if more than 1 % of the samples were skipped."""
     if cache.cache_id in _told:
         return
     fill = cache.filling.state()
@@ -382,7 +390,7 @@ def warn_of_skipped(cache: Cache) -> None:
 
 
 def warn_of_loss(cache: Cache, then: str = "") -> None:
-    """Warn, once a worker and process, where the worker ended without a word, and of what is done `then`."""
+    """Warn, once per worker and process, that the worker was killed, and of the consequence `then`."""
     lost = lost_worker(cache.directory)
     if lost is not None and (key := f"{cache.cache_id} {lost}") not in _told:
         _told.add(key)

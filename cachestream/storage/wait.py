@@ -1,4 +1,4 @@
-"""Waiting for samples: a cold start is the only time when training waits for the filling."""
+"""Waiting for samples at a cold start, the only time when training waits for the filling."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ENDED: Final = ("complete", "full", "failed")
 def wait_for_samples(
     directory: Directory, filling: Filling, min_samples: int, timeout_s: float | None
 ) -> int:
-    """Wait until `min_samples` are cached; how many there are.
+    """Wait until `min_samples` are cached and return the number of samples.
 
-    Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling has
-    ended with fewer, or no more fit.
+    Raises NotEnoughSamplesError at the deadline (None: no deadline), or at once when the filling has ended
+    with fewer, or no more fit.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
