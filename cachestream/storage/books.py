@@ -1,6 +1,6 @@
 """Consistency of the catalogue: values that cannot be true, and disagreement with the shard files.
 
-SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value. `nonsense` finds
+SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value. `impossible_value` finds
 values that are impossible. A value that is possible but wrong is found by comparison with the shards, which
 describe themselves.
 """
@@ -20,7 +20,7 @@ from cachestream.storage.shard import SUFFIX, MappedShard, storage_of
 from cachestream.storage.tables import SPLIT_STATEMENTS, STATEMENTS, Tables
 
 # The errors that a damaged value may raise.
-SENSELESS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+DAMAGE_ERRORS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _COUNTERS: Final = (
     "size_limit", "min_free", "last_shard_id", "clock", "evicted_shards", "evicted_samples", "evicted_bytes",
     "written_samples", "written_bytes", "quarantined", "lost_shards", "listing", "is_looking",
@@ -62,12 +62,12 @@ _ROWS: Final = {
 }
 
 
-def nonsense(tables: Tables) -> str | None:
+def impossible_value(tables: Tables) -> str | None:
     """Return the first impossible value of a catalogue, or None.
 
-    Also raises one of SENSELESS where a value cannot be read.
+    Also raises one of DAMAGE_ERRORS where a value cannot be read.
     """
-    if not has_our_layout(tables):
+    if not has_expected_tables(tables):
         return "its tables are others"
     for table, (integers, rule) in _ROWS.items():
         holds = " AND ".join([*(f"typeof({name}) = 'integer'" for name in integers), rule])
@@ -75,10 +75,10 @@ def nonsense(tables: Tables) -> str | None:
             return f"a row of '{table}' makes no sense"
     if tables.execute("SELECT count(*) FROM totals").fetchone() != (1,):
         return "the sums are missing"
-    return _odd_setting(tables) or _odd_text(tables)
+    return _impossible_setting(tables) or _impossible_text(tables)
 
 
-def has_our_layout(tables: Tables) -> bool:
+def has_expected_tables(tables: Tables) -> bool:
     """Return whether the tables and triggers are those that this version creates."""
     return tables.execute(_LAYOUT).fetchall() in (
         _layout_of(STATEMENTS),
@@ -100,7 +100,7 @@ def _layout_of(statements: tuple[str, ...]) -> list[tuple[str, ...]]:
         model.close()
 
 
-def _odd_setting(tables: Tables) -> str | None:
+def _impossible_setting(tables: Tables) -> str | None:
     meta = tables.all_meta()
     for key in _COUNTERS:
         if key in meta and not (type(meta[key]) is int and meta[key] >= 0):
@@ -119,7 +119,7 @@ def _odd_setting(tables: Tables) -> str | None:
     return None
 
 
-def _odd_text(tables: Tables) -> str | None:
+def _impossible_text(tables: Tables) -> str | None:
     schemas, known = _schemas(tables).values(), tables.meta("schema")
     if known is not None:
         merged = _read_schema(known)
@@ -142,7 +142,7 @@ def _schemas(tables: Tables) -> dict[int, Schema]:
 
 
 def _read_schema(text: str) -> Schema:
-    """Parse a schema; raises one of SENSELESS for one that no shard can have."""
+    """Parse a schema; raises one of DAMAGE_ERRORS for one that no shard can have."""
     schema = Schema.from_json(text)
     for field in schema.fields:
         storage_of(field.dtype)

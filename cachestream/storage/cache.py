@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
-from cachestream.errors import CacheError
+from cachestream.errors import CacheError, NotEnoughSamplesError
 from cachestream.schema import Schema, Snapshot, Split
 from cachestream.storage import snapshots
 from cachestream.storage.eviction import EvictionPolicy, check_policy
@@ -27,20 +28,22 @@ from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, Space
 from cachestream.storage.status import (
     CacheStatus,
     VerifyReport,
+    describe_skipped,
     has_worker,
+    hindrance,
     occupied_bytes,
     read_filling,
     read_status,
 )
 from cachestream.storage.tables import Tables
 from cachestream.storage.turnover import shards_to_leave
-from cachestream.storage.wait import wait_for_samples
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.training.dataset import EpochDataset
 
+_WATCH_S: Final = 0.02
 
 logger = logging.getLogger("cachestream")
 
@@ -199,7 +202,27 @@ class Cache:
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self.directory, self.filling, count, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            state, fill = read_filling(self.directory, self.filling)
+            if fill.num_samples >= count:
+                return fill.num_samples
+            hint = ""
+            if state == "full":
+                why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
+                hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
+            elif state in ("complete", "failed"):
+                why = f"the filling is {state}"
+            elif deadline is not None and time.monotonic() >= deadline:
+                why = f"after {timeout_s:g} s the filling is '{state}'"
+            else:
+                time.sleep(_WATCH_S)  # SQLite cannot notify
+                continue
+            hint = hint or fill.message or hindrance(self.directory, fill) or describe_skipped(fill.failures)
+            raise NotEnoughSamplesError(
+                f"{self.path} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
+                + (hint or "see 'cachestream status CACHE', or ask for fewer samples")
+            )
 
     # --- epochs
 

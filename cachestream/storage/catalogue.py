@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
 from cachestream.linux import open_private
-from cachestream.storage.books import SENSELESS, has_our_layout, nonsense
+from cachestream.storage.books import DAMAGE_ERRORS, has_expected_tables, impossible_value
 from cachestream.storage.locks import file_identity
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
@@ -73,7 +73,7 @@ class Catalogue:
         self._openings = self._commits = 0
         self._suspect = False
         self._condemned: tuple[int, int] | None = None
-        self._healing = self._judging = False
+        self._healing = self._checking = False
         with _forking:
             _catalogues.add(self)
 
@@ -113,7 +113,7 @@ class Catalogue:
                 look = "integrity_check(1)" if thoroughly else "quick_check(1)"
                 problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
                 if problem == "ok":
-                    problem = self._nonsense() or "ok"
+                    problem = self._impossible_value() or "ok"
         except CatalogueDamagedError:
             self.close()
             raise
@@ -160,25 +160,25 @@ class Catalogue:
             return Revision(self._openings, others, self._commits)
 
     def integrity_problem(self) -> str | None:
-        """The first problem that SQLite's own check or `nonsense` finds, or None."""
+        """The first problem that SQLite's own check or `impossible_value` finds, or None."""
         self.close()  # otherwise SQLite would check the pages that it has in memory
         try:
             with self.reading() as tables:
                 result = str(tables.execute("PRAGMA integrity_check(1)").fetchone()[0])
         except CatalogueDamagedError as error:
             return str(error)
-        return self._nonsense() if result == "ok" else result
+        return self._impossible_value() if result == "ok" else result
 
-    def _nonsense(self) -> str | None:
+    def _impossible_value(self) -> str | None:
         """The first value that cannot be true, or None."""
-        self._judging = True
+        self._checking = True
         try:
             with self.reading() as tables:
-                return nonsense(tables)
-        except (CatalogueDamagedError, SchemaMismatchError, *SENSELESS) as error:
+                return impossible_value(tables)
+        except (CatalogueDamagedError, SchemaMismatchError, *DAMAGE_ERRORS) as error:
             return str(error)
         finally:
-            self._judging = False
+            self._checking = False
 
     def heal(self, *, condemned: bool = False) -> None:
         """Have a damaged file replaced now; with `condemned`, even though it passes the checks."""
@@ -211,7 +211,7 @@ class Catalogue:
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
     def _connected(self) -> sqlite3.Connection:
-        _refuse_strangers(self.path)
+        _check_kind_and_owner(self.path)
         if self._connection is not None and file_identity(self.path) != self._identity:
             self.close()
         if self._suspect or self._connection is None:
@@ -263,7 +263,7 @@ class Catalogue:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if application != APPLICATION_ID or version == SCHEMA_VERSION:
             return
-        if has_our_layout(Tables(connection)):  # only this version makes this layout: a bit has flipped
+        if has_expected_tables(Tables(connection)):  # only this version makes this layout: a bit has flipped
             raise CatalogueDamagedError(f"{self.path} is damaged (its version is {version})")
         if version > SCHEMA_VERSION:
             raise CacheVersionError(
@@ -289,8 +289,9 @@ class Catalogue:
         except CatalogueDamagedError:
             self._suspect, self._condemned = True, self._identity
             raise
-        except SENSELESS as error:  # from a damaged value, or from a bug in the transaction's code
-            problem = None if self._judging or isinstance(error, CacheStreamError) else self._nonsense()
+        except DAMAGE_ERRORS as error:  # from a damaged value, or from a bug in the transaction's code
+            is_ours = self._checking or isinstance(error, CacheStreamError)
+            problem = None if is_ours else self._impossible_value()
             if problem is None:
                 raise
             self._suspect, self._condemned = True, self._identity
@@ -302,11 +303,11 @@ class Catalogue:
         """Drop the parent's lock and connection, in a forked child."""
         self._lock = threading.RLock()
         if self._connection is not None:
-            _abandoned.append(self._connection)
+            _inherited.append(self._connection)
             self._connection = None
 
 
-def _refuse_strangers(path: str) -> None:
+def _check_kind_and_owner(path: str) -> None:
     """Raise CacheError for a symbolic link, and for a journal of another user than the catalogue's.
 
     SQLite follows links, and when run by root it gives the journal to the owner of the catalogue.
@@ -336,20 +337,20 @@ def _is_blank(path: str) -> bool:
 
 _forking = threading.RLock()
 _catalogues: weakref.WeakSet[Catalogue] = weakref.WeakSet()
-_quiet: list[Catalogue] = []
-_abandoned: list[sqlite3.Connection] = []
+_paused: list[Catalogue] = []
+_inherited: list[sqlite3.Connection] = []
 
 
 def _before_fork() -> None:
     """Wait until no thread is in a transaction. Hooks registered earlier (locks.py) run after this."""
     _forking.acquire(timeout=_FORK_TIMEOUT_S)
-    _quiet[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
+    _paused[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
 
 
 def _after_fork_in_parent() -> None:
-    for one in _quiet:
+    for one in _paused:
         one._lock.release()
-    _quiet.clear()
+    _paused.clear()
     try:
         _forking.release()
     except RuntimeError:  # not acquired: the timeout had passed
@@ -359,7 +360,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _forking
     _forking = threading.RLock()
-    _quiet.clear()
+    _paused.clear()
     for one in list(_catalogues):
         one._forget_parent()
 

@@ -110,7 +110,7 @@ def _stored(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
-    with _only_one(directory), translated_disk_errors(directory.root, "making its catalogue"):
+    with _exclusively(directory), translated_disk_errors(directory.root, "making its catalogue"):
         settings = _default_settings(directory) | _saved_settings(directory)
         try:
             if catalogue.check(thoroughly=True):
@@ -234,7 +234,7 @@ def policy_name(policy: EvictionPolicy | None) -> str | None:
 
 
 @contextmanager
-def _only_one(directory: Directory) -> Iterator[None]:
+def _exclusively(directory: Directory) -> Iterator[None]:
     lock = lock_file(os.path.join(directory.root, "opening.lock"), timeout_s=_OPEN_TIMEOUT_S)
     if lock is None:
         raise CacheLockedError(

@@ -42,7 +42,7 @@ def rebuild(directory: Directory, tables: Tables) -> None:
     Only headers are read: data is verified on first use. Temporary files are removed: their reservations are
     lost, and their samples will be fetched again.
     """
-    book = _Book(tables)
+    importer = _RowImporter(tables)
     if tables.holdout is not None:
         tables.hold_out(tables.holdout)
     last_id = _IDS_SKIPPED if os.path.exists(directory.settings) else 0
@@ -55,7 +55,7 @@ def rebuild(directory: Directory, tables: Tables) -> None:
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
         path = os.path.join(directory.shards, name)
         try:
-            book.adopt(int(match[1]), path)
+            importer.adopt(int(match[1]), path)
         except (CorruptShardError, SchemaMismatchError):
             move_aside(directory, path, int(tables.meta("size_limit")))
             tables.add("quarantined", 1)
@@ -63,7 +63,7 @@ def rebuild(directory: Directory, tables: Tables) -> None:
     tables.set_meta("rebuilt", time.time())
 
 
-class _Book:
+class _RowImporter:
     """Inserts rows for existing shards, and caches the ids that many of them share."""
 
     def __init__(self, tables: Tables) -> None:

@@ -105,21 +105,16 @@ class Reservations:
         self._directory = directory
         self._catalogue = catalogue
         self.policy = policy
-        self._leases = Leases(directory.leases)
+        self.leases = Leases(directory.leases)  # used within a transaction of the catalogue
         self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
         # Reservations that could not be released, for lack of space or a disk error, and their owner. No
         # other process clears them while the owner lives.
-        self._left: dict[int, str] = {}
-
-    @property
-    def leases(self) -> Leases:
-        """The leases; to be used within a transaction of the catalogue."""
-        return self._leases
+        self._unreleased: dict[int, str] = {}
 
     def hold(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
         with self._catalogue.transaction():
-            return self._leases.create(ranges)
+            return self.leases.create(ranges)
 
     def footprint(self, size_bytes: int) -> int:
         """The maximum disk usage of a file of `size_bytes` on this disk."""
@@ -159,7 +154,7 @@ class Reservations:
 
         If this fails, it is retried before this process gets another reservation.
         """
-        with self._kept_in_mind([shard_id], owner):
+        with self._retried_later([shard_id], owner):
             with self._catalogue.reading() as tables:
                 if tables.shard(shard_id) is not None:
                     return  # interrupted after the commit
@@ -259,7 +254,7 @@ class Reservations:
         """The reason why a reservation fails, in one sentence."""
         with self._catalogue.reading() as tables:
             room = self.room(tables)
-            leased_bytes = tables.bytes_within(self._leases.look()[1])
+            leased_bytes = tables.bytes_within(self.leases.look()[1])
             size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
         text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
         if room.limit_bytes < size_limit:
@@ -282,7 +277,7 @@ class Reservations:
         used_only: bool = False,
     ) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy
-        ranges = self._leases.leased()
+        ranges = self.leases.leased()
         if callable(policy):
             unleased = _outside(ranges, tables.shards(used_only=used_only))
             rows = [row for row in unleased if row.id not in kept]
@@ -306,13 +301,13 @@ class Reservations:
         """The reservations of dead processes, and those that this process failed to release."""
         reservations = tables.reservations()
         alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
-        return [r.id for r in reservations if r.owner not in alive or self._left.get(r.id) == r.owner]
+        return [r.id for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
         """Remove the files of doomed reservations of `owner`, and only then the reservations."""
         if not doomed:
             return
-        with self._kept_in_mind(doomed, owner):
+        with self._retried_later(doomed, owner):
             self._remove_files(doomed)
             with translated_disk_errors(self._directory.shards):
                 sync_folder(self._directory.shards)
@@ -320,15 +315,15 @@ class Reservations:
                 tables.delete_reservations(doomed)
 
     @contextlib.contextmanager
-    def _kept_in_mind(self, shard_ids: list[int], owner: str) -> Iterator[None]:
+    def _retried_later(self, shard_ids: list[int], owner: str) -> Iterator[None]:
         """Note the reservations that are released in this block, for `clear_dead` to retry if that fails."""
         try:
             yield
         except BaseException:
-            self._left.update((shard_id, owner) for shard_id in shard_ids)
+            self._unreleased.update((shard_id, owner) for shard_id in shard_ids)
             raise
         for shard_id in shard_ids:
-            self._left.pop(shard_id, None)
+            self._unreleased.pop(shard_id, None)
 
     def _remove_files(self, shard_ids: list[int]) -> None:
         for shard_id in shard_ids:

@@ -71,19 +71,19 @@ def take_snapshot(
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease]:
     """Choose and lease the shards of an epoch, and count them as used."""
-    shelf = _CachedShards.of(tables, split)
-    if not len(shelf.ids):
+    cached = _CachedShards.of(tables, split)
+    if not len(cached.ids):
         raise NotEnoughSamplesError(
             f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
             "and wait for samples with cache.wait(min_samples, timeout_s)"
         )
-    chosen = select_shards(shelf.ids, shelf.counts, shelf.uses, excluded, epoch_size)
+    chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, epoch_size)
     if split is not None and not len(chosen):
         raise NotEnoughSamplesError(
-            f"of the {int(shelf.sizes.sum())} samples that the cache at {root} holds none is of the split "
+            f"of the {int(cached.sizes.sum())} samples that the cache at {root} holds none is of the split "
             f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
         )
-    return _hold(tables, leases, root, shelf, chosen, epoch_size)
+    return _hold(tables, leases, root, cached, chosen, epoch_size)
 
 
 def retake_snapshot(
@@ -95,38 +95,40 @@ def retake_snapshot(
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards `wanted` (ids, counts) that still exist; also return the other ids."""
-    shelf = _CachedShards.of(tables, split)
+    cached = _CachedShards.of(tables, split)
     order = np.argsort(wanted[0], kind="stable")
     ids, counts = wanted[0][order], wanted[1][order]
-    place = np.minimum(np.searchsorted(ids, shelf.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
-    same = (ids[place] == shelf.ids) & (counts[place] == shelf.counts) if len(ids) else np.empty(0, np.bool_)
+    place = np.minimum(np.searchsorted(ids, cached.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
+    same = (
+        (ids[place] == cached.ids) & (counts[place] == cached.counts) if len(ids) else np.empty(0, np.bool_)
+    )
     chosen = np.flatnonzero(same)
-    gone = np.setdiff1d(ids, shelf.ids[chosen]).tolist()
+    gone = np.setdiff1d(ids, cached.ids[chosen]).tolist()
     if not len(chosen):
         raise NotEnoughSamplesError(
             f"none of the {len(ids)} shards of this epoch is cached in {root} any more; begin a new epoch"
         )
-    snapshot, lease = _hold(tables, leases, root, shelf, chosen, epoch_size)
+    snapshot, lease = _hold(tables, leases, root, cached, chosen, epoch_size)
     return snapshot, lease, gone
 
 
 def _hold(
-    tables: Tables, leases: Leases, root: str, shelf: _CachedShards, chosen: IntArray, epoch_size: int | None
+    tables: Tables, leases: Leases, root: str, cached: _CachedShards, chosen: IntArray, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
-    schema_ids = np.unique(shelf.schema_ids[chosen]).tolist()
+    schema_ids = np.unique(cached.schema_ids[chosen]).tolist()
     schema = reduce(Schema.merge, tables.schemas(schema_ids))
-    ranges = ranges_of(shelf.ids, chosen)
+    ranges = ranges_of(cached.ids, chosen)
     lease = leases.create(ranges)
     try:
-        if shelf.split is None or not shelf.split.held_out:
+        if cached.split is None or not cached.split.held_out:
             tables.mark_used(ranges)  # held-out samples are not trained on
         cache_id = tables.meta("cache_id")
     except BaseException:
         lease.release()
         raise
-    ids, counts = shelf.ids[chosen], shelf.counts[chosen]
-    sizes = None if shelf.split is None else shelf.sizes[chosen]
-    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, shelf.split, sizes), lease
+    ids, counts = cached.ids[chosen], cached.counts[chosen]
+    sizes = None if cached.split is None else cached.sizes[chosen]
+    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, cached.split, sizes), lease
 
 
 def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
@@ -136,11 +138,11 @@ def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
 
 
 _STANDS_S: Final = 10.0
-_GIVEN: Final = 8  # more epochs than one loader ever has open
+_RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Reusable:
     """A snapshot of the whole cache at `revision`, with a lease of its own.
 
     `uncounted` is the number of times it was reused since its uses were counted.
@@ -169,8 +171,8 @@ class StandingSnapshots:
         self._cache = cache
         self._split = split
         self._clock = clock
-        self._last: _Taken | None = None
-        self._given: list[str] = []  # paths of the leases of the last epochs
+        self._last: _Reusable | None = None
+        self._recent_leases: list[str] = []  # paths of the leases of the last epochs
 
     def take(self, epoch_size: int | None, turnover: float, least: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
@@ -187,12 +189,14 @@ class StandingSnapshots:
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
-            self._last = _Taken(snapshot, mine, now, self._clock() + _STANDS_S)
+            self._last = _Reusable(snapshot, mine, now, self._clock() + _STANDS_S)
         return snapshot, lease
 
     def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
-        snapshot, lease = self._cache.take_snapshot(epoch_size, turnover, least, self._given, self._split)
-        self._given = [*self._given[1 - _GIVEN :], lease.path]
+        snapshot, lease = self._cache.take_snapshot(
+            epoch_size, turnover, least, self._recent_leases, self._split
+        )
+        self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
         return snapshot, lease
 
     def close(self) -> None:

@@ -363,7 +363,7 @@ _SHARE: Final = 0.01  # of all
 logger = logging.getLogger("cachestream")
 
 # Caches and lost workers that this process has warned about.
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def is_much(skipped: int, used: int) -> bool:
@@ -373,12 +373,12 @@ def is_much(skipped: int, used: int) -> bool:
 
 def warn_of_skipped(cache: Cache) -> None:
     """Warn, once per cache and process, if more than 1 % of the samples were skipped."""
-    if cache.cache_id in _told:
+    if cache.cache_id in _warned:
         return
     fill = cache.filling.state()
     used = fill.num_samples + fill.evicted_samples
     if is_much(sum(one.count for one in fill.failures), used):
-        _told.add(cache.cache_id)
+        _warned.add(cache.cache_id)
         remedy = remedy_for_skipped(fill.failures, fill.source or "")
         logger.warning(
             "%s: %d samples were cached, and %s; %s",
@@ -392,6 +392,6 @@ def warn_of_skipped(cache: Cache) -> None:
 def warn_of_loss(cache: Cache, then: str = "") -> None:
     """Warn, once per worker and process, that the worker was killed, and of the consequence `then`."""
     lost = lost_worker(cache.directory)
-    if lost is not None and (key := f"{cache.cache_id} {lost}") not in _told:
-        _told.add(key)
+    if lost is not None and (key := f"{cache.cache_id} {lost}") not in _warned:
+        _warned.add(key)
         logger.warning("%s: %s", cache.path, describe_loss(lost, then))

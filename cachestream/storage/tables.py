@@ -201,7 +201,7 @@ class ProgressTables:
 
 _ROW: Final = "id, size_bytes, num_samples, uses, last_used"
 _MAX_REASONS: Final = 200
-_MAX_WORDS: Final = 500  # characters of a reason or an example that are kept
+_MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 _SCHEMAS_BETWEEN_CLEARING: Final = 64
 _MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
 
@@ -235,12 +235,12 @@ def _storable(text: str) -> str | bytes:
     return text
 
 
-def _legible(words: str) -> str:
+def _clipped_text(words: str) -> str:
     """Return the text to keep of a message for people; bytes that are not UTF-8 are replaced."""
-    return words[:_MAX_WORDS].encode("utf-8", "replace").decode()
+    return words[:_MAX_CHARS].encode("utf-8", "replace").decode()
 
 
-def _as_set(value: Any) -> Any:
+def _restored(value: Any) -> Any:
     """Undo `_storable`."""
     return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
 
@@ -252,7 +252,7 @@ class Tables(ProgressTables):
 
     def meta(self, key: str, default: Any = None) -> Any:
         row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else _as_set(row[0])
+        return default if row is None else _restored(row[0])
 
     def set_meta(self, key: str, value: Any) -> None:
         stored = _storable(value) if isinstance(value, str) else value
@@ -260,7 +260,7 @@ class Tables(ProgressTables):
 
     def all_meta(self) -> dict[str, Any]:
         rows = self.execute("SELECT key, value FROM meta").fetchall()
-        return {key: _as_set(value) for key, value in rows}
+        return {key: _restored(value) for key, value in rows}
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to the counter `key` and return its new value."""
@@ -505,7 +505,7 @@ class Tables(ProgressTables):
 
     def add_failure(self, kind: str, reason: str, count: int, example: str) -> None:
         """Count skipped samples. Past a maximum of distinct reasons, they count as "other reasons"."""
-        reason, example = _legible(reason), _legible(example)
+        reason, example = _clipped_text(reason), _clipped_text(example)
         known = self.execute(
             "SELECT 1 FROM failures WHERE kind = ? AND reason = ?", (kind, reason)
         ).fetchone()
