@@ -1,4 +1,4 @@
-"""Which shards an epoch is drawn from: pure functions, held against their promises one by one."""
+"""Selection of the shards of an epoch: pure functions and their guarantees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def members(ranges: IntArray) -> set[int]:
 
 
 def test_an_epoch_takes_the_least_used_shards_first_older_before_newer() -> None:
-    """Exhaustively: four shards of any sizes up to 2 and uses up to 1, any left out, any epoch size."""
+    """Exhaustive: four shards of any sizes up to 2 and uses up to 1, any left out, any epoch size."""
     ids = ints([3, 4, 7, 9])
     for counts, uses in itertools.product(
         itertools.product((1, 2), repeat=4), itertools.product((0, 1), repeat=4)
