@@ -172,6 +172,24 @@ def test_only_the_command_line_reads_the_environment() -> None:
     assert not wrong
 
 
+def test_storage_is_the_only_door_to_the_catalogue() -> None:
+    """Others get typed values: no transaction, no statement and no key of a table stands outside it."""
+    wrong = []
+    for name, tree in MODULES.items():
+        if _names(name, "storage"):
+            continue
+        for node in ast.walk(tree):
+            opens = (
+                isinstance(node, ast.Attribute)
+                and node.attr in {"transaction", "reading"}
+                and ast.unparse(node.value).endswith("catalogue")
+            )
+            takes = isinstance(node, ast.alias) and node.name == "Tables"
+            if opens or takes:
+                wrong.append(f"cachestream/{name.replace('.', '/')}.py:{getattr(node, 'lineno', 0)}")
+    assert not wrong
+
+
 def test_the_map_of_layers_names_what_exists() -> None:
     """A folder that is renamed would otherwise fall out of the rules above."""
     parts = {name.split(".")[0] for name in MODULES if name}

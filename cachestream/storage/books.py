@@ -1,7 +1,8 @@
-"""The books of a cache: whether what its catalogue says makes sense, and agrees with the files.
+"""Consistency of the catalogue: values that cannot be true, and disagreement with the shard files.
 
-SQLite has no checksums: after a flipped bit a sound page says something else. A value that cannot be is told by
-`nonsense`; one that could be, by the shards themselves, which say what they are.
+SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value. `impossible_value` finds
+values that are impossible. A value that is possible but wrong is found by comparison with the shards, which
+describe themselves.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from cachestream.storage.layout import booked_bytes
 from cachestream.storage.shard import SUFFIX, MappedShard, storage_of
 from cachestream.storage.tables import SPLIT_STATEMENTS, STATEMENTS, Tables
 
-# The errors that values of a damaged catalogue lead to.
-SENSELESS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+# The errors that a damaged value may raise.
+DAMAGE_ERRORS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _COUNTERS: Final = (
     "size_limit", "min_free", "last_shard_id", "clock", "evicted_shards", "evicted_samples", "evicted_bytes",
     "written_samples", "written_bytes", "quarantined", "lost_shards", "listing", "is_looking",
 )  # fmt: skip
 _SETTINGS: Final = ("cache_id", "size_limit", "min_free", "eviction")
-_MOST_ID: Final = 10**17  # of as many digits as a file's name may have
+_MOST_ID: Final = 10**17  # as many digits as a file name may have
 
-# For each table, the integers, and what else holds of every row.
+# For each table: its integer columns, and a condition that holds for every row.
 _ROWS: Final = {
     "schemas": (("id",), "typeof(json) = 'text'"),
     "passes": (
@@ -61,9 +62,12 @@ _ROWS: Final = {
 }
 
 
-def nonsense(tables: Tables) -> str | None:
-    """What cannot be true of a catalogue, or None. Raises one of SENSELESS, too, where a value cannot be read."""
-    if not has_our_layout(tables):
+def impossible_value(tables: Tables) -> str | None:
+    """Return the first impossible value of a catalogue, or None.
+
+    Also raises one of DAMAGE_ERRORS where a value cannot be read.
+    """
+    if not has_expected_tables(tables):
         return "its tables are others"
     for table, (integers, rule) in _ROWS.items():
         holds = " AND ".join([*(f"typeof({name}) = 'integer'" for name in integers), rule])
@@ -71,11 +75,11 @@ def nonsense(tables: Tables) -> str | None:
             return f"a row of '{table}' makes no sense"
     if tables.execute("SELECT count(*) FROM totals").fetchone() != (1,):
         return "the sums are missing"
-    return _odd_setting(tables) or _odd_text(tables)
+    return _impossible_setting(tables) or _impossible_text(tables)
 
 
-def has_our_layout(tables: Tables) -> bool:
-    """Whether the tables and triggers are those that this version makes."""
+def has_expected_tables(tables: Tables) -> bool:
+    """Return whether the tables and triggers are those that this version creates."""
     return tables.execute(_LAYOUT).fetchall() in (
         _layout_of(STATEMENTS),
         _layout_of(STATEMENTS + SPLIT_STATEMENTS),
@@ -96,7 +100,7 @@ def _layout_of(statements: tuple[str, ...]) -> list[tuple[str, ...]]:
         model.close()
 
 
-def _odd_setting(tables: Tables) -> str | None:
+def _impossible_setting(tables: Tables) -> str | None:
     meta = tables.all_meta()
     for key in _COUNTERS:
         if key in meta and not (type(meta[key]) is int and meta[key] >= 0):
@@ -107,14 +111,15 @@ def _odd_setting(tables: Tables) -> str | None:
     if not isinstance(meta["cache_id"], str) or meta["eviction"] not in ORDERS:
         return "cache_id or eviction makes no sense"
     (last,) = tables.execute(
-        "SELECT max(coalesce((SELECT max(id) FROM shards), 0), coalesce((SELECT max(id) FROM reservations), 0))"
+        "SELECT max(coalesce((SELECT max(id) FROM shards), 0), "
+        "coalesce((SELECT max(id) FROM reservations), 0))"
     ).fetchone()
     if not last <= meta.get("last_shard_id", 0) < _MOST_ID:
         return f"last_shard_id is {meta.get('last_shard_id', 0)}, and there is a shard {last}"
     return None
 
 
-def _odd_text(tables: Tables) -> str | None:
+def _impossible_text(tables: Tables) -> str | None:
     schemas, known = _schemas(tables).values(), tables.meta("schema")
     if known is not None:
         merged = _read_schema(known)
@@ -127,7 +132,7 @@ def _odd_text(tables: Tables) -> str | None:
             return "label_names makes no sense"
     for row in tables.passes():
         json.loads(row.plan)
-    tables.failures(), tables.reservations()  # text that is none cannot be read
+    tables.failures(), tables.reservations()  # raises for invalid text
     return None
 
 
@@ -137,7 +142,7 @@ def _schemas(tables: Tables) -> dict[int, Schema]:
 
 
 def _read_schema(text: str) -> Schema:
-    """The schema that `text` tells; raises one of SENSELESS for one that no shard can have."""
+    """Parse a schema; raises one of DAMAGE_ERRORS for one that no shard can have."""
     schema = Schema.from_json(text)
     for field in schema.fields:
         storage_of(field.dtype)
@@ -150,7 +155,10 @@ def _read_schema(text: str) -> Schema:
 
 
 def contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | None:
-    """What the catalogue says of a shard, and the shard denies; None if they agree, or if it has been evicted since."""
+    """Return the first value of the catalogue that the shard's own header contradicts.
+
+    None if they agree, or if the shard has been evicted meanwhile.
+    """
     row = tables.execute(
         "SELECT json, plan FROM shards JOIN schemas ON schemas.id = schema_id "
         "LEFT JOIN passes ON passes.id = pass_id WHERE shards.id = ?",
@@ -164,14 +172,14 @@ def contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | No
         return f"shard {shard_id} has another schema"
     if isinstance(shard.fill.get("source"), str) and source not in (None, shard.fill["source"]):
         return f"shard {shard_id} is of another source"
-    # A pass that grows keeps its beginning: the kind, the seed and the ordinal.
+    # A growing pass keeps the beginning of its plan: the kind, the seed and the ordinal.
     if plan is not None and plan.split(",")[:3] != str(shard.fill.get("plan", plan)).split(",")[:3]:
         return f"shard {shard_id} is of another pass"
     return None
 
 
 def sizes_of_shards(folder: str) -> dict[int, int]:
-    """What the files of published shards occupy, as it is booked: id → bytes."""
+    """Accounted sizes of the published shard files: id → bytes."""
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -185,6 +193,6 @@ def sizes_of_shards(folder: str) -> dict[int, int]:
 
 
 def wrong_sizes(tables: Tables, actual: dict[int, int]) -> dict[int, int]:
-    """The shards whose size is booked wrongly, and how large they are: those of `actual` that the tables know."""
+    """The shards in `actual` (id → bytes) whose recorded size differs, with their actual size."""
     booked = tables.sizes()
     return {key: actual[key] for key in booked.keys() & actual.keys() if booked[key] != actual[key]}

@@ -1,22 +1,24 @@
-"""The cache as its users see it: open it, watch it, limit it, take snapshots, keep it sound."""
+"""The public class of a cache: open it, observe it, limit it, take snapshots, keep it sound."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
-from cachestream.errors import CacheError
+from cachestream.errors import CacheError, NotEnoughSamplesError
 from cachestream.schema import Schema, Snapshot, Split
 from cachestream.storage import snapshots
 from cachestream.storage.eviction import EvictionPolicy, check_policy
+from cachestream.storage.filling import Filling
 from cachestream.storage.holdout import choose_split, count_held_out
 from cachestream.storage.layout import Directory, open_directory
 from cachestream.storage.leases import Lease
@@ -26,20 +28,22 @@ from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, Space
 from cachestream.storage.status import (
     CacheStatus,
     VerifyReport,
+    describe_skipped,
     has_worker,
+    hindrance,
     occupied_bytes,
+    read_filling,
     read_status,
-    state_of_filling,
 )
 from cachestream.storage.tables import Tables
 from cachestream.storage.turnover import shards_to_leave
-from cachestream.storage.wait import wait_for_samples
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.training.dataset import EpochDataset
 
+_WATCH_S: Final = 0.02
 
 logger = logging.getLogger("cachestream")
 
@@ -81,10 +85,11 @@ class Cache:
         self.directory: Directory = open_directory(path)
         self.catalogue = open_catalogue(self.directory, given)
         self.admission = Reservations(self.directory, self.catalogue, self._policy_now)
+        self.filling = Filling(self.directory, self.catalogue)
         self._space = Space(self.directory, self.catalogue, self.admission)
         with self.catalogue.reading() as tables:
             self.cache_id: str = tables.meta("cache_id")
-        with suppress(CacheError):  # where nothing can be written, or not now
+        with suppress(CacheError):  # not writable, or locked
             if (problem := self.check_books()) is not None:
                 logger.warning("%s: %s; corrected", self.path, problem)
         if size_limit is not None:
@@ -102,7 +107,7 @@ class Cache:
 
     @property
     def size_bytes(self) -> int:
-        """What the directory occupies on disk now, catalogue and temporary files included."""
+        """The current disk usage of the directory, catalogue and temporary files included."""
         with self.catalogue.reading() as tables:
             return occupied_bytes(self.directory, tables)
 
@@ -127,8 +132,10 @@ class Cache:
 
     @property
     def eviction(self) -> EvictionPolicy:
-        """The eviction policy in force. Setting it takes effect at once; a function, for this process, and for workers
-        that it starts from then on.
+        """The eviction policy in force.
+
+        Setting it takes effect at once; a function, for this process and for workers that it starts from then
+        on.
         """
         with self.catalogue.reading() as tables:
             return self._policy_now(tables)
@@ -141,7 +148,10 @@ class Cache:
 
     @property
     def min_free(self) -> int:
-        """The bytes of the disk that stay free. Setting it (bytes or "5GB") takes effect at once, also for running workers."""
+        """The bytes of the disk that stay free.
+
+        Setting it (bytes or "5GB") takes effect at once, also for running workers.
+        """
         with self.catalogue.reading() as tables:
             return int(tables.meta("min_free"))
 
@@ -170,12 +180,13 @@ class Cache:
         save_settings(self.directory, self.catalogue)
 
     def fill_state(self) -> str:
-        """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
-        with self.catalogue.reading() as tables:
-            return state_of_filling(self.directory, tables)
+        """The state of the filling: "filling", "complete", "full", "stopped", "failed" or "none" (never
+        begun).
+        """
+        return read_filling(self.directory, self.filling)[0]
 
     def has_worker(self) -> bool:
-        """Whether a worker is running for this cache, in any process."""
+        """Return whether a worker is running for this cache, in any process."""
         return has_worker(self.directory)
 
     def status(self) -> CacheStatus:
@@ -183,15 +194,35 @@ class Cache:
         return read_status(self.directory, self.catalogue, self.admission, self._policy)
 
     def wait(self, min_samples: int = 1, timeout_s: float | None = None) -> int:
-        """Wait until `min_samples` are cached; returns how many there are.
+        """Wait until `min_samples` are cached; returns the number of cached samples.
 
-        Raises NotEnoughSamplesError at the deadline (None: wait for ever), or at once when the filling
-        has ended with fewer, or no more fit.
+        Raises NotEnoughSamplesError at the deadline (None: no deadline), or at once when the filling has
+        ended with fewer, or no more fit.
         """
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        return wait_for_samples(self.directory, self.catalogue, count, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            state, fill = read_filling(self.directory, self.filling)
+            if fill.num_samples >= count:
+                return fill.num_samples
+            hint = ""
+            if state == "full":
+                why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
+                hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
+            elif state in ("complete", "failed"):
+                why = f"the filling is {state}"
+            elif deadline is not None and time.monotonic() >= deadline:
+                why = f"after {timeout_s:g} s the filling is '{state}'"
+            else:
+                time.sleep(_WATCH_S)  # SQLite cannot notify
+                continue
+            hint = hint or fill.message or hindrance(self.directory, fill) or describe_skipped(fill.failures)
+            raise NotEnoughSamplesError(
+                f"{self.path} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
+                + (hint or "see 'cachestream status CACHE', or ask for fewer samples")
+            )
 
     # --- epochs
 
@@ -203,11 +234,11 @@ class Cache:
         split: str | None = None,
         holdout: float | None = None,
     ) -> EpochDataset:
-        """A frozen, leased, map-style dataset of what is cached now: `len()`, `[i]`, any torch sampler.
+        """A frozen, leased, map-style dataset of the samples cached now: `len()`, `[i]`, any torch sampler.
 
-        With an `epoch_size` below that, of the least used shards that cover it. When the cache is full
-        and the filling goes on, the `turnover` share of it that eviction would take first is left out.
-        `split` and `holdout` as in `EpochLoader`. Raises NotEnoughSamplesError when the cache is empty.
+        With a smaller `epoch_size`, it consists of the least used shards that cover it. When the cache is
+        full and the filling goes on, the `turnover` share that eviction would take first is left out. `split`
+        and `holdout` as in `EpochLoader`. Raises NotEnoughSamplesError when the cache is empty.
         """
         chosen = choose_split(self, split, holdout)
         return cachestream.EpochDataset(*self.take_snapshot(epoch_size, turnover, split=chosen))
@@ -220,8 +251,10 @@ class Cache:
         mine: Collection[str] = (),
         split: Split | None = None,
     ) -> tuple[Snapshot, Lease]:
-        """The values behind `snapshot`: the shards, and the lease that keeps them. Less is left out for the `turnover` where
-        fewer than `least` samples would remain; `mine` are the paths of leases that whoever takes this one lets go soon.
+        """The values behind `snapshot`: the shards, and the lease that holds them.
+
+        Fewer shards are left out for the `turnover` where less than `least` samples would remain. `mine` are
+        the paths of leases that the caller releases soon.
         """
         count = None if epoch_size is None else check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
@@ -257,19 +290,19 @@ class Cache:
 
         Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
         """
-        # What the directory takes, and not what filling keeps free of the limit besides.
+        # `to` is the disk usage of the directory, without the reserve that counts as used.
         to_bytes = None if to is None else parse_size(to, "to") + self.admission.headroom_bytes
         return self._space.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
-        """Evict what is over the limit, as leases allow; returns the bytes freed.
+        """Evict down to the limit, as leases allow; returns the bytes freed.
 
-        A part of what is kept free for leases and logs may be taken by these: nothing has to go for that.
+        Leases and logs may use a part of their reserve over the limit without an eviction.
         """
         return self._space.enforce_limit(HEADROOM_BYTES // 2)
 
     def quarantine(self, shard_id: int, reason: str = "") -> None:
-        """Put a damaged shard aside: its row goes, and the worker will fetch its samples again."""
+        """Move a damaged shard to the quarantine and delete its row: the worker fetches its samples again."""
         self._space.put_aside(shard_id, reason)
 
     def verify(
@@ -277,23 +310,23 @@ class Cache:
     ) -> VerifyReport:
         """Check every shard against its checksums, and the catalogue against the directory.
 
-        With `repair`, a damaged catalogue is rebuilt, damaged shards are put aside, lost ones forgotten and
-        unknown files removed. `on_progress(done, total)` is called for each shard.
+        With `repair`, a damaged catalogue is rebuilt, damaged shards are quarantined, rows of lost ones
+        deleted and unknown files removed. `on_progress(done, total)` is called for each shard.
         """
         checker = Checker(self.directory, self.catalogue, self.admission, self.quarantine)
         return checker.verify(repair, on_progress)
 
     def check_books(self) -> str | None:
-        """Correct what the catalogue says of the shards' sizes, by their files; returns what was wrong, if anything."""
+        """Correct the recorded sizes of shards by their files; returns the first error found, or None."""
         return check_books(self.directory, self.catalogue, correct=True)
 
     def recover(self) -> int:
-        """Clear what writers that died left behind; returns the number of files removed."""
+        """Remove the leftovers of writers that died; returns the number of files removed."""
         self.admission.clear_dead()
         return remove_leftovers(self.directory, self.catalogue)
 
     def clear(self) -> None:
-        """Remove all samples, what is in quarantine, and the progress of the filling; settings stay.
+        """Remove all samples, the quarantine, and the progress of the filling; settings stay.
 
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
@@ -318,7 +351,10 @@ class Cache:
             shards, samples, used = tables.totals()
         leases = self.admission.leases.count()
         limit = format_size(self.size_limit)
-        return f"<Cache {self.path}: {samples} samples in {shards} shards, {format_size(used)} of {limit}, {leases} leases>"
+        return (
+            f"<Cache {self.path}: {samples} samples in {shards} shards, {format_size(used)} of {limit}, "
+            f"{leases} leases>"
+        )
 
 
 def _reopen(path: str, policy: EvictionPolicy | None) -> Cache:

@@ -1,8 +1,8 @@
-"""The catalogue: one SQLite file, one row a shard, its tables, and the only connections to it.
+"""The catalogue: one SQLite file with a row for each shard, and the only module that connects to it.
 
-`journal_mode=TRUNCATE, synchronous=FULL`: rows are per shard, so WAL's speed is not needed, and the
-SQLite that many Pythons bundle has a WAL-reset corruption. Writers use BEGIN IMMEDIATE, so what a
-transaction read still holds when it commits.
+`journal_mode=TRUNCATE, synchronous=FULL`: rows are per shard, so the speed of WAL is not needed, and the
+SQLite that many Pythons bundle has a WAL-reset corruption. Writers use BEGIN IMMEDIATE, so a value read in a
+transaction is still valid when it commits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
 from cachestream.linux import open_private
-from cachestream.storage.books import SENSELESS, has_our_layout, nonsense
+from cachestream.storage.books import DAMAGE_ERRORS, has_expected_tables, impossible_value
 from cachestream.storage.locks import file_identity
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
@@ -33,12 +33,14 @@ from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, STATEMENT
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
-_CACHE_KIB: Final = 65_536  # a transaction that outgrows SQLite's page cache would lock out readers early
+_CACHE_KIB: Final = (
+    65_536  # a transaction larger than the page cache would lock out readers before it commits
+)
 _REOPENINGS: Final = 5
 
 
 class Revision(NamedTuple):
-    """A state of the catalogue: the same where nothing has been committed in between."""
+    """A state of the catalogue. Two equal revisions mean that nothing was committed in between."""
 
     openings: int
     others: int
@@ -52,13 +54,13 @@ class Revision(NamedTuple):
 class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
-    `heal` is called when the file turns out to be missing or damaged, to put a sound one in its place;
-    a file that another process has put there is followed.
+    `heal` is called when the file is missing or damaged, to replace it with a sound one. A file that another
+    process has put in its place is opened instead of the old one.
 
-    A connection belongs to the process that opened it. While the process forks no transaction is open:
-    SQLite keeps account of its POSIX locks in memory, and a child would believe it held its parent's.
-    The child opens a connection of its own and never closes the parent's. Nothing else may ever open and
-    close the file: that would drop the POSIX locks that this process's connections hold on it.
+    A connection belongs to the process that opened it. No transaction is open while the process forks: SQLite
+    keeps account of its POSIX locks in memory, so a child would believe that it holds its parent's locks. The
+    child opens its own connection and never closes the parent's. No other code may open and close the file:
+    that would drop the POSIX locks that the connections of this process hold on it.
     """
 
     def __init__(self, path: str, heal: Callable[[Catalogue], None] | None = None) -> None:
@@ -71,12 +73,12 @@ class Catalogue:
         self._openings = self._commits = 0
         self._suspect = False
         self._condemned: tuple[int, int] | None = None
-        self._healing = self._judging = False
+        self._healing = self._checking = False
         with _forking:
             _catalogues.add(self)
 
     def create(self, fill: Callable[[Tables], None]) -> None:
-        """Create the tables and `fill` them, all or nothing, unless another process just did."""
+        """Create the tables and `fill` them, atomically, unless another process has just done so."""
         with translated_disk_errors(self.path):
             try:
                 os.close(open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -92,9 +94,9 @@ class Catalogue:
             fill(tables)
 
     def check(self, thoroughly: bool = False) -> bool:
-        """Whether the tables are there, and sound as far as SQLite's quick or thorough look tells.
+        """Return whether the tables exist and pass SQLite's quick or thorough check.
 
-        Raises CatalogueDamagedError for a file that is no catalogue, CacheVersionError for a newer one.
+        Raises CatalogueDamagedError for a file that is not a catalogue, CacheVersionError for a newer one.
         """
         try:
             with self.reading() as tables:
@@ -111,7 +113,7 @@ class Catalogue:
                 look = "integrity_check(1)" if thoroughly else "quick_check(1)"
                 problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
                 if problem == "ok":
-                    problem = self._nonsense() or "ok"
+                    problem = self._impossible_value() or "ok"
         except CatalogueDamagedError:
             self.close()
             raise
@@ -124,8 +126,8 @@ class Catalogue:
     def transaction(self) -> Iterator[Tables]:
         """A write transaction: commits at the end, rolls back on an exception.
 
-        Raises CacheLockedError when other processes hold the lock past the deadline, CacheFullError when
-        the disk is full, and CacheError where nothing may be written.
+        Raises CacheLockedError when another process holds the lock past the deadline, CacheFullError when the
+        disk is full, and CacheError when the file cannot be written.
         """
         with self._lock, self._watched():
             connection = self._begin("BEGIN IMMEDIATE")
@@ -151,35 +153,35 @@ class Catalogue:
                 self._roll_back(connection)
 
     def revision(self) -> Revision:
-        """What changes with every commit, of this process or another. Not within a transaction."""
+        """The current revision; every commit, by any process, changes it. Not within a transaction."""
         with self._lock, self._watched():
-            # Of one connection: it counts what the others commit.
+            # data_version counts the commits of other connections.
             others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
             return Revision(self._openings, others, self._commits)
 
     def integrity_problem(self) -> str | None:
-        """What SQLite's own check finds wrong with the file, if anything."""
-        self.close()  # else it would look at the pages that it has in memory
+        """The first problem that SQLite's own check or `impossible_value` finds, or None."""
+        self.close()  # otherwise SQLite would check the pages that it has in memory
         try:
             with self.reading() as tables:
                 result = str(tables.execute("PRAGMA integrity_check(1)").fetchone()[0])
         except CatalogueDamagedError as error:
             return str(error)
-        return self._nonsense() if result == "ok" else result
+        return self._impossible_value() if result == "ok" else result
 
-    def _nonsense(self) -> str | None:
-        """What of the content cannot be true, if anything."""
-        self._judging = True
+    def _impossible_value(self) -> str | None:
+        """The first value that cannot be true, or None."""
+        self._checking = True
         try:
             with self.reading() as tables:
-                return nonsense(tables)
-        except (CatalogueDamagedError, SchemaMismatchError, *SENSELESS) as error:
+                return impossible_value(tables)
+        except (CatalogueDamagedError, SchemaMismatchError, *DAMAGE_ERRORS) as error:
             return str(error)
         finally:
-            self._judging = False
+            self._checking = False
 
     def heal(self, *, condemned: bool = False) -> None:
-        """Have a damaged file replaced now; one that is `condemned`, though it looks sound."""
+        """Have a damaged file replaced now; with `condemned`, even though it passes the checks."""
         with self._lock:
             self._suspect = True
             self._condemned = file_identity(self.path) if condemned else self._condemned
@@ -202,14 +204,14 @@ class Catalogue:
             if statement != "BEGIN" and self._read_only:
                 raise unwritable(self.path)
             connection.execute(statement)
-            # While we waited for the lock, another process may have put a rebuilt catalogue in its place.
+            # While this process waited for the lock, another may have replaced the file by a rebuilt one.
             if file_identity(self.path) == self._identity:
                 return connection
             self._roll_back(connection)
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
     def _connected(self) -> sqlite3.Connection:
-        _refuse_strangers(self.path)
+        _check_kind_and_owner(self.path)
         if self._connection is not None and file_identity(self.path) != self._identity:
             self.close()
         if self._suspect or self._connection is None:
@@ -234,7 +236,7 @@ class Catalogue:
         self._identity = file_identity(self.path)
         if self._identity is None:
             raise CatalogueDamagedError(f"{self.path} is missing")
-        # Not by opening it: the close would drop the locks of other connections of this process.
+        # Not tested by opening the file: the close would drop the locks of this process's other connections.
         self._read_only = not os.access(self.path, os.W_OK, effective_ids=True)
         mode = "ro" if self._read_only else "rw"
         uri = f"file:{urllib.parse.quote(os.fsencode(self.path))}?mode={mode}"
@@ -244,10 +246,10 @@ class Catalogue:
         try:
             connection.execute("PRAGMA journal_mode = TRUNCATE")
             connection.execute("PRAGMA synchronous = FULL")
-            connection.execute("PRAGMA temp_store = MEMORY")  # nothing is written outside of the cache
+            connection.execute("PRAGMA temp_store = MEMORY")  # no temporary files outside the cache
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             (opened,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list").fetchone()
-            if opened != os.fsencode(self.path):  # SQLite has followed a link that came since we looked
+            if opened != os.fsencode(self.path):  # SQLite has followed a link created since the check
                 raise disk_error(self.path, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
             self._check_version(connection)
         except BaseException:
@@ -261,7 +263,7 @@ class Catalogue:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if application != APPLICATION_ID or version == SCHEMA_VERSION:
             return
-        if has_our_layout(Tables(connection)):  # no version but this one makes it: a bit has flipped
+        if has_expected_tables(Tables(connection)):  # only this version makes this layout: a bit has flipped
             raise CatalogueDamagedError(f"{self.path} is damaged (its version is {version})")
         if version > SCHEMA_VERSION:
             raise CacheVersionError(
@@ -273,7 +275,7 @@ class Catalogue:
         try:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-        except sqlite3.Error:  # the next connection rolls back, by the journal
+        except sqlite3.Error:  # the next connection rolls back from the journal
             self.close()
 
     @contextmanager
@@ -287,8 +289,9 @@ class Catalogue:
         except CatalogueDamagedError:
             self._suspect, self._condemned = True, self._identity
             raise
-        except SENSELESS as error:  # by a value that is damaged, or of the code that runs in the transaction
-            problem = None if self._judging or isinstance(error, CacheStreamError) else self._nonsense()
+        except DAMAGE_ERRORS as error:  # from a damaged value, or from a bug in the transaction's code
+            is_ours = self._checking or isinstance(error, CacheStreamError)
+            problem = None if is_ours else self._impossible_value()
             if problem is None:
                 raise
             self._suspect, self._condemned = True, self._identity
@@ -297,15 +300,18 @@ class Catalogue:
             ) from error
 
     def _forget_parent(self) -> None:
-        """In a forked child."""
+        """Drop the parent's lock and connection, in a forked child."""
         self._lock = threading.RLock()
         if self._connection is not None:
-            _abandoned.append(self._connection)
+            _inherited.append(self._connection)
             self._connection = None
 
 
-def _refuse_strangers(path: str) -> None:
-    """Raise CacheError for links, which SQLite follows, and for a journal that, run by root, it would give away."""
+def _check_kind_and_owner(path: str) -> None:
+    """Raise CacheError for a symbolic link, and for a journal of another user than the catalogue's.
+
+    SQLite follows links, and when run by root it gives the journal to the owner of the catalogue.
+    """
     owner = None
     for name in (path, path + "-journal"):
         try:
@@ -322,7 +328,7 @@ def _refuse_strangers(path: str) -> None:
 
 
 def _is_blank(path: str) -> bool:
-    """Whether there is no catalogue yet, or one that another process is about to fill."""
+    """Return whether there is no catalogue yet, or an empty one that another process is about to fill."""
     try:
         return os.stat(path, follow_symlinks=False).st_size == 0
     except OSError:
@@ -331,30 +337,30 @@ def _is_blank(path: str) -> bool:
 
 _forking = threading.RLock()
 _catalogues: weakref.WeakSet[Catalogue] = weakref.WeakSet()
-_quiet: list[Catalogue] = []
-_abandoned: list[sqlite3.Connection] = []
+_paused: list[Catalogue] = []
+_inherited: list[sqlite3.Connection] = []
 
 
 def _before_fork() -> None:
-    """Wait until no thread is in a transaction; hooks registered before this one (locks.py) run after it."""
+    """Wait until no thread is in a transaction. Hooks registered earlier (locks.py) run after this."""
     _forking.acquire(timeout=_FORK_TIMEOUT_S)
-    _quiet[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
+    _paused[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
 
 
 def _after_fork_in_parent() -> None:
-    for one in _quiet:
+    for one in _paused:
         one._lock.release()
-    _quiet.clear()
+    _paused.clear()
     try:
         _forking.release()
-    except RuntimeError:  # not ours: the time was up
+    except RuntimeError:  # not acquired: the timeout had passed
         pass
 
 
 def _after_fork_in_child() -> None:
     global _forking
     _forking = threading.RLock()
-    _quiet.clear()
+    _paused.clear()
     for one in list(_catalogues):
         one._forget_parent()
 

@@ -1,4 +1,4 @@
-"""Shards known by what they hold: the same content is the same shard, whatever its number and its cache."""
+"""Shards identified by their content, whatever their number and their cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What a shard is, apart from its data: `hash` covers all of the file. `fill` says what of the remote it holds."""
+    """The identity of a shard: `hash` covers the whole file, `fill` describes its samples' origin."""
 
     shard_id: int
     num_samples: int
@@ -24,23 +24,23 @@ class Content:
 
 
 class Contents:
-    """What the shards of one cache hold, read from their headers when asked for. Not thread-safe."""
+    """The contents of the shards of one cache, read lazily from their headers. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[int, Content] = {}
 
     def read(self, root: str, shard_ids: Iterable[int]) -> list[Content]:
-        """What each of `shard_ids` holds; they must be leased. Raises CorruptShardError and CacheError."""
+        """The contents of `shard_ids`, which must be leased. Raises CorruptShardError and CacheError."""
         found = {shard_id: self._known.get(shard_id) or _read(root, shard_id) for shard_id in shard_ids}
-        self._known = found  # and no others: ids are never used again
+        self._known = found  # and no others: ids are never reused
         return list(found.values())
 
     def find(self, cache: Cache, wanted: Iterable[Content]) -> dict[str, int]:
-        """Where each of `wanted` that is cached lies: its hash → the id of a shard of this content."""
+        """Map the hash of each of `wanted` that is cached to the id of a shard with this content."""
         missing = {content.hash: content for content in wanted}
         with cache.catalogue.reading() as tables:
             ids, counts = (column.tolist() for column in tables.shard_columns("id", "num_samples"))
-        # Most are where they were; only for the others the rest of the cache is looked through.
+        # Most have kept their id. Only for the others are the remaining headers read.
         likely = {content.shard_id for content in missing.values()}
         sizes = {content.num_samples for content in missing.values()}
         candidates = [shard_id for shard_id, count in zip(ids, counts, strict=True) if count in sizes]
@@ -52,7 +52,7 @@ class Contents:
                 known = self._known.get(shard_id) or _read(cache.path, shard_id)
                 self._known[shard_id] = known
             except (CorruptShardError, CacheError):
-                continue  # evicted since, or damaged: not there
+                continue  # evicted meanwhile, or damaged
             if missing.pop(known.hash, None) is not None:
                 found[known.hash] = shard_id
         return found

@@ -1,4 +1,4 @@
-"""The order of eviction: pure functions of frozen rows."""
+"""The order of eviction, as pure functions of frozen rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cachestream.config import format_size
 from cachestream.errors import ConfigError
 from cachestream.schema import ShardRow
 
-# A callable gets the evictable rows, oldest first, and returns them (or their ids), first to go first.
+# A callable gets the evictable rows, oldest first, and returns them (or their ids), the first to evict first.
 EvictionPolicy = str | Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]
 
-# The order in which shards go, as sort keys over columns; the id breaks ties, so older shards go first.
+# The order of eviction as sort keys over columns. The id breaks ties, so older shards are evicted first.
 ORDERS: Final[dict[str, tuple[str, ...]]] = {
     "lru": ("last_used", "id"),
     "fifo": ("id",),
@@ -23,7 +23,7 @@ ORDERS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def check_policy(policy: EvictionPolicy) -> EvictionPolicy:
-    """`policy`, if it is one; raises ConfigError naming the choices."""
+    """Return `policy` if it is valid; raises ConfigError naming the choices."""
     if callable(policy) or policy in tuple(ORDERS):
         return policy
     raise ConfigError(
@@ -32,7 +32,7 @@ def check_policy(policy: EvictionPolicy) -> EvictionPolicy:
 
 
 def in_order(policy: EvictionPolicy, rows: Sequence[ShardRow]) -> list[ShardRow]:
-    """`rows`, first to go first; empty for the policy "none".
+    """Return `rows`, the first to evict first; an empty list for the policy "none".
 
     Raises ConfigError for a function that fails, or that returns anything but some of the rows or their ids.
     """
@@ -74,7 +74,7 @@ def _value(row: ShardRow, key: str) -> int:
 
 
 def choose_victims(ordered: Iterable[ShardRow], need_bytes: int) -> list[ShardRow] | None:
-    """The first of `ordered` that together free `need_bytes`; None when all of them do not."""
+    """The first of `ordered` that together free `need_bytes`; None if all of them do not."""
     victims: list[ShardRow] = []
     freed = 0
     if need_bytes <= 0:

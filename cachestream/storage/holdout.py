@@ -1,4 +1,4 @@
-"""The held-out share of a cache: it is stored once, and samples that came before that are counted by their keys."""
+"""The held-out share of a cache, which is stored once; samples cached before that are counted by key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger("cachestream")
 
 
 def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
-    """The split that is asked for; "train" where only `holdout` is given, None where nothing is.
+    """The requested split: "train" where only `holdout` is given, None where neither is.
 
-    The share is stored in the cache, and goes without saying from then on. Raises ConfigError for another one.
+    The share is stored in the cache and is the default from then on. Raises ConfigError for another one.
     """
     if split is None and holdout is None:
         _warn_of_all(cache)
@@ -42,8 +42,8 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
         )
     if share not in (None, stored):
         raise ConfigError(
-            f"holdout={share:g}: {cache.path} holds out {stored:g} of its samples, the same for all that use it; give "
-            "that, or another directory ('cachestream clear' forgets it)"
+            f"holdout={share:g}: {cache.path} holds out {stored:g} of its samples, the same for all that use it; "
+            "give that, or another directory ('cachestream clear' forgets it)"
         )
     return Split(name, stored)
 
@@ -53,15 +53,16 @@ def _warn_of_all(cache: Cache) -> None:
         stored = tables.holdout
     if stored is not None:
         logger.warning(
-            "%s holds out %g of its samples, and they are among those that are read here: say split='train' to train",
+            "%s holds out %g of its samples, and they are among those that are read here: "
+            "say split='train' to train",
             cache.path,
             stored,
         )
 
 
 def count_held_out(cache: Cache, split: Split) -> None:
-    """Count the held-out samples of shards that were made before the cache held any out. They are read once."""
-    choose_split(cache, split.name, split.holdout)  # it may have been cleared since
+    """Count the held-out samples of shards made before the cache held any out, by reading them once."""
+    choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
     with cache.catalogue.reading() as tables:
         uncounted = tables.uncounted_shards()
     counts: dict[int, int] = {}
@@ -69,7 +70,7 @@ def count_held_out(cache: Cache, split: Split) -> None:
         try:
             shard = MappedShard(shard_path(cache.path, shard_id))
             counts[shard_id] = len(Split("held-out", split.holdout).rows(shard.key_hashes()))
-        except CorruptShardError as error:  # or it was evicted since, and nothing is put aside
+        except CorruptShardError as error:  # quarantining a shard evicted meanwhile does nothing
             cache.quarantine(shard_id, str(error))
     if counts:
         with cache.catalogue.transaction() as tables:
@@ -78,10 +79,16 @@ def count_held_out(cache: Cache, split: Split) -> None:
 
 
 def count_samples(cache: Cache, split: Split | None) -> int:
-    """The samples of `split` (None: all) in published shards."""
+    """The number of samples of `split` (None: all) in published shards."""
     if split is None:
         return cache.num_samples
     count_held_out(cache, split)
     with cache.catalogue.reading() as tables:
         held_out = tables.held_out()[0]
         return held_out if split.held_out else tables.totals()[1] - held_out
+
+
+def held_out_share(cache: Cache) -> tuple[float | None, int]:
+    """The share that is held out (None: never requested), and the bytes of shards with nothing else."""
+    with cache.catalogue.reading() as tables:
+        return tables.holdout, tables.held_out()[1]

@@ -16,9 +16,9 @@ from cachestream.storage.shard import shard_path
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 BLOCK_BYTES: Final = 4096
-_MOST_PATH_BYTES: Final = 500  # SQLite takes 512, and adds to them
+_MOST_PATH_BYTES: Final = 500  # SQLite allows 512, with its own suffixes
 _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
-# What a new filesystem's root holds; anything else in a directory that is no cache is somebody's.
+# Part of a new filesystem's root. Any other file in a directory that is not a cache belongs to a user.
 _HARMLESS: Final = frozenset({"lost+found"})
 
 
@@ -34,7 +34,7 @@ class Directory:
 
     @property
     def settings(self) -> str:
-        """A copy of the settings, for when the catalogue is lost."""
+        """A copy of the settings, from which a lost catalogue is restored."""
         return os.path.join(self.root, "cache.json")
 
     @property
@@ -54,11 +54,13 @@ class Directory:
         return os.path.join(self.root, "worker")
 
     def temporary_shard(self, shard_id: int) -> str:
-        """Where a shard is written. Beside its final place, so that one listing sees it once."""
+        """The path under which a shard is written: in the folder of its final path, so that one listing sees
+        it once.
+        """
         return os.path.join(self.shards, f"{shard_id:012d}{TEMPORARY_SUFFIX}")
 
     def bytes_of(self, shard_ids: Iterable[int]) -> int:
-        """What the files of shards that are being written, or being evicted, occupy."""
+        """The disk usage of the files of shards that are being written or evicted."""
         return sum(
             size_of_file(path)
             for shard_id in shard_ids
@@ -70,10 +72,10 @@ class Directory:
 
 
 def open_directory(path: str | os.PathLike[str]) -> Directory:
-    """The cache directory at `path`, created if need be (mode 0700); `~` is the user's home.
+    """Return the cache directory at `path`, created if need be (mode 0700); `~` is the user's home.
 
-    Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no
-    reliable locks), a file, a directory that belongs to somebody else or that everybody may write to.
+    Raises ConfigError for a place where a cache cannot be kept safely: a network filesystem (no reliable
+    locks), a file, a directory that belongs to another user or that everybody may write to.
     """
     given = parse_path(path, "cache")
     if not given or "://" in given:
@@ -116,7 +118,8 @@ def _create_folders(directory: Directory) -> None:
         known = set(os.listdir(directory.root)) - _HARMLESS
     if known and not known & {*_FOLDERS, "cache.json", "catalogue.sqlite"}:
         raise ConfigError(
-            f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of its own"
+            f"{directory.root} holds other files ({', '.join(sorted(known)[:3])}); give the cache a directory of "
+            "its own"
         )
     for name in _FOLDERS:
         path = os.path.join(directory.root, name)
@@ -141,17 +144,20 @@ def _check_owner(root: str) -> None:
 
 
 def booked_bytes(info: os.stat_result) -> int:
-    """What a file counts: some disks say only later what it occupies (ZFS), or compress it, so no less than its bytes."""
+    """The accounted size of a file: its allocated blocks, but no less than its length.
+
+    Some filesystems allocate later (ZFS) or compress.
+    """
     return max(allocated_bytes(info), -(-info.st_size // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def allocated_bytes(info: os.stat_result) -> int:
-    """What a file occupies on disk."""
+    """The bytes that a file occupies on disk."""
     return info.st_blocks * 512
 
 
 def overhead_bytes(directory: Directory) -> int:
-    """Allocated bytes of everything in the cache but published shards and shards being written."""
+    """Allocated bytes of everything in the cache except shards, published or being written."""
     total = allocated_bytes(os.stat(directory.root))
     with os.scandir(directory.root) as entries:
         for entry in entries:
@@ -162,7 +168,7 @@ def overhead_bytes(directory: Directory) -> int:
 
 
 def _size_below(folder: str) -> int:
-    """The folders of a cache are flat; what others put there may not be."""
+    """Allocated bytes below `folder`. A cache has no nested folders, but others may put some there."""
     total = 0
     try:
         with os.scandir(folder) as entries:
@@ -191,7 +197,7 @@ def size_of_file(path: str) -> int:
 
 
 def remove_if_there(path: str) -> bool:
-    """Remove the file at `path`; whether it was there."""
+    """Remove the file at `path` and return whether it existed."""
     try:
         remove(path)
     except FileNotFoundError:
@@ -200,13 +206,13 @@ def remove_if_there(path: str) -> bool:
 
 
 def free_bytes(root: str) -> int:
-    """What this user may still write on the disk that holds `root`."""
+    """The bytes that this user may still write on the disk that holds `root`."""
     info = os.statvfs(root)
     return info.f_bavail * info.f_frsize
 
 
 def sync_folder(folder: str) -> None:
-    """Make renames and unlinks in `folder` survive a power loss."""
+    """Make renames and unlinks in `folder` durable across a power loss."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -215,13 +221,13 @@ def sync_folder(folder: str) -> None:
 
 
 KEPT_AT_MOST: Final = 4
-KEPT_SHARE: Final = 20  # of the limit, at most one part in so many: the rest is for shards that can be used
+KEPT_SHARE: Final = 20  # the quarantine takes at most one part in this many of the limit
 
 
 def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
-    """Move the shard file `path`, if it is there, into the quarantine, or remove it where that has no room.
+    """Move the shard file `path`, if it exists, into the quarantine, or remove it if there is no room.
 
-    The newest few stay, as far as they take no more than a share of `limit_bytes`.
+    The newest few are kept, up to a share of `limit_bytes`.
     """
     with translated_disk_errors(path, "putting it aside"):
         try:

@@ -1,7 +1,7 @@
-"""Leases: which shards live readers need, as locked files that name ranges of shard ids.
+"""Leases: the shards that live readers need, as locked files that contain ranges of shard ids.
 
-A lease is created under the catalogue's write lock, and evictors read the leases under the same
-lock, so no shard is chosen for eviction between being listed and being leased.
+A lease is created under the catalogue's write lock, and evictors read the leases under the same lock, so no
+shard can be evicted between being selected and being leased.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lease:
 
     def __init__(self, file: HeldFile) -> None:
         self._file = file
-        # A dataset that is dropped without a close must not keep its shards from eviction for ever.
+        # A dataset that is dropped without a close must not protect its shards from eviction for ever.
         self._release = weakref.finalize(self, file.release)
         self._release.atexit = False
 
@@ -39,11 +39,11 @@ class Lease:
         return self._release.alive and self._file.held
 
     def again(self) -> Lease | None:
-        """Another hold on the same shards, by this process; None when nobody in it holds them any more."""
+        """Another hold on the same shards by this process; None if no one in it holds them any more."""
         return Lease(self._file) if self._file.share() else None
 
     def release(self) -> None:
-        """Give the shards free, as far as this lease goes (once; further calls do nothing)."""
+        """End this hold. Further calls do nothing."""
         self._release()
 
     def __repr__(self) -> str:
@@ -51,9 +51,9 @@ class Lease:
 
 
 def join_lease(path: str, timeout_s: float = 5.0) -> Lease:
-    """Hold the lease at `path` too (another process, an unpickled copy of a dataset).
+    """Also hold the lease at `path`, from another process or an unpickled copy of a dataset.
 
-    Raises EpochError when the lease is gone: its shards may have been evicted since.
+    Raises EpochError when the lease has ended: its shards may have been evicted since.
     """
     try:
         file = lock_file(path, shared=True, create=False, timeout_s=timeout_s)
@@ -75,7 +75,7 @@ class Leases:
 
     def create(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` [n, 2] (first, last) for this process, within a write transaction."""
-        self.leased()  # clears the dead: where nothing is written nobody else does
+        self.leased()  # removes dead leases: without a writer, no one else does
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
@@ -90,7 +90,7 @@ class Leases:
     def leased(self) -> IntArray:
         """The ids of all leased shards as disjoint ascending ranges `[n, 2]` (first, last).
 
-        Called within a write transaction, because it clears away the leases of the dead.
+        Called within a write transaction, because it removes the leases of dead processes.
         """
         live: dict[str, IntArray] = {}
         for name in self._names():
@@ -102,27 +102,29 @@ class Leases:
         return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *live.values()]))
 
     def holders(self, ids: IntArray, but: Collection[str] = ()) -> IntArray:
-        """How many leases hold each of the shards `ids`, int64 `[n]`, those at the paths `but` not counted.
+        """The number of leases that hold each of the shards `ids`, int64 `[n]`, except those at paths `but`.
 
         Called within a write transaction, as `leased`.
         """
         self.leased()
         counts = np.zeros(len(ids), np.int64)
         others = self._ranges.keys() - {os.path.basename(path) for path in but}
-        for ranges in (self._ranges[name] for name in others):  # of one lease they are disjoint and ascending
+        for ranges in (
+            self._ranges[name] for name in others
+        ):  # the ranges of one lease are disjoint and ascending
             place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
             counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
         return counts
 
     def look(self) -> tuple[int, IntArray]:
-        """How many leases live processes hold, and on which ranges: without clearing, for a status."""
+        """The number of leases that live processes hold, and their ranges. Removes nothing: for a status."""
         paths = [os.path.join(self._folder, name) for name in self._names()]
         held = [path for path in paths if is_held(path, shared=True)]
         ranges = [np.empty((0, 2), np.int64), *map(_read_ranges, held)]
         return len(held), merge_ranges(np.concatenate(ranges))
 
     def count(self) -> int:
-        """How many leases live processes hold."""
+        """The number of leases that live processes hold."""
         return self.look()[0]
 
     def _names(self) -> list[str]:
@@ -130,11 +132,11 @@ class Leases:
 
 
 def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
-    """The shards `ids[chosen]` as ranges `[n, 2]` of ids, where `chosen` (ascending) are places in `ids`.
+    """The shards `ids[chosen]` as ranges `[n, 2]` of ids; `chosen` are ascending indices into `ids`.
 
-    Neighbours in `ids` share a range whatever ids lie between them: those are of shards that are gone, or
-    of a few that are just being written. So a lease of a whole cache is one range, however often the cache
-    has turned over.
+    Neighbours in `ids` share a range whatever ids lie between them: those belong to shards that are gone, or
+    to a few that are just being written. So a lease of a whole cache is one range, however often its shards
+    were replaced.
     """
     if not len(chosen):
         return np.empty((0, 2), np.int64)
@@ -145,7 +147,7 @@ def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
 
 
 def merge_ranges(ranges: IntArray) -> IntArray:
-    """`ranges` [n, 2] (first, last), in order, those that overlap or touch joined."""
+    """Sort `ranges` `[n, 2]` (first, last) and join those that overlap or touch."""
     if len(ranges) < 2:
         return ranges
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
@@ -161,5 +163,5 @@ def _read_ranges(path: str) -> IntArray:
             data = file.read()
     except FileNotFoundError:
         data = b""
-    # A look from outside a transaction may see a lease that is being written.
+    # Outside a transaction, a lease may be seen half written.
     return np.frombuffer(data[: len(data) // 16 * 16], np.int64).reshape(-1, 2)

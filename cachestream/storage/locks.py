@@ -1,7 +1,7 @@
-"""Files that a process holds: locks that the kernel drops when the process dies.
+"""Locked files: the kernel drops a lock when the process that holds it dies.
 
-No heartbeats, no clocks, no pids: who can take the lock has proof that the holder is gone.
-A forked child closes its copies, so that a child that outlives its parent keeps nothing alive.
+No heartbeats, clocks or pids: a process that can take a lock has proof that its holder is gone. A forked
+child closes its copies, so that a child that outlives its parent keeps no lock.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cachestream.linux import open_private, remove
 from cachestream.storage.os_errors import disk_error
 
 _held: set[HeldFile] = set()
-# Held from the open of a file to its entry in _held, and while the process forks: a child that was forked
-# between the two would keep the lock, and nobody would know.
+# Held from the open of a file to its entry in _held, and during a fork: a child forked between the two would
+# keep the lock unnoticed.
 _guard = threading.RLock()
 _FORK_TIMEOUT_S = 1.0
 
 
 class HeldFile:
-    """An open file with a flock on it, until each of its holders has called `release` once, or the process ends.
+    """An open file with a flock, until each holder has called `release` once, or the process ends.
 
-    Dropping the object releases nothing: who wants that says so (see Lease).
+    Dropping the object releases nothing (see Lease for an object that does).
     """
 
     def __init__(self, path: str, fd: int) -> None:
@@ -41,12 +41,12 @@ class HeldFile:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the lock is held, and still on the file that others see at the path."""
+        """True if the lock is held and `path` is still the locked file."""
         with _guard:
             return self.held and _still_there(self.path, self._fd)
 
     def share(self) -> bool:
-        """Have one more holder in this process, unless the file is released, or is not what others see at the path."""
+        """Add a holder in this process and return True, unless the lock is no longer ours (`is_ours`)."""
         with _guard:
             if not self.is_ours:
                 return False
@@ -54,9 +54,10 @@ class HeldFile:
             return True
 
     def release(self, unlink: bool = False) -> None:
-        """Drop the lock, if nobody else holds it; with `unlink`, remove the file first, while nobody can take it.
+        """Remove a holder; the last one drops the lock. With `unlink`, the file is removed while still
+        locked.
 
-        A file that cannot be removed stays, as that of a process that died does.
+        A file that cannot be removed stays, as the file of a dead process does.
         """
         with _guard:
             self._holders -= 1
@@ -64,7 +65,7 @@ class HeldFile:
                 self._close(unlink)
 
     def abandon(self) -> None:
-        """Drop the lock whoever holds it: in a forked child."""
+        """Drop the lock regardless of other holders, in a forked child."""
         with _guard:
             self._close()
 
@@ -101,7 +102,7 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     try:
         _guard.release()
-    except RuntimeError:  # not ours: the time was up
+    except RuntimeError:  # not acquired: the timeout had passed
         pass
 
 
@@ -120,11 +121,11 @@ os.register_at_fork(
 def lock_file(
     path: str, *, shared: bool = False, create: bool = True, timeout_s: float = 0.0
 ) -> HeldFile | None:
-    """Open `path` and lock it, or return None when it is held by others until the deadline.
+    """Open `path` and lock it, or return None if others hold it until the deadline.
 
-    Also None when the file was unlinked between the open and the lock: that lock would guard a file
-    nobody else can see. Raises FileNotFoundError without `create` when there is no file, and CacheError
-    for a file that cannot be opened.
+    Also None when the file was unlinked between the open and the lock: such a lock would guard a file that no
+    one else can see. Raises FileNotFoundError without `create` when the file is missing, and CacheError for a
+    file that cannot be opened.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -136,10 +137,10 @@ def lock_file(
 
 
 def is_held(path: str, *, shared: bool = False) -> bool:
-    """Whether a live process holds a lock on `path`; False when there is no such file.
+    """Return whether a live process holds a lock on `path`; False if the file is missing.
 
-    `shared`: whether holders share the lock. Where they do not, neither do two who ask at the same time
-    take one another for a holder.
+    `shared`: the mode of the holders' locks. The probe takes the opposite mode: for exclusive locks, two
+    concurrent probes do not mistake each other for a holder.
     """
     try:
         probe = lock_file(path, shared=not shared, create=False)
@@ -152,23 +153,23 @@ def is_held(path: str, *, shared: bool = False) -> bool:
 
 
 def remove_unheld(path: str) -> bool:
-    """Remove `path` unless a live process holds it; returns whether nobody does."""
+    """Remove `path` unless a live process holds it; return whether no process does."""
     try:
         lock = lock_file(path, create=False)
     except FileNotFoundError:
         return True
     if lock is None:
         return not os.path.exists(path)
-    # Unlinked while locked: after the lock is dropped another process could take it, and would hold
-    # a file that nobody sees.
+    # Unlinked while locked: after the lock is dropped, another process could lock a file that no one else
+    # can open.
     lock.release(unlink=True)
     return True
 
 
 def file_identity(path: str) -> tuple[int, int] | None:
-    """What tells the file at `path` from one that takes its place; None when there is none.
+    """Device and inode of `path`, which differ for a file that replaces it; None if it is missing.
 
-    Raises CacheError where that cannot be known: a disk that fails has lost nothing yet.
+    Raises CacheError where this cannot be determined: a failing disk has lost nothing yet.
     """
     try:
         info = os.stat(path, follow_symlinks=False)
@@ -180,7 +181,7 @@ def file_identity(path: str) -> tuple[int, int] | None:
 
 
 def _open_and_lock(path: str, shared: bool, create: bool) -> HeldFile | None:
-    # flock needs no write permission: a look works on a disk mounted read-only.
+    # flock needs no write permission: a probe works on a read-only mount.
     try:
         fd = open_private(path, os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
     except OSError as error:

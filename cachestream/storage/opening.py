@@ -1,4 +1,4 @@
-"""Opening a cache: create it, check it, rebuild a lost catalogue, and store what the caller sets."""
+"""Opening a cache: create it, check it, rebuild a lost catalogue, and store the settings that are given."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ logger = logging.getLogger("cachestream")
 
 
 def parse_limit(size_limit: int | str) -> int:
-    """The limit in bytes; raises ConfigError for one that no cache fits in."""
+    """Parse the limit in bytes; raises ConfigError for one that is too small for a cache."""
     limit_bytes = parse_size(size_limit, "size_limit")
     if limit_bytes < MIN_LIMIT_BYTES:
         raise ConfigError(
@@ -56,10 +56,10 @@ def parse_limit(size_limit: int | str) -> int:
 
 
 def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
-    """The catalogue of `directory`, made or rebuilt if need be, with the settings `given` stored.
+    """Return the catalogue of `directory`, created or rebuilt if need be, with the settings `given` stored.
 
-    A damaged catalogue is kept aside as `catalogue.damaged`, where the limit leaves room for it, and
-    rebuilt from the shards; so is one that gets lost while it is open.
+    A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it, and rebuilt from the
+    shards. The same happens when it is lost while open.
     """
     catalogue = Catalogue(directory.catalogue, partial(_make_or_rebuild, directory))
     try:
@@ -81,9 +81,9 @@ def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
 
 
 def _compare_settings(directory: Directory, catalogue: Catalogue) -> None:
-    """Hold the settings against their copy, which is sealed: a limit that rests on one number may be any number.
+    """Compare the settings with their checksummed copy: a bit flip could make the limit any number.
 
-    Where they differ for longer than it takes to store one after the other, the copy holds.
+    Another process may just be storing both. If they still differ after that, the copy wins.
     """
     deadline_s = time.monotonic() + _SAVING_S
     while True:
@@ -110,18 +110,18 @@ def _stored(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
-    with _only_one(directory), translated_disk_errors(directory.root, "making its catalogue"):
+    with _exclusively(directory), translated_disk_errors(directory.root, "making its catalogue"):
         settings = _default_settings(directory) | _saved_settings(directory)
         try:
             if catalogue.check(thoroughly=True):
-                return  # another process was faster
+                return  # another process has repaired it
         except CatalogueDamagedError:
             _keep_aside(directory, settings["size_limit"])
 
         def fill(tables: Tables) -> None:
             for key, value in settings.items():
                 tables.set_meta(key, value)
-            tables.set_meta("catalogue_id", uuid.uuid4().hex)  # another one for each that is made
+            tables.set_meta("catalogue_id", uuid.uuid4().hex)  # a new one for each catalogue
             rebuild(directory, tables)
 
         catalogue.create(fill)
@@ -129,7 +129,7 @@ def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
 
 
 def _keep_aside(directory: Directory, limit_bytes: int) -> None:
-    """Move a damaged catalogue away, or remove it when the cache is too full for that."""
+    """Move a damaged catalogue away, or remove it if the cache is too full to keep it."""
     aside = os.path.join(directory.root, "catalogue.damaged")
     with translated_disk_errors(directory.catalogue, "putting it aside"):
         remove_if_there(aside)
@@ -137,13 +137,13 @@ def _keep_aside(directory: Directory, limit_bytes: int) -> None:
             return
         with os.scandir(directory.shards) as entries:
             used = sum(allocated_bytes(entry.stat(follow_symlinks=False)) for entry in entries)
-        # The new one will take as much again, and a journal as large.
+        # The new catalogue will be as large, and so will its journal.
         used += overhead_bytes(directory) + 2 * size_of_file(directory.catalogue)
         if used <= limit_bytes:
             move(directory.catalogue, aside)
         else:
             remove(directory.catalogue)
-        # SQLite would not apply it to an empty file; but why take the risk.
+        # SQLite would not apply it to an empty file, but it is of no use.
         remove_if_there(directory.catalogue + "-journal")
 
 
@@ -157,7 +157,7 @@ def _default_settings(directory: Directory) -> dict[str, Any]:
 
 
 def _saved_settings(directory: Directory) -> dict[str, Any]:
-    """What the copy of the settings says, as far as it makes sense."""
+    """The valid values in the copy of the settings."""
     try:
         saved = _read_settings(directory)
         sound = {
@@ -178,7 +178,7 @@ def _read_settings(directory: Directory) -> Any:
 
 
 def _sealed_settings(directory: Directory) -> dict[str, Any] | None:
-    """The copy of the settings; None where there is none that is as it was written."""
+    """The copy of the settings; None if it is missing or its checksum is wrong."""
     try:
         saved = _read_settings(directory)
         settings = {key: saved[key] for key in _SAVED}
@@ -193,9 +193,10 @@ def _seal(settings: dict[str, Any]) -> str:
 
 
 def save_settings(directory: Directory, catalogue: Catalogue) -> None:
-    """Copy the settings to a small file, from which a lost catalogue gets them back.
+    """Copy the settings to a small file, from which a lost catalogue is restored.
 
-    Whoever copies looks again afterwards: of two that set something at once, the later to copy may have read the earlier.
+    The copy is repeated until nothing has changed meanwhile: of two processes that change a setting at once,
+    the later one to copy may have read the earlier value.
     """
     saved = ""
     while (text := _to_be_saved(catalogue)) != saved:
@@ -222,18 +223,18 @@ def _save(directory: Directory, text: str) -> None:
                 move(temporary, directory.settings)
                 return
             except FileNotFoundError:
-                continue  # a worker that is just starting took it for a dead process's
+                continue  # a worker that is just starting has removed it as a leftover
             finally:
                 remove_if_there(temporary)
 
 
 def policy_name(policy: EvictionPolicy | None) -> str | None:
-    """What the catalogue stores of a policy: a function is known only to the process that gave it."""
+    """The stored value for a policy. A function is known only to the process that gave it."""
     return None if policy is None or callable(policy) else policy
 
 
 @contextmanager
-def _only_one(directory: Directory) -> Iterator[None]:
+def _exclusively(directory: Directory) -> Iterator[None]:
     lock = lock_file(os.path.join(directory.root, "opening.lock"), timeout_s=_OPEN_TIMEOUT_S)
     if lock is None:
         raise CacheLockedError(

@@ -1,4 +1,4 @@
-"""Errors of the system and of SQLite as errors that say what to do; the only place that knows their codes."""
+"""Errors of the system and of SQLite, translated to errors with advice. No other module knows their codes."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from cachestream.linux import open_private, remove
 _FULL: Final = {
     errno.ENOSPC: "free some disk or lower the cache's limit",
     errno.EDQUOT: "free some of what counts for the quota, have it raised, or lower the cache's limit",
-    errno.EFBIG: "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size",
+    errno.EFBIG: (
+        "raise the limit on the size of files ('ulimit -f'), or give the worker a smaller shard_size"
+    ),
 }
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
 _FAILED: Final = frozenset(
     {errno.EIO, errno.EREMOTEIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS}
 )
 _PROBE_BYTES: Final = 4096
-# What SQLite says of a page that is no page, of a statement that does not fit its tables, and of rows that contradict.
+# Parts of SQLite's messages for invalid pages, for unexpected tables, and for rows that violate constraints.
 _DAMAGE: Final = (
-    "not a database", "malformed", "encrypted", "no such", "has no column", "decode to UTF-8", "constraint failed",
-    "unsupported file format", "mismatch",
+    "not a database", "malformed", "encrypted", "no such", "has no column", "decode to UTF-8",
+    "constraint failed", "unsupported file format", "mismatch",
 )  # fmt: skip
 _TOO_MANY: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class CatalogueDamagedError(CacheError):
-    """The catalogue file is missing or no catalogue: rebuild it from the shards."""
+    """The catalogue file is missing or invalid. It is rebuilt from the shards."""
 
 
 class DiskFailedError(CacheError):
-    """The disk gives errors, or takes nothing any more: it may be put right while others wait."""
+    """The disk fails or takes no more writes. It may recover while the caller waits."""
 
 
 def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
-    """`error` at `path` as CacheFullError or CacheError."""
+    """Translate `error` at `path` to a CacheFullError or another CacheError."""
     what = f"{path}: {error.strerror}{doing and f' while {doing}'}"
     if error.errno in _FULL:
         return CacheFullError(f"{what}; {_FULL[error.errno]}")
@@ -63,27 +65,27 @@ def disk_error(path: str, error: OSError, doing: str = "") -> CacheError:
 
 
 def unwritable(path: str, said: str | None = None) -> CacheError:
-    """That `path` cannot be written, and why."""
+    """A CacheError that says why `path` cannot be written."""
     what = f"{path} cannot be written{f' ({said})' if said else ''}"
     try:
         is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
-    except OSError:  # not there, or not for us to see
+    except OSError:  # missing, or not accessible
         is_read_only = False
     if is_read_only:
         return CacheError(
-            f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases and records in it; "
-            "mount it for writing (in a container without ':ro')"
+            f"{what}: it lies on a read-only mount, and whoever trains on a cache or fills it keeps leases and "
+            "records in it; mount it for writing (in a container without ':ro')"
         )
     return CacheError(f"{what}; check its owner and permissions")
 
 
 @contextmanager
 def translated_disk_errors(path: str, doing: str = "") -> Iterator[None]:
-    """Errors of the system as ours, at the path that they name or at `path`."""
+    """Translate OSErrors, at the path that they name or at `path`."""
     try:
         yield
     except CacheStreamError:
-        raise  # some are OSErrors too: NotEnoughSamplesError is a TimeoutError
+        raise  # some are also OSErrors: NotEnoughSamplesError is a TimeoutError
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else path
         raise disk_error(named, error, doing) from error
@@ -91,7 +93,7 @@ def translated_disk_errors(path: str, doing: str = "") -> Iterator[None]:
 
 @contextmanager
 def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
-    """Errors of SQLite on the catalogue at `path` as ours."""
+    """Translate errors of SQLite on the catalogue at `path`."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -117,15 +119,15 @@ def translated_sql_errors(path: str, timeout_s: float) -> Iterator[None]:
 
 
 def _refusal(path: str) -> OSError | None:
-    """What the system says to a file as large as the one at `path`, if that is that it has no space for it.
+    """The error of writing past the size of the file at `path`, if it says that there is no space.
 
-    SQLite tells a full disk from a broken one, but neither a quota nor a limit on the size of files.
+    SQLite reports a quota or a limit on file sizes as a disk I/O error.
     """
     probe = path + "-probe"
     try:
         fd = open_private(probe, os.O_WRONLY | os.O_CREAT)
         try:
-            remove(probe)  # nothing is left of it, wherever this process dies
+            remove(probe)  # now it vanishes even if this process dies
             os.pwrite(fd, bytes(_PROBE_BYTES), os.stat(path).st_size)
             os.fsync(fd)
         finally:

@@ -1,7 +1,4 @@
-"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all.
-
-Without it the kernel waits for the fsync, and the disk idles while the file is copied into the page cache.
-"""
+"""Publishing: a shard becomes visible whole, together with the progress of its units, or not at all."""
 
 from __future__ import annotations
 
@@ -27,13 +24,17 @@ from cachestream.storage.tables import FailureRow, Tables
 _SYNC_FILE_RANGE_WRITE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_call = getattr(_libc, "sync_file_range", None)  # Linux; not every libc has it
+_call = getattr(_libc, "sync_file_range", None)  # Linux only, and not in every libc
 if _call is not None:
     _call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def begin_writeback(fd: int, nbytes: int) -> None:
-    """Begin to write the last `nbytes` before the position of `fd`. A hint: what fails shows in the fsync."""
+    """Start writing back the last `nbytes` before the position of `fd`.
+
+    Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
+    cache. It is a hint: errors appear in the fsync.
+    """
     if _call is not None:
         _call(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
 
@@ -42,15 +43,15 @@ _PIECE_BYTES: Final = 8 << 20
 
 
 class CatalogueReplacedError(CacheError):
-    """The catalogue was lost and made anew: what was begun under the one before is of no use, begin again."""
+    """The catalogue was lost and rebuilt. Work begun under the previous one is void: start again."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitProgress:
-    """What a commit says of the units: how far the claims are, and what was skipped on the way.
+    """The progress of units in one commit: positions of claims, and samples skipped on the way.
 
-    `claims` holds (claim id, position, offset): all before that is done. `settled` are positions of
-    suspects that turned out well, or that were given up.
+    `claims` holds (claim id, position, offset): everything before that is done. `settled` are positions of
+    suspects that were read without a crash, or that were given up.
     """
 
     pass_id: int
@@ -62,8 +63,9 @@ class UnitProgress:
 class Publisher:
     """Writes shards for one sampling process, known to the others as `owner`.
 
-    Into the catalogue that there is at the start, and no other: in one that was made anew the numbers of passes and claims
-    mean others, and what this process has read may be read by one of them. Then everything raises CatalogueReplacedError.
+    It publishes only into the catalogue that exists at its creation. In a rebuilt one, ids of passes and
+    claims have another meaning, and another process may read the same samples. Every method then raises
+    CatalogueReplacedError.
     """
 
     def __init__(
@@ -87,9 +89,9 @@ class Publisher:
     ) -> int | None:
         """Write `content` as a new shard and commit `progress` with it.
 
-        Returns the shard's id, or None when there is no space now (nothing has changed then).
-        Raises CacheFullError when the disk refuses the bytes, CacheError when it fails, and
-        SchemaMismatchError when the cache holds other samples.
+        Returns the shard's id, or None when there is no space now (nothing has changed then). Raises
+        CacheFullError when the disk refuses the bytes, CacheError when it fails, and SchemaMismatchError when
+        the cache holds other samples.
         """
         shard_ids = self.publish_together(
             [content], spans, progress, may_evict=may_evict, spare_unused=spare_unused
@@ -105,7 +107,7 @@ class Publisher:
         may_evict: bool = True,
         spare_unused: bool = True,
     ) -> list[int] | None:
-        """As `publish`, of several shards with the same spans: all become visible, or none."""
+        """As `publish`, for several shards with the same spans: all become visible, or none."""
         headers = [encode_header(content) for content in contents]
         footprints = [
             self._admission.footprint(len(header) + content.data_bytes)
@@ -135,7 +137,7 @@ class Publisher:
             self._cancel(shard_ids)
             if isinstance(error, CacheError):
                 with self._catalogue.reading() as tables:
-                    self._check_same(tables)  # a rebuild removes what is being written
+                    self._check_same(tables)  # a rebuild removes files that are being written
             raise
         return shard_ids
 
@@ -150,8 +152,8 @@ class Publisher:
     ) -> None:
         if not tables.fulfil_reservation(shard_id, self._owner):
             raise CacheError(
-                f"{self._directory.root}: another process has cleared what was reserved for shard {shard_id}, "
-                "because its own seemed to be gone; its samples will be fetched again"
+                f"{self._directory.root}: another process has cleared what was reserved for shard "
+                f"{shard_id}, because its own seemed to be gone; its samples will be fetched again"
             )
         row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
         tables.insert_shard(row, merge_schema(tables, content.schema), pass_id, spans)
@@ -168,7 +170,7 @@ class Publisher:
             _commit(tables, progress)
 
     def split_claim(self, claim_id: int, position: int, offset: int) -> int:
-        """Give `position`, at which the work on a claim is, a claim of its own; its id."""
+        """Give the current `position` of a claim a claim of its own, and return its id."""
         with self._transaction() as tables:
             return tables.split_claim(claim_id, position, offset, self._owner)
 
@@ -181,12 +183,12 @@ class Publisher:
     def _check_same(self, tables: Tables) -> None:
         if tables.meta("catalogue_id") != self._catalogue_id:
             raise CatalogueReplacedError(
-                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached is to be fetched "
-                "again"
+                f"{self._directory.root}: the catalogue was replaced since this began; what is not cached is to "
+                "be fetched again"
             )
 
     def _write(self, shard_id: int, header: bytes, content: ShardContent, most_bytes: int) -> int:
-        """Write the file, within `most_bytes` of disk; returns what it occupies."""
+        """Write the file within `most_bytes` of disk, and return its accounted size."""
         temporary = self._directory.temporary_shard(shard_id)
         size_bytes = len(header) + content.data_bytes
         with translated_disk_errors(temporary, f"writing {format_size(size_bytes)}"):
@@ -197,7 +199,7 @@ class Publisher:
                 _write_all(fd, header)
                 for column in content.columns:
                     _write_all(fd, column.data.data)
-                # After a failed fsync the pages are marked clean: never again, the file goes.
+                # Never retried: after a failed fsync the pages are marked clean. The file is removed.
                 os.fsync(fd)
                 _check_occupied(temporary, fd, most_bytes)
                 booked = booked_bytes(os.fstat(fd))
@@ -209,8 +211,9 @@ class Publisher:
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
-    """Take all blocks at once: a full disk shows before a byte is written, and the disk (XFS) does not
-    allocate ahead of the end, past what was reserved.
+    """Allocate all blocks at once.
+
+    A full disk then shows before a byte is written, and XFS does not allocate ahead, past the reservation.
     """
     try:
         os.posix_fallocate(fd, 0, size_bytes)
@@ -229,7 +232,7 @@ def _check_occupied(path: str, fd: int, most_bytes: int) -> None:
 
 
 def merge_schema(tables: Tables, schema: Schema) -> int:
-    """Hold `schema` against the cache's, widen that if need be; returns the id of `schema`."""
+    """Check `schema` against the cache's, widen that if need be, and return the id of `schema`."""
     known = tables.meta("schema")
     merged = schema if known is None else Schema.from_json(known).merge(schema)
     text = merged.to_json()
@@ -249,7 +252,7 @@ def _commit(tables: Tables, progress: UnitProgress) -> None:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write `data`, and have the disk begin with what is written: the sync at the end waits for less."""
+    """Write `data` in pieces, and start the writeback of each: the fsync then has less to wait for."""
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])

@@ -1,4 +1,4 @@
-"""Verify and repair: the catalogue against the directory, shards against their checksums, rebuilding what is lost."""
+"""Verification and repair: compare catalogue, directory and checksums, and rebuild a lost catalogue."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from cachestream.storage.shard import SUFFIX, MappedShard, shard_path
 from cachestream.storage.status import VerifyReport
 from cachestream.storage.tables import Tables
 
-# What a writer and a published shard are called; the group is the shard's id.
+# The file names of published shards and of shards being written; the group is the shard's id.
 SHARD_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(SUFFIX)}")
 TEMPORARY_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(TEMPORARY_SUFFIX)}")
-# Processes that hold ids of the lost catalogue may still be writing: theirs must not be given out again.
+# Processes with ids from the lost catalogue may still be writing: those ids must not be given out again.
 _IDS_SKIPPED: Final = 1000
 
 
 def rebuild(directory: Directory, tables: Tables) -> None:
-    """Fill new `tables` from the shard files; those that cannot be read are put aside.
+    """Fill new `tables` from the shard files; unreadable ones are quarantined.
 
-    Only headers are read: the data is verified on first use, like all data. What was being written is
-    removed: its reservation is lost, and its samples will be fetched again.
+    Only headers are read: data is verified on first use. Temporary files are removed: their reservations are
+    lost, and their samples will be fetched again.
     """
-    book = _Book(tables)
+    importer = _RowImporter(tables)
     if tables.holdout is not None:
         tables.hold_out(tables.holdout)
     last_id = _IDS_SKIPPED if os.path.exists(directory.settings) else 0
@@ -55,7 +55,7 @@ def rebuild(directory: Directory, tables: Tables) -> None:
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
         path = os.path.join(directory.shards, name)
         try:
-            book.adopt(int(match[1]), path)
+            importer.adopt(int(match[1]), path)
         except (CorruptShardError, SchemaMismatchError):
             move_aside(directory, path, int(tables.meta("size_limit")))
             tables.add("quarantined", 1)
@@ -63,8 +63,8 @@ def rebuild(directory: Directory, tables: Tables) -> None:
     tables.set_meta("rebuilt", time.time())
 
 
-class _Book:
-    """The rows of adopted shards, with what many of them share looked up once."""
+class _RowImporter:
+    """Inserts rows for existing shards, and caches the ids that many of them share."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -73,10 +73,10 @@ class _Book:
         self._source = tables.meta("source")
 
     def adopt(self, shard_id: int, path: str) -> None:
-        """Enter the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
+        """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
         tables = self._tables
         shard = MappedShard(path)
-        if not shard.num_samples:  # no writer makes one: its spans would pass over samples that nobody has
+        if not shard.num_samples:  # no writer makes one, and its spans would hide samples that are not cached
             raise CorruptShardError(f"{path}: it holds no samples")
         if shard.schema not in self._schema_ids:
             self._schema_ids[shard.schema] = merge_schema(tables, shard.schema)
@@ -88,7 +88,7 @@ class _Book:
         tables.enter_split(shard_id, shard.fill)
 
     def _place(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
-        """The pass and the spans that a shard's `fill` tells; pass 0 where it tells none."""
+        """The pass and the spans that a shard's `fill` names; pass 0 where it names none."""
         try:
             source, plan, length = fill["source"], fill["plan"], fill["length"]
             spans = [Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in fill["spans"]]
@@ -103,21 +103,21 @@ class _Book:
             self._tables.set_meta("source", source)
             self._source = source
         if plan not in self._passes:
-            # Where the pass had got to is lost: the worker begins it anew and skips what is cached.
+            # The position in the pass is lost: the worker begins it again and skips what is cached.
             self._passes[plan] = self._tables.insert_pass(plan, length, -1)
         return self._passes[plan], spans
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """What is wrong: shard id → why; ids without a file; ids that say other than the catalogue → what."""
+    """Problems found: shard id → reason; ids without a file; ids whose header contradicts the catalogue."""
 
     corrupt: dict[int, str]
     missing: list[int]
     denied: dict[int, str]
 
     def still(self, ids: Collection[int]) -> _Findings:
-        """Those of shards that are still in the catalogue: others were evicted while we looked."""
+        """The findings for shards that are still in the catalogue. Others were evicted meanwhile."""
         return _Findings(
             {i: why for i, why in self.corrupt.items() if i in ids},
             [i for i in self.missing if i in ids],
@@ -126,7 +126,7 @@ class _Findings:
 
 
 class Checker:
-    """Verifies one cache; `put_aside(shard_id, reason)` quarantines a shard or forgets a lost one."""
+    """Verifies one cache; `put_aside(shard_id, reason)` quarantines a shard, or deletes a lost one's row."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Checker:
         self._put_aside = put_aside
 
     def verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
-        """Check everything; with `repair` quarantine what is damaged and drop what nobody knows."""
+        """Check everything; with `repair`, quarantine damaged shards and remove unknown files."""
         problem = self._catalogue.integrity_problem()
         if problem is not None:
             if not repair:
@@ -205,9 +205,9 @@ class Checker:
 
 
 def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
-    """Hold the booked sizes against the files, and their sums against the rows; what is wrong, if anything.
+    """Compare recorded sizes with the files, and sums with the rows; return the first problem, or None.
 
-    With `correct`, both are booked anew: a bit has flipped, or the shards were copied from another disk.
+    With `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
     """
     with translated_disk_errors(directory.shards, "listing it"):
         actual = sizes_of_shards(directory.shards)
@@ -226,7 +226,7 @@ def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) ->
 
 
 def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
-    """Remove files of ours that belong to no shard and no writer (left by a power loss); how many."""
+    """Remove our files that belong to no shard and no writer (after a power loss); return their number."""
     leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
     leftovers += [
         os.path.join(directory.root, name)
@@ -241,9 +241,9 @@ def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
 
 
 def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:
-    """Files among the shards that nobody knows, nor will from now on.
+    """Unknown files among the shards, whose ids are never given out from now on.
 
-    Under an older copy of the catalogue their ids could be given out again, and another's file be removed.
+    With an older copy of the catalogue, an id could be given out again, and the new shard's file be removed.
     """
     with catalogue.transaction() as tables:
         paths = list(_unknown_files(directory, tables))
@@ -253,14 +253,14 @@ def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:
 
 
 def _id_in(path: str) -> int | None:
-    """The shard's id in the name of one of our files; None for another's."""
+    """The shard's id in the name of one of our files; None for other files."""
     name = os.path.basename(path)
     match = SHARD_NAME.fullmatch(name) or TEMPORARY_NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def _unknown_files(directory: Directory, tables: Tables) -> Iterator[str]:
-    """Files among the shards that belong to no shard and to no reservation."""
+    """Files among the shards that belong to no shard and no reservation."""
     reserved = {reservation.id for reservation in tables.reservations()}
     known = tables.shard_ids() | reserved
     for name in sorted(os.listdir(directory.shards)):
@@ -273,7 +273,7 @@ def _unknown_files(directory: Directory, tables: Tables) -> Iterator[str]:
 
 
 def _remove_file(path: str) -> bool:
-    """Remove the file `path`; whether it is gone. A folder is somebody's, and stays."""
+    """Remove the file `path` and return whether it is gone. A folder is not ours, and stays."""
     try:
         is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:

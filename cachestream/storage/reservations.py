@@ -1,8 +1,8 @@
-"""Reservations: bytes are reserved before they are written, and given back only after the unlink.
+"""Reservations: bytes are reserved before they are written, and credited only after the unlink.
 
-The transaction that reserves also picks the victims. A victim's row goes first, its file next, and
-its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. What a dead process had reserved is cleared by the next one that asks.
+The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
+file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
+process dies. Reservations of a dead process are cleared by the next one that reserves.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from cachestream.storage.layout import (
     size_of_file,
     sync_folder,
 )
-from cachestream.storage.leases import Leases
+from cachestream.storage.leases import Lease, Leases
 from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import Reservation, Tables
 
-# What the worker's log, board and history, new rows and new leases may take between two reservations.
+# Room for the growth of the worker's log, board and history, of rows and leases, between two reservations.
 HEADROOM_BYTES: Final = 256 * 1024
-_BLOCKS_PER_INDEX: Final = 256  # fewer than any disk maps with one block, however scattered the file is
+_BLOCKS_PER_INDEX: Final = 256  # fewer than any filesystem maps with one block, however fragmented the file
 _OWNER_TIMEOUT_S: Final = 2.0
 _WATCH_S: Final = 0.01
 
 
 def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """The most that a file of `size_bytes` occupies: whole blocks, and the blocks that index them."""
+    """The maximum disk usage of a file of `size_bytes`: whole blocks, and the blocks that index them."""
     blocks = -(-size_bytes // block_bytes)
     return (blocks + 1 + blocks // _BLOCKS_PER_INDEX) * block_bytes
 
 
 def effective_limit(limit_bytes: int, used_bytes: int, free_disk_bytes: int, min_free_bytes: int) -> int:
-    """The limit now: what was configured, or less when others have filled the disk."""
+    """The limit in force: the configured one, or less when other programs have filled the disk."""
     return min(limit_bytes, used_bytes + free_disk_bytes - min_free_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where the bytes are: the limit in force, and what counts against it."""
+    """The limit in force, and the bytes that count against it."""
 
     limit_bytes: int
     used_bytes: int
@@ -89,14 +89,14 @@ def _owner_path(directory: Directory, name: str) -> str:
 
 
 def owner_is_alive(directory: Directory, name: str) -> bool:
-    """Whether the process that wrote under `name` still runs."""
+    """Return whether the process that wrote under `name` still runs."""
     return is_held(_owner_path(directory, name))
 
 
 class Reservations:
     """Reserves, evicts and clears up in one cache, for any process that has it open.
 
-    `policy` says what is evicted first now, by what the catalogue says and this process was given.
+    `policy(tables)` returns the eviction policy in force: the stored one, or this process's function.
     """
 
     def __init__(
@@ -105,36 +105,37 @@ class Reservations:
         self._directory = directory
         self._catalogue = catalogue
         self.policy = policy
-        self._leases = Leases(directory.leases)
+        self.leases = Leases(directory.leases)  # used within a transaction of the catalogue
         self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
-        # What could not be given back, for want of space or an error of the disk, and in whose name: nobody else
-        # clears that up while its owner lives.
-        self._left: dict[int, str] = {}
+        # Reservations that could not be released, for lack of space or a disk error, and their owner. No
+        # other process clears them while the owner lives.
+        self._unreleased: dict[int, str] = {}
 
-    @property
-    def leases(self) -> Leases:
-        """The leases; to be used within a transaction of the catalogue."""
-        return self._leases
+    def hold(self, ranges: IntArray) -> Lease:
+        """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
+        with self._catalogue.transaction():
+            return self.leases.create(ranges)
 
     def footprint(self, size_bytes: int) -> int:
-        """The most that a file of `size_bytes` occupies on this disk."""
+        """The maximum disk usage of a file of `size_bytes` on this disk."""
         return disk_footprint(size_bytes, self._block_bytes)
 
     def reserve(
         self, size_bytes: int, owner: str, *, may_evict: bool = True, spare_unused: bool = True
     ) -> int | None:
-        """Promise `size_bytes` of disk to a new shard; its id, or None when there is no space now.
+        """Promise `size_bytes` of disk to a new shard; return its id, or None when there is no space now.
 
-        Evicts what the policy gives for it, except leased shards and those that no epoch has used: each of these
-        would be fetched for nothing. Without `spare_unused` also such: for what is no shard, and on request. The
-        caller then writes the file, and turns the reservation into a shard or cancels it.
+        Evicts shards in the order of the policy, except leased ones. With `spare_unused`, shards that no
+        epoch has used are kept too: they would have been fetched for nothing. Without it they may go: for
+        files that are not shards, and on request. The caller then writes the file, and turns the reservation
+        into a shard or cancels it.
         """
         self.clear_dead(owner)
         with self._catalogue.transaction() as tables:
             room = self.room(tables)
             short_bytes = size_bytes - room.free_bytes
             if 0 < short_bytes <= tables.reserved_bytes()[1]:
-                return None  # others are unlinking as much: evicting more would only empty the cache
+                return None  # other processes are unlinking as much: more eviction would empty the cache
             victims = self._victims(tables, short_bytes, used_only=spare_unused) if may_evict else []
             if victims is None or size_bytes > room.free_bytes + sum(v.size_bytes for v in victims):
                 return None
@@ -149,25 +150,25 @@ class Reservations:
         return shard_id
 
     def cancel(self, shard_id: int, owner: str) -> None:
-        """Give a reservation back; whatever was written under it goes first. A published shard stays.
+        """Remove the files of a reservation, then the reservation. A published shard stays.
 
-        What fails here is done before this process is promised anything else.
+        If this fails, it is retried before this process gets another reservation.
         """
-        with self._kept_in_mind([shard_id], owner):
+        with self._retried_later([shard_id], owner):
             with self._catalogue.reading() as tables:
                 if tables.shard(shard_id) is not None:
-                    return  # the interrupt came after the commit
+                    return  # interrupted after the commit
             self._remove_files([shard_id])
             with self._catalogue.transaction() as tables:
                 tables.delete_reservations([shard_id])
 
     def evict(self, to_bytes: int | None, owner: str, policy: EvictionPolicy | None = None) -> int:
-        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; the bytes freed."""
+        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
         self.clear_dead(owner)
         with self._catalogue.transaction() as tables:
             room = self.room(tables)
             surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-            surplus -= tables.reserved_bytes()[1]  # others are unlinking as much
+            surplus -= tables.reserved_bytes()[1]  # other processes are unlinking as much
             victims: list[ShardRow] = []
             kept = tables.held_out_shards()
             with contextlib.closing(self._evictable(tables, policy)) as candidates:
@@ -184,7 +185,7 @@ class Reservations:
         return sum(row.size_bytes for row in victims)
 
     def wait_for_writers(self, timeout_s: float) -> None:
-        """Wait until what others write or unlink now is done; gives up quietly at the deadline."""
+        """Wait until all current reservations are resolved; return silently at the deadline."""
         with self._catalogue.reading() as tables:
             pending = {row.id for row in tables.reservations()}
         deadline_s = time.monotonic() + timeout_s
@@ -194,22 +195,24 @@ class Reservations:
                 pending &= {row.id for row in tables.reservations()}
 
     def drop(self, tables: Tables, shard_id: int, owner: str) -> ShardRow | None:
-        """Take a shard out of the catalogue, its bytes kept reserved until `dropped`; None if unknown."""
+        """Delete a shard's row and keep its bytes reserved until `dropped`; return the row or None."""
         row = tables.shard(shard_id)
         if row is not None:
             tables.delete_shards([shard_id])
             tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
-            tables.add("evicted_shards", 1)  # so that the worker knows there is something to fetch again
+            tables.add("evicted_shards", 1)  # tells the worker that there is something to fetch again
         return row
 
     def dropped(self, shard_id: int) -> None:
-        """The file of a shard that was dropped is gone from its place."""
+        """Release the bytes of a dropped shard whose file has been removed."""
         with self._catalogue.transaction() as tables:
             tables.delete_reservations([shard_id])
 
     def clear_dead(self, owner: str | None = None) -> None:
-        """Give back what processes that died had reserved or leased, and what this one could not give back at
-        the time, in the name of `owner`.
+        """Release the reservations and leases of dead processes, and those that this process failed to
+        release.
+
+        Runs in the name of `owner`, or of a temporary one.
         """
         with translated_disk_errors(self._directory.leases, "listing it"):
             names = os.listdir(self._directory.leases)
@@ -225,33 +228,33 @@ class Reservations:
                 stack.callback(mine.release)
                 owner = mine.name
             with self._catalogue.transaction() as tables:
-                # Asked again: its owner may have published it and left since. Taken over, not deleted: the
-                # bytes count until the files are gone, also if this process dies before that.
+                # Checked again: an owner may have published its shard and ended since. Transferred, not
+                # deleted: the bytes count until the files are removed, even if this process dies before that.
                 abandoned = self._abandoned(tables)
                 tables.take_reservations(abandoned, owner)
             self._unlink(abandoned, owner)
 
     def room(self, tables: Tables) -> Room:
-        """The limit and the bytes in use, everything in the directory included."""
+        """The limit in force and the bytes in use, including everything in the directory."""
         size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
         promised, doomed = tables.reserved_bytes()
         used = tables.totals()[2] + overhead_bytes(self._directory) + promised + doomed + self.headroom_bytes
-        # What is reserved but not yet written still counts as free on the disk: take it off.
+        # Reserved bytes that are not yet written still count as free on the disk.
         free_disk = free_bytes(self._directory.root) - promised
         return Room(effective_limit(size_limit, used, free_disk, min_free), used)
 
     @property
     def headroom_bytes(self) -> int:
-        """What counts as used though it is not there yet: it may be, before the next reservation."""
+        """Bytes that count as used because they may be, before the next reservation."""
         # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
         catalogue_bytes = size_of_file(self._directory.catalogue)
         return HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
 
     def shortage(self, need_bytes: int) -> str:
-        """Why a reservation fails, in one sentence."""
+        """The reason why a reservation fails, in one sentence."""
         with self._catalogue.reading() as tables:
             room = self.room(tables)
-            leased_bytes = tables.bytes_within(self._leases.look()[1])
+            leased_bytes = tables.bytes_within(self.leases.look()[1])
             size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
         text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
         if room.limit_bytes < size_limit:
@@ -261,7 +264,7 @@ class Reservations:
     def _victims(self, tables: Tables, need_bytes: int, *, used_only: bool) -> list[ShardRow] | None:
         if need_bytes <= 0:
             return []
-        kept = tables.held_out_shards()  # a validation set that is turned over would be none
+        kept = tables.held_out_shards()  # a validation set must not change between epochs
         with contextlib.closing(self._evictable(tables, None, kept, used_only=used_only)) as candidates:
             return choose_victims(candidates, need_bytes)
 
@@ -274,7 +277,7 @@ class Reservations:
         used_only: bool = False,
     ) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy
-        ranges = self._leases.leased()
+        ranges = self.leases.leased()
         if callable(policy):
             unleased = _outside(ranges, tables.shards(used_only=used_only))
             rows = [row for row in unleased if row.id not in kept]
@@ -295,16 +298,16 @@ class Reservations:
         tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
 
     def _abandoned(self, tables: Tables) -> list[int]:
-        """The reservations of processes that are gone, and those that this one has left."""
+        """The reservations of dead processes, and those that this process failed to release."""
         reservations = tables.reservations()
         alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
-        return [r.id for r in reservations if r.owner not in alive or self._left.get(r.id) == r.owner]
+        return [r.id for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
         """Remove the files of doomed reservations of `owner`, and only then the reservations."""
         if not doomed:
             return
-        with self._kept_in_mind(doomed, owner):
+        with self._retried_later(doomed, owner):
             self._remove_files(doomed)
             with translated_disk_errors(self._directory.shards):
                 sync_folder(self._directory.shards)
@@ -312,15 +315,15 @@ class Reservations:
                 tables.delete_reservations(doomed)
 
     @contextlib.contextmanager
-    def _kept_in_mind(self, shard_ids: list[int], owner: str) -> Iterator[None]:
-        """Reservations of `owner` that are given back here, and left to `clear_dead` where that fails."""
+    def _retried_later(self, shard_ids: list[int], owner: str) -> Iterator[None]:
+        """Note the reservations that are released in this block, for `clear_dead` to retry if that fails."""
         try:
             yield
         except BaseException:
-            self._left.update((shard_id, owner) for shard_id in shard_ids)
+            self._unreleased.update((shard_id, owner) for shard_id in shard_ids)
             raise
         for shard_id in shard_ids:
-            self._left.pop(shard_id, None)
+            self._unreleased.pop(shard_id, None)
 
     def _remove_files(self, shard_ids: list[int]) -> None:
         for shard_id in shard_ids:
@@ -333,7 +336,7 @@ class Reservations:
 
 
 def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
-    """Those of `rows` that are not in `ranges` (disjoint and ascending)."""
+    """The `rows` whose ids are not in `ranges` (disjoint and ascending)."""
     firsts, lasts = ranges[:, 0].tolist(), ranges[:, 1].tolist()
     for row in rows:
         place = bisect.bisect_right(firsts, row.id) - 1
@@ -346,7 +349,7 @@ _WRITERS_TIMEOUT_S: Final = 2.0
 
 
 class Space:
-    """Takes shards out of one cache, each time under a name of its own, as a process that may die."""
+    """Evicts and quarantines shards of one cache, each time in the name of a temporary owner."""
 
     def __init__(self, directory: Directory, catalogue: Catalogue, admission: Reservations) -> None:
         self._directory = directory
@@ -354,17 +357,20 @@ class Space:
         self._admission = admission
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
-        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; the bytes freed."""
+        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
         with self._owner("evict") as name:
             return self._admission.evict(to_bytes, name, policy)
 
     def enforce_limit(self, slack_bytes: int = 0) -> int:
-        """Evict what is over the limit by more than `slack_bytes`, as leases allow; returns the bytes freed."""
+        """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.
+
+        Returns the bytes freed.
+        """
         with self._catalogue.reading() as tables:
             room, size_limit = self._admission.room(tables), int(tables.meta("size_limit"))
             keeps = self._admission.policy(tables) == "none"
             going_bytes = tables.reserved_bytes()[1]
-        # Nothing but a lower limit evicts under "none": not other programs that fill the disk.
+        # Under "none" only a lower limit evicts, not a disk that other programs fill.
         limit_bytes = size_limit if keeps else room.limit_bytes
         slack_bytes = slack_bytes if limit_bytes == size_limit else 0
         if room.used_bytes - going_bytes <= limit_bytes + slack_bytes:
@@ -372,22 +378,24 @@ class Space:
         return self.evict(limit_bytes, "lru" if keeps else None)
 
     def shrink(self) -> None:
-        """Enforce a limit that was just set, also on what was promised under the one before it."""
+        """Enforce a limit that was just lowered, also for bytes that were promised before."""
         self.enforce_limit()
         if self._is_over():
             self._admission.wait_for_writers(_WRITERS_TIMEOUT_S)
             self.enforce_limit()
 
     def put_aside(self, shard_id: int, reason: str) -> None:
-        """Quarantine a damaged shard; nothing happens where it is gone already."""
+        """Quarantine a damaged shard. Does nothing if it is gone already."""
         path = shard_path(self._directory.root, shard_id)
-        where, _, what = reason.partition("; run ")[0].partition(": ")  # what it advises is done here
+        where, _, what = reason.partition("; run ")[0].partition(
+            ": "
+        )  # without the advice, which is followed here
         with self._owner("quarantine") as name:
             with self._catalogue.transaction() as tables:
                 row = self._admission.drop(tables, shard_id, name)
                 if row is None:
-                    return  # evicted, or another rank was faster
-                # Together with its row: one that goes uncounted, because we are killed, nobody fetches again.
+                    return  # evicted, or quarantined by another rank
+                # In the transaction that deletes the row: an uncounted loss would not be fetched again.
                 tables.add("quarantined" if os.path.lexists(path) else "lost_shards", 1)
                 tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
                 limit_bytes = int(tables.meta("size_limit"))
@@ -395,12 +403,12 @@ class Space:
             self._admission.dropped(shard_id)
 
     def clear(self) -> None:
-        """Evict everything, and forget the filling and what was put aside.
+        """Evict everything, and delete the progress of the filling and the quarantine.
 
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
         root = self._directory.root
-        # Held as a supervisor holds it: none can start while we clear.
+        # The lock of the supervisor: none can start meanwhile.
         lock = lock_file(self._directory.worker_file("supervisor.lock"), timeout_s=_CLEAR_TIMEOUT_S)
         if lock is None:
             raise CacheError(f"a worker is filling {root}; stop it first ('cachestream stop CACHE')")
@@ -414,7 +422,9 @@ class Space:
                         "close them"
                     )
                 tables.forget_filling()
-                tables.execute("DELETE FROM meta WHERE key = 'holdout'")  # what comes may be split otherwise
+                tables.execute(
+                    "DELETE FROM meta WHERE key = 'holdout'"
+                )  # the next samples may be split otherwise
             with translated_disk_errors(root, "clearing it"):
                 for name in os.listdir(self._directory.quarantine):
                     remove_if_there(os.path.join(self._directory.quarantine, name))
@@ -428,7 +438,7 @@ class Space:
 
     @contextmanager
     def _owner(self, what: str) -> Iterator[str]:
-        """The name under which this process holds bytes for the time of one action."""
+        """The name of a temporary owner, alive within the block."""
         owner = Owner(self._directory, f"{what}-{secrets.token_hex(6)}")
         try:
             yield owner.name

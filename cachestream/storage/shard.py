@@ -1,8 +1,8 @@
-"""The shard file: a safetensors file, one tensor a column, described and checksummed by itself.
+"""The shard file: a safetensors file with one tensor per column, a description and checksums.
 
-Written by hand rather than through the safetensors library (which reads these files, and which the
-tests hold them against), because publishing needs the file descriptor for fsync, and reserving needs
-the exact size before the first byte is written.
+Written by hand rather than through the safetensors library (which reads these files, as the tests check),
+because publishing needs the file descriptor for fsync, and a reservation needs the exact size before the
+first byte is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT_VERSION: Final = 1
 SUFFIX: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 * 2**20
 _MAX_REASON: Final = 300
-# What a disk answers when it cannot read, and what open() answers when the path is no plain file.
+# Errors of reading from a failing disk, and of opening a path that is not a regular file.
 _DAMAGE: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 _UNSIGNED_HASH: Final = "0" * 16
 _HEADER_HASH: Final = '"header_xxh3":"%s"'
@@ -65,13 +65,13 @@ def storage_of(dtype: str) -> tuple[str, np.dtype[Any]]:
 
 
 def shard_path(root: str, shard_id: int) -> str:
-    """Where shard `shard_id` of the cache at `root` lies."""
+    """The path of shard `shard_id` in the cache at `root`."""
     return os.path.join(root, "shards", f"{shard_id:012d}{SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnData:
-    """A column to be written: `data` is contiguous uint8 `[nbytes]`."""
+    """A column to write: `data` is contiguous uint8 `[nbytes]`."""
 
     name: str
     dtype: str
@@ -81,7 +81,7 @@ class ColumnData:
 
 @dataclass(frozen=True, slots=True)
 class ShardContent:
-    """All that goes into one shard. `fill` says which part of the remote it holds (JSON values)."""
+    """The content of one shard. `fill` describes the part of the remote that it holds (JSON values)."""
 
     schema: Schema
     num_samples: int
@@ -113,12 +113,12 @@ def encode_header(content: ShardContent) -> bytes:
 
 
 def content_hash(content: ShardContent) -> str:
-    """What `MappedShard.content_hash` will be of the file with `content`."""
+    """The `MappedShard.content_hash` of a file with `content`."""
     return _header(content)[1]
 
 
 def _header(content: ShardContent) -> tuple[bytes, str]:
-    """The JSON of the header, padded, without its checksum, and that checksum."""
+    """The padded JSON of the header without its checksum, and that checksum."""
     hashes = {c.name: xxhash.xxh3_64_hexdigest(c.data.data) for c in content.columns}
     metadata = {
         "format": "cachestream",
@@ -145,12 +145,12 @@ def _header(content: ShardContent) -> tuple[bytes, str]:
 
 
 class MappedShard:
-    """One shard, mapped read-only and immutable; its pages are the kernel's page cache.
+    """One shard, mapped read-only; its pages are the kernel's page cache.
 
-    Opening checks the header against its checksum, the schema and the file's size; `verify` checks the
-    data. Holds no file descriptor. `content_hash` names the file's content: it covers the header, which holds
-    the checksums of all columns. Raises CorruptShardError for a file that is missing, truncated, damaged
-    or not ours, and CacheError where the process may not or cannot open more files.
+    Opening checks the header against its checksum, the schema and the file's size; `verify` checks the data.
+    Holds no file descriptor. `content_hash` identifies the file's content: it covers the header, which holds
+    the checksums of all columns. Raises CorruptShardError for a file that is missing, truncated, damaged or
+    foreign, and CacheError where the process may not or cannot open more files.
     """
 
     def __init__(self, path: str) -> None:
@@ -160,7 +160,7 @@ class MappedShard:
             try:
                 self.size_bytes = _file_size(fd)
                 self._map = FileMap(fd, self.size_bytes)
-                # Read, not mapped: a disk that fails here gives an error instead of a SIGBUS.
+                # Read, not mapped: a failing disk raises an error here instead of a SIGBUS.
                 text = _read_header(fd, self.size_bytes)
             finally:
                 os.close(fd)
@@ -220,14 +220,20 @@ class MappedShard:
         ]
 
     def key_hashes(self) -> npt.NDArray[np.uint64]:
-        """The xxh3 hashes of the samples' keys, uint64 `[num_samples]`; raises CorruptShardError for damaged keys."""
+        """The xxh3 hashes of the samples' keys, uint64 `[num_samples]`.
+
+        Raises CorruptShardError for damaged keys.
+        """
         self.verify(KEY_FIELD, f"{KEY_FIELD}#offsets")
         text = self.array(KEY_FIELD).tobytes()
         pairs = itertools.pairwise(self.array(f"{KEY_FIELD}#offsets").tolist())
         return np.array([xxhash.xxh3_64_intdigest(text[start:stop]) for start, stop in pairs], np.uint64)
 
     def verify(self, *names: str) -> None:
-        """Check the columns `names`, or all, against their checksums; raises CorruptShardError naming the column."""
+        """Compare the columns `names`, or all, with their checksums.
+
+        Raises CorruptShardError naming the column.
+        """
         columns = {name: self.columns[name] for name in names or self.columns}
         try:
             if names:
@@ -243,7 +249,7 @@ class MappedShard:
                 raise self._corrupt(f"checksum mismatch in column '{name}'")
 
     def expect_random(self) -> None:
-        """From now on samples are read here and there, and asked for before they are read."""
+        """Disable the kernel's readahead: samples are read at random, and requested before that."""
         self._map.expect_random()
 
     def close(self) -> None:
@@ -304,8 +310,9 @@ def _read_columns(raw: Mapping[str, Any], data_start: int, file_bytes: int) -> d
 
 
 def _check_schema(schema: Schema, num_samples: int, columns: Mapping[str, Column]) -> None:
-    """Raise ValueError unless there are the columns that `schema` calls for, and no others: readers take
-    addresses from the one and dtypes from the other.
+    """Raise ValueError unless the columns are exactly those that `schema` requires.
+
+    Readers take addresses from the columns and dtypes from the schema.
     """
     expected = dict(_expected(schema, num_samples))
     if expected.keys() != columns.keys():
@@ -319,7 +326,7 @@ def _check_schema(schema: Schema, num_samples: int, columns: Mapping[str, Column
 def _expected(
     schema: Schema, num_samples: int
 ) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
-    """Each column's dtype and shape; () where it is flat, of any length."""
+    """Each column's dtype and shape; () for a flat column of any length."""
     offsets = np.dtype("<i8")
     for field in (*schema.fields, Field(KEY_FIELD, "str", "uint8", 1, None)):
         dtype = _STORAGE[field.dtype][1]

@@ -1,14 +1,10 @@
-"""Snapshots: the shards that the next epoch is drawn from, chosen and leased in one transaction.
-
-Epochs of a few milliseconds follow one another faster than leases are made, each of which is a file, a lock, and a
-transaction that waits for the disk.
-"""
+"""Snapshots: the shards that the next epoch is drawn from, chosen and leased in one transaction."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -18,7 +14,7 @@ import numpy as np
 
 from cachestream.errors import CacheError, NotEnoughSamplesError
 from cachestream.schema import IntArray, Schema, Snapshot, Split
-from cachestream.storage.catalogue import Revision
+from cachestream.storage.catalogue import Catalogue, Revision
 from cachestream.storage.leases import Lease, Leases, ranges_of
 from cachestream.storage.tables import Tables
 
@@ -28,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
-    """What is cached: int64 arrays `[num_shards]`, by ascending id. `counts` are samples of the `split`, or all."""
+    """The cached shards: int64 arrays `[num_shards]` by ascending id. `counts` are samples of the `split`, or
+    all.
+    """
 
     ids: IntArray
     counts: IntArray
@@ -43,7 +41,7 @@ class _CachedShards:
         counts = sizes
         if split is not None:
             held_out = tables.held_out_counts()
-            # A shard that came since they were counted is for the next epoch.
+            # A shard published since the count is for the next epoch.
             counts = np.where(held_out < 0, 0, held_out if split.held_out else sizes - held_out)
         return cls(ids, counts, sizes, schema_ids, uses, split)
 
@@ -53,8 +51,8 @@ def select_shards(
 ) -> IntArray:
     """The indices of the shards for an epoch, ascending.
 
-    All that have samples but `excluded`, or with an `epoch_size` below that the least used first, older before newer,
-    until they cover it.
+    All shards with samples except `excluded`; or, with a smaller `epoch_size`, the least used first and older
+    before newer, until they cover it.
     """
     chosen = np.flatnonzero(~np.isin(ids, excluded) & (counts > 0))
     if epoch_size is None or int(counts[chosen].sum()) <= epoch_size:
@@ -72,20 +70,20 @@ def take_snapshot(
     excluded: IntArray,
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease]:
-    """Choose, lease and count as used the shards of an epoch."""
-    shelf = _CachedShards.of(tables, split)
-    if not len(shelf.ids):
+    """Choose and lease the shards of an epoch, and count them as used."""
+    cached = _CachedShards.of(tables, split)
+    if not len(cached.ids):
         raise NotEnoughSamplesError(
             f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
             "and wait for samples with cache.wait(min_samples, timeout_s)"
         )
-    chosen = select_shards(shelf.ids, shelf.counts, shelf.uses, excluded, epoch_size)
+    chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, epoch_size)
     if split is not None and not len(chosen):
         raise NotEnoughSamplesError(
-            f"of the {int(shelf.sizes.sum())} samples that the cache at {root} holds none is of the split '{split.name}' "
-            f"(holdout={split.holdout:g}); wait for more, or hold out another share"
+            f"of the {int(cached.sizes.sum())} samples that the cache at {root} holds none is of the split "
+            f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
         )
-    return _hold(tables, leases, root, shelf, chosen, epoch_size)
+    return _hold(tables, leases, root, cached, chosen, epoch_size)
 
 
 def retake_snapshot(
@@ -96,49 +94,58 @@ def retake_snapshot(
     epoch_size: int | None,
     split: Split | None = None,
 ) -> tuple[Snapshot, Lease, list[int]]:
-    """Lease those of the shards `wanted` (ids, counts) that are still there; also the ids that are gone."""
-    shelf = _CachedShards.of(tables, split)
+    """Lease those of the shards `wanted` (ids, counts) that still exist; also return the other ids."""
+    cached = _CachedShards.of(tables, split)
     order = np.argsort(wanted[0], kind="stable")
     ids, counts = wanted[0][order], wanted[1][order]
-    place = np.minimum(np.searchsorted(ids, shelf.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
-    same = (ids[place] == shelf.ids) & (counts[place] == shelf.counts) if len(ids) else np.empty(0, np.bool_)
+    place = np.minimum(np.searchsorted(ids, cached.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
+    same = (
+        (ids[place] == cached.ids) & (counts[place] == cached.counts) if len(ids) else np.empty(0, np.bool_)
+    )
     chosen = np.flatnonzero(same)
-    gone = np.setdiff1d(ids, shelf.ids[chosen]).tolist()
+    gone = np.setdiff1d(ids, cached.ids[chosen]).tolist()
     if not len(chosen):
         raise NotEnoughSamplesError(
             f"none of the {len(ids)} shards of this epoch is cached in {root} any more; begin a new epoch"
         )
-    snapshot, lease = _hold(tables, leases, root, shelf, chosen, epoch_size)
+    snapshot, lease = _hold(tables, leases, root, cached, chosen, epoch_size)
     return snapshot, lease, gone
 
 
 def _hold(
-    tables: Tables, leases: Leases, root: str, shelf: _CachedShards, chosen: IntArray, epoch_size: int | None
+    tables: Tables, leases: Leases, root: str, cached: _CachedShards, chosen: IntArray, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
-    schema_ids = np.unique(shelf.schema_ids[chosen]).tolist()
+    schema_ids = np.unique(cached.schema_ids[chosen]).tolist()
     schema = reduce(Schema.merge, tables.schemas(schema_ids))
-    ranges = ranges_of(shelf.ids, chosen)
+    ranges = ranges_of(cached.ids, chosen)
     lease = leases.create(ranges)
     try:
-        if shelf.split is None or not shelf.split.held_out:
-            tables.mark_used(ranges)  # nothing is trained on what is held out
+        if cached.split is None or not cached.split.held_out:
+            tables.mark_used(ranges)  # held-out samples are not trained on
         cache_id = tables.meta("cache_id")
     except BaseException:
         lease.release()
         raise
-    ids, counts = shelf.ids[chosen], shelf.counts[chosen]
-    sizes = None if shelf.split is None else shelf.sizes[chosen]
-    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, shelf.split, sizes), lease
+    ids, counts = cached.ids[chosen], cached.counts[chosen]
+    sizes = None if cached.split is None else cached.sizes[chosen]
+    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, cached.split, sizes), lease
+
+
+def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
+    """Return whether any of the shards is cached."""
+    with catalogue.reading() as tables:
+        return any(tables.shard(shard_id) is not None for shard_id in shard_ids)
 
 
 _STANDS_S: Final = 10.0
-_GIVEN: Final = 8  # more epochs than one loader ever has open
+_RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 
 
 @dataclass(slots=True)
-class _Taken:
-    """A snapshot of the whole cache, at `revision`, and a lease that is nobody else's; `uncounted` times it was given out
-    again since it was counted.
+class _Reusable:
+    """A snapshot of the whole cache at `revision`, with a lease of its own.
+
+    `uncounted` is the number of times it was reused since its uses were counted.
     """
 
     snapshot: Snapshot
@@ -151,9 +158,11 @@ class _Taken:
 class StandingSnapshots:
     """The snapshots of one reader. Used by one thread.
 
-    For ten seconds, a snapshot is the last one again, if no worker runs and nothing was committed since: then a new one
-    would hold the same. Its further uses are counted together, at the next one or by `settle`. A process that is killed
-    takes the uses of some seconds with it, but not their order: all shards were used alike.
+    Epochs of a few milliseconds are shorter than the time to make a lease, which is a file, a lock, and a
+    transaction that waits for the disk. A snapshot is therefore reused for ten seconds while no worker runs
+    and nothing was committed: a new one would hold the same shards. Its reuses are counted together, at the
+    next snapshot or by `settle`. A process that is killed loses the uses of some seconds, but not their
+    order: all shards were used alike.
     """
 
     def __init__(
@@ -162,8 +171,8 @@ class StandingSnapshots:
         self._cache = cache
         self._split = split
         self._clock = clock
-        self._last: _Taken | None = None
-        self._given: list[str] = []  # paths of the leases of the last epochs
+        self._last: _Reusable | None = None
+        self._recent_leases: list[str] = []  # paths of the leases of the last epochs
 
     def take(self, epoch_size: int | None, turnover: float, least: int = 0) -> tuple[Snapshot, Lease]:
         """As `Cache.take_snapshot`."""
@@ -174,39 +183,41 @@ class StandingSnapshots:
         if again is not None:
             return again
         self.settle()
-        self._enforce_limit()  # what the epoch before last held may go now
+        self._enforce_limit()  # the shards of the epoch before last may be evicted now
         before = self._cache.catalogue.revision()
         snapshot, lease = self._take(None, turnover, least)
         now = self._cache.catalogue.revision()
-        is_whole = snapshot.num_shards == self._cache.num_shards  # else the rest is to be evicted soon
+        is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
-            self._last = _Taken(snapshot, mine, now, self._clock() + _STANDS_S)
+            self._last = _Reusable(snapshot, mine, now, self._clock() + _STANDS_S)
         return snapshot, lease
 
     def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
-        snapshot, lease = self._cache.take_snapshot(epoch_size, turnover, least, self._given, self._split)
-        self._given = [*self._given[1 - _GIVEN :], lease.path]
+        snapshot, lease = self._cache.take_snapshot(
+            epoch_size, turnover, least, self._recent_leases, self._split
+        )
+        self._recent_leases = [*self._recent_leases[1 - _RECENT_LEASES :], lease.path]
         return snapshot, lease
 
     def close(self) -> None:
-        """Let the snapshot go, and what is over the cache's limit with it."""
+        """Release the snapshot, and enforce the cache's limit."""
         self.settle()
         if os.path.exists(self._cache.catalogue.path):
             self._enforce_limit()
 
     def _enforce_limit(self) -> None:
-        """As a worker does, where there is one. What cannot go now goes later: nobody trains worse for it."""
+        """Enforce the limit where no worker does. An error is ignored: the next snapshot tries again."""
         if not self._cache.has_worker():
             with suppress(CacheError):
                 self._cache.enforce_limit()
 
     def settle(self) -> None:
-        """Count what is not yet counted, and let the snapshot go."""
+        """Count the uses that are not yet counted, and release the snapshot."""
         last, self._last = self._last, None
         if last is None:
             return
         last.lease.release()
-        # Whoever has removed the cache wants no new catalogue there.
+        # A cache that was removed gets no new catalogue.
         trains = self._split is None or not self._split.held_out
         if trains and last.uncounted and os.path.exists(self._cache.catalogue.path):
             ids = last.snapshot.shard_ids

@@ -1,4 +1,4 @@
-"""The status of a cache at one moment, as frozen values and as JSON, and warnings made from it."""
+"""The status of a cache at one moment, as frozen values and as JSON, and the warnings based on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
-from cachestream.schema import Schema
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.eviction import EvictionPolicy
+from cachestream.storage.filling import RESTS, Filling, FillState, fill_state
 from cachestream.storage.layout import Directory, free_bytes, overhead_bytes
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The running worker: its processes, and what they have done since it started `uptime_s` ago. No `states`, and zeros, where
-    another version of cachestream started it.
+    """The running worker: its processes, and their counters since it started `uptime_s` ago.
+
+    `states` is empty and the totals are zero if another version of cachestream started it.
     """
 
     pid: int
@@ -50,14 +51,15 @@ class WorkerStatus:
 class CacheStatus:
     """A cache at one moment.
 
-    `size_bytes` is what the whole directory occupies on disk. `evicted_unused_samples` were evicted before an epoch used
-    them, which only a lower limit, `min_free` and `evict` do. `fill_state` is "filling", "complete",
-    "full", "stopped", "failed" or "none"; `fill_message` says why, or what it waits for, and `epoch_waits` how often
-    that was the next epoch. `pass_number` counts passes over the remote from 1 (0: none
-    yet); `pass_done` is the share of its units that are done, or None for an endless source, and while the
-    source `is_listing`: then `num_units` are those that are listed so far. `disk_message` says that the disk is full,
-    `remote_message` what the worker waits for that does not answer. `holdout`: the share of the samples that is held out,
-    None where none is; `held_out_samples`: those of them that are cached, as far as they have been counted.
+    `size_bytes` is the disk usage of the whole directory. `evicted_unused_samples` were evicted before an
+    epoch used them, which only a lower limit, `min_free` and `evict` do. `fill_state` is "filling",
+    "complete", "full", "stopped", "failed" or "none"; `fill_message` gives its reason, or what the filling
+    waits for, and `epoch_waits` counts how often that was the next epoch. `pass_number` counts passes over
+    the remote from 1 (0: none yet). `pass_done` is the share of its units that are done, or None for an
+    endless source and while the source `is_listing`: `num_units` is then the number of units listed so far.
+    `disk_message` is set when the disk is full, `remote_message` when the worker waits for a remote that does
+    not answer. `holdout` is the share of the samples that is held out, None without one, and
+    `held_out_samples` the number of them in the cache, as far as they have been counted.
     """
 
     path: str
@@ -107,7 +109,7 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found: damaged and missing shards, files nobody knows, and what was done.
+    """The result of `verify`: damaged and missing shards, unknown files, and whether they were repaired.
 
     `ok` is true when nothing is wrong any more: nothing was found, or all of it was repaired.
     """
@@ -144,7 +146,10 @@ class VerifyReport:
 
 
 def describe_skipped(failures: Sequence[FailureRow]) -> str:
-    """How many samples were skipped, and the reason of most; "" if none was. `failures` have the most frequent first."""
+    """The number of skipped samples and the most frequent reason; "" if there are none.
+
+    `failures` have the most frequent first.
+    """
     if not failures:
         return ""
     most = failures[0]
@@ -152,7 +157,7 @@ def describe_skipped(failures: Sequence[FailureRow]) -> str:
     return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"
 
 
-# The kind of source, as its fingerprint begins → the option that makes its samples alike.
+# Beginning of the source's fingerprint → the option that makes its samples alike.
 _REMEDIES: Final = {
     "files:": "leave files of other kinds out with extensions=, ",
     "tfrecords:": "say what each feature is to be with features=, ",
@@ -164,7 +169,10 @@ _WITH_DEFAULTS: Final = (
 
 
 def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
-    """The way out where too much was skipped; `failures` have the most frequent first, `source` is the fingerprint."""
+    """Advice when too many samples were skipped.
+
+    `failures` have the most frequent first; `source` is the fingerprint.
+    """
     if failures[0].kind != "schema":
         return "correct what fails and start again"
     return (
@@ -175,97 +183,102 @@ def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
     )
 
 
-# Why nothing is fetched into a full cache that evicts: "full" without an epoch in use, "filling" with one.
-RESTS: Final = "full: rests until an epoch uses it"
-WAITS: Final = "waiting for the next epoch"
-
-
 def has_worker(directory: Directory) -> bool:
-    """Whether a worker is running for the cache, in any process."""
+    """Return whether a worker is running for the cache, in any process."""
     return is_held(directory.worker_file("supervisor.lock"))
 
 
 def lost_worker(directory: Directory) -> Run | None:
-    """The last worker, if it ended without a word: it was killed, or its container or machine was. None where one runs, or the
-    last one ended in order.
+    """The last worker, if it was killed, or its container or machine was stopped.
+
+    None if one runs, or if the last one ended in order.
     """
     path = directory.worker_file("board")
     run = lasting_run(path)
     if run is None or has_worker(directory):
         return None
-    return run if lasting_run(path) == run else None  # else it has just ended in order, or another has begun
+    return run if lasting_run(path) == run else None  # or it has just ended, or another has begun
 
 
 def forget_lost_worker(directory: Directory) -> None:
-    """Take the last worker for one that ended in order. With the attach lock."""
+    """Record that the last worker ended in order. Requires the attach lock."""
     if lost_worker(directory) is not None:
         Board(directory.worker_file("board")).end()
 
 
 def describe_loss(lost: Run | None, then: str = "") -> str:
-    """That a worker was `lost`, and what is done `then`, or is to be done; "" for None."""
+    """The message that a worker was `lost`, and the consequence `then`; "" for None."""
     if lost is None:
         return ""
     then = then or (
-        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which goes on where it "
-        "stopped"
+        "nothing more is fetched until another is started (cs.start_worker, 'cachestream worker'), which goes on "
+        "where it stopped"
     )
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
 
 
-def state_of_filling(directory: Directory, tables: Tables) -> str:
-    """What the filling does: "filling", "complete", "full", "stopped", "failed" or "none" (never begun)."""
-    state = str(tables.meta("fill_state", "none"))
-    if state == "none":  # or it is the catalogue that was lost: the worker will tell the new one
-        return "filling" if has_worker(directory) else state
-    goes_on = state == "filling" or (state == "full" and tables.meta("fill_message") == RESTS)
-    return "stopped" if goes_on and not has_worker(directory) else state
+def state_of_filling(directory: Directory, fill: FillState) -> str:
+    """The state of the filling now: the recorded one, or "stopped" where no worker goes on with it."""
+    if fill.phase == "none":  # perhaps the catalogue was lost: the worker will record its state again
+        return "filling" if has_worker(directory) else fill.phase
+    goes_on = fill.phase == "filling" or (fill.phase == "full" and fill.message == RESTS)
+    return "stopped" if goes_on and not has_worker(directory) else fill.phase
 
 
-def shortage_of_disk(directory: Directory, tables: Tables) -> str:
-    """Why nothing can be added whatever the limit says: the disk is full, or takes no more bytes from us, whatever is free
-    (quotas, inodes); "" where it does.
+def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
+    """The state of the filling, as `state_of_filling`, and the recorded state behind it."""
+    fill = filling.state()
+    if (
+        state := state_of_filling(directory, fill)
+    ) != fill.phase:  # the worker may have recorded its end meanwhile
+        fill = filling.state()
+        state = state_of_filling(directory, fill)
+    return state, fill
+
+
+def shortage_of_disk(directory: Directory, min_free_bytes: int) -> str:
+    """The reason why nothing can be added whatever the limit, or "".
+
+    The disk is full, or it refuses this user's writes despite free space (quotas, inodes).
     """
-    min_free_bytes, left_bytes = int(tables.meta("min_free", 0)), free_bytes(directory.root)
+    left_bytes = free_bytes(directory.root)
     if left_bytes >= max(min_free_bytes, 1):
         board = _board(directory)
         return "" if board is None else board.refusal()
     return (
-        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it free: "
-        "make room on it, or lower min_free"
+        f"the disk has {format_size(left_bytes)} left, and min_free keeps {format_size(min_free_bytes)} of it "
+        "free: make room on it, or lower min_free"
     )
 
 
 def silence_of_remote(directory: Directory) -> str:
-    """What the worker waits for that does not answer; "" where all do."""
+    """The remote that the worker waits for and that does not answer; "" if all answer."""
     board = _board(directory)
     said = "" if board is None else board.silence()
     return said and f"waiting for the remote: {said}"
 
 
-def all_dropped(directory: Directory, tables: Tables) -> str:
-    """How many samples the transform has left out, where nothing else has come; "" where something has."""
-    board = None if tables.totals()[1] or tables.meta("written_samples", 0) else _board(directory)
+def all_dropped(directory: Directory, fill: FillState) -> str:
+    """The number of samples that the transform has dropped, if no other ever came; otherwise ""."""
+    board = None if fill.num_samples or fill.written_samples else _board(directory)
     dropped = 0 if board is None else board.totals().dropped
     return (
         f"transform returned None for all {dropped} samples so far, which leaves them out" if dropped else ""
     )
 
 
-def hindrance(directory: Directory, tables: Tables) -> str:
-    """Why nothing comes at present: the worker, the disk, the remote or the transform; "" where none is known to be at
-    fault.
-    """
+def hindrance(directory: Directory, fill: FillState) -> str:
+    """The reason why no samples come at present: worker, disk, remote or transform; "" if none is known."""
     return (
         describe_loss(lost_worker(directory))
-        or shortage_of_disk(directory, tables)
+        or shortage_of_disk(directory, fill.min_free)
         or silence_of_remote(directory)
-        or all_dropped(directory, tables)
+        or all_dropped(directory, fill)
     )
 
 
 def occupied_bytes(directory: Directory, tables: Tables) -> int:
-    """What the whole directory occupies on disk: shards, what is being written or removed, and the rest."""
+    """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
     in_work = directory.bytes_of(reservation.id for reservation in tables.reservations())
     return tables.totals()[2] + in_work + overhead_bytes(directory)
 
@@ -273,55 +286,48 @@ def occupied_bytes(directory: Directory, tables: Tables) -> int:
 def read_status(
     directory: Directory, catalogue: Catalogue, admission: Reservations, policy: EvictionPolicy | None
 ) -> CacheStatus:
-    """Everything about the cache; `policy` is a function that this process evicts by, if any."""
+    """The complete status; `policy` is the eviction function of this process, if any."""
     with catalogue.reading() as tables:
-        shards, samples, _ = tables.totals()
-        meta = tables.all_meta()
-        passes = tables.passes()
-        failures = tuple(tables.failures())
+        fill, meta = fill_state(tables), tables.all_meta()
         leases, ranges = admission.leases.look()
         leased_bytes = tables.bytes_within(ranges)
         size_bytes = occupied_bytes(directory, tables)
-        fill_state = state_of_filling(directory, tables)
-        positions_done = tables.positions_done(passes[-1]) if passes else 0
         reserved_bytes = sum(tables.reserved_bytes())
-        disk_message = shortage_of_disk(directory, tables)
-        schema_text = _schema_text(meta)
+        state, schema = state_of_filling(directory, fill), fill.schema
         held_out_samples = tables.held_out()[0]
-        dropped = all_dropped(directory, tables)
-    current = passes[-1] if passes else None
-    told = "" if fill_state == "stopped" else meta.get("fill_message", "")
-    is_listing = bool(meta.get("listing", 0)) and fill_state != "none"
+    current = fill.last_pass
+    told = "" if state == "stopped" else fill.message
+    is_listing = bool(meta.get("listing", 0)) and state != "none"
     return CacheStatus(
         path=directory.root,
         cache_id=meta["cache_id"],
         size_bytes=size_bytes,
-        size_limit=meta["size_limit"],
-        min_free=meta["min_free"],
+        size_limit=fill.size_limit,
+        min_free=fill.min_free,
         eviction=getattr(policy, "__name__", "function") if callable(policy) else meta["eviction"],
-        num_shards=shards,
-        num_samples=samples,
+        num_shards=fill.num_shards,
+        num_samples=fill.num_samples,
         leases=leases,
         leased_bytes=leased_bytes,
         reserved_bytes=reserved_bytes,
-        evicted_shards=meta.get("evicted_shards", 0),
-        evicted_samples=meta.get("evicted_samples", 0),
+        evicted_shards=fill.evicted_shards,
+        evicted_samples=fill.evicted_samples,
         evicted_unused_samples=meta.get("evicted_unused_samples", 0),
         epoch_waits=meta.get("epoch_waits", 0),
-        snapshots=meta.get("clock", 0),
-        schema=schema_text,
-        source=meta.get("source"),
+        snapshots=fill.snapshots,
+        schema=None if schema is None else str(schema),
+        source=fill.source,
         num_units=None if current is None else current.length,
-        fill_state=fill_state,
-        fill_message=describe_loss(lost_worker(directory)) or told or dropped,
-        pass_number=0 if current is None else current.id,  # old passes are forgotten, ids go on
-        pass_done=None if is_listing or current is None else _share_done(positions_done, current.length),
+        fill_state=state,
+        fill_message=describe_loss(lost_worker(directory)) or told or all_dropped(directory, fill),
+        pass_number=0 if current is None else current.id,  # old passes are deleted, ids go on
+        pass_done=None if is_listing or current is None else _share_done(fill.positions_done, current.length),
         is_listing=is_listing,
-        skipped=sum(failure.count for failure in failures),
-        failures=failures,
+        skipped=sum(failure.count for failure in fill.failures),
+        failures=fill.failures,
         quarantined=meta.get("quarantined", 0),
         worker=_worker_status(directory),
-        disk_message=disk_message,
+        disk_message=shortage_of_disk(directory, fill.min_free),
         remote_message=silence_of_remote(directory),
         holdout=meta.get("holdout"),
         held_out_samples=held_out_samples,
@@ -329,19 +335,14 @@ def read_status(
 
 
 def _share_done(positions_done: int, length: int | None) -> float | None:
-    """The share of a pass of `length` positions; None for one without an end."""
+    """The share of a pass of `length` positions that is done; None for an endless one."""
     if length is None:
         return None
     return positions_done / length if length else 1.0
 
 
-def _schema_text(meta: dict[str, Any]) -> str | None:
-    text = meta.get("schema")
-    return None if text is None else str(Schema.from_json(text))
-
-
 def _board(directory: Directory) -> Board | None:
-    """The board of the worker that runs; None where none does."""
+    """The board of the running worker; None if none runs."""
     path = directory.worker_file("board")
     if not has_worker(directory) or not os.path.exists(path):
         return None
@@ -361,33 +362,36 @@ _SHARE: Final = 0.01  # of all
 
 logger = logging.getLogger("cachestream")
 
-# The caches that this process was warned of, and the workers that they have lost.
-_told: set[str] = set()
+# Caches and lost workers that this process has warned about.
+_warned: set[str] = set()
 
 
 def is_much(skipped: int, used: int) -> bool:
-    """Whether `skipped` samples are too many, beside `used` ones, to be passed over in silence."""
+    """Return whether `skipped` samples, compared with `used` ones, deserve a warning."""
     return skipped > _SHARE * (skipped + used)
 
 
 def warn_of_skipped(cache: Cache) -> None:
-    """Warn, once a cache and process, where more than 1 % of the samples were skipped."""
-    if cache.cache_id in _told:
+    """Warn, once per cache and process, if more than 1 % of the samples were skipped."""
+    if cache.cache_id in _warned:
         return
-    with cache.catalogue.reading() as tables:
-        failures, source = tables.failures(), str(tables.meta("source", ""))
-        used = tables.totals()[1] + int(tables.meta("evicted_samples", 0))
-    if is_much(sum(one.count for one in failures), used):
-        _told.add(cache.cache_id)
-        remedy = remedy_for_skipped(failures, source)
+    fill = cache.filling.state()
+    used = fill.num_samples + fill.evicted_samples
+    if is_much(sum(one.count for one in fill.failures), used):
+        _warned.add(cache.cache_id)
+        remedy = remedy_for_skipped(fill.failures, fill.source or "")
         logger.warning(
-            "%s: %d samples were cached, and %s; %s", cache.path, used, describe_skipped(failures), remedy
+            "%s: %d samples were cached, and %s; %s",
+            cache.path,
+            used,
+            describe_skipped(fill.failures),
+            remedy,
         )
 
 
 def warn_of_loss(cache: Cache, then: str = "") -> None:
-    """Warn, once a worker and process, where the worker ended without a word, and of what is done `then`."""
+    """Warn, once per worker and process, that the worker was killed, and of the consequence `then`."""
     lost = lost_worker(cache.directory)
-    if lost is not None and (key := f"{cache.cache_id} {lost}") not in _told:
-        _told.add(key)
+    if lost is not None and (key := f"{cache.cache_id} {lost}") not in _warned:
+        _warned.add(key)
         logger.warning("%s: %s", cache.path, describe_loss(lost, then))

@@ -1,4 +1,4 @@
-"""Typed statements to the catalogue within one transaction: shards, passes, claims, suspects. No decisions."""
+"""Typed SQL statements on the catalogue, for one transaction. They decide nothing."""
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATEMENTS: Final = (
     """CREATE TABLE failures (
         kind TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, example TEXT NOT NULL,
         PRIMARY KEY (kind, reason)) WITHOUT ROWID""",
-    # The sums over all shards, kept by the triggers: every reservation asks for them.
+    # The sums over all shards, kept by triggers: every reservation reads them.
     "CREATE TABLE totals (shards INTEGER NOT NULL, samples INTEGER NOT NULL, size_bytes INTEGER NOT NULL)",
     "INSERT INTO totals VALUES (0, 0, 0)",
     """CREATE TRIGGER shard_comes AFTER INSERT ON shards BEGIN
@@ -52,8 +52,8 @@ STATEMENTS: Final = (
         UPDATE totals SET size_bytes = size_bytes + NEW.size_bytes - OLD.size_bytes; END""",
 )
 
-# Of a cache that holds samples out: how many of a shard's, and which `part` of its stretches of the remote the shard has
-# (WHOLE, TRAIN, HELD_OUT). A shard that is not listed is whole, and its samples are not counted yet.
+# In a cache with a held-out split: a shard's number of held-out samples, and the `part` of its spans that it
+# holds (WHOLE, TRAIN, HELD_OUT). A shard without a row is whole, and not counted yet.
 SPLIT_STATEMENTS: Final = (
     """CREATE TABLE IF NOT EXISTS splits (
         id INTEGER PRIMARY KEY, held_out INTEGER NOT NULL, part INTEGER NOT NULL)""",
@@ -75,7 +75,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
-    """One pass over the remote: `plan` (JSON) says the order, `next_position` what is claimed."""
+    """One pass over the remote.
+
+    `plan` (JSON) gives the order of units; positions below `next_position` are claimed. `evicted_before` is
+    the number of shards that were ever evicted when the pass began.
+    """
 
     id: int
     plan: str
@@ -86,7 +90,7 @@ class PassRow:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A position that was being read when its process died, and how often."""
+    """A position that was being read when its process died, and the weight of those deaths."""
 
     position: int
     deaths: int
@@ -94,7 +98,7 @@ class Suspect:
 
 
 class ProgressTables:
-    """The statements on the progress of the filling, within one transaction."""
+    """The statements on passes, claims and suspects, within one transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.execute = connection.execute
@@ -114,16 +118,16 @@ class ProgressTables:
         return int(cursor.lastrowid or 0)
 
     def earlier_pass(self, plan: str, length: int | None) -> int:
-        """The id of the pass of this plan, entered before all others if it is not known (any more)."""
+        """Return the id of the pass with this plan. An unknown one is inserted before all others."""
         ids = {row.plan: row.id for row in self.passes()}
         if plan not in ids:
-            # Below 0, because 0 is no pass: the last one stays the one that is worked on.
+            # Below 0, because 0 means no pass. The pass with the highest id stays the current one.
             ids[plan] = min([0, *ids.values()]) - 1
             self.execute("INSERT INTO passes VALUES (?, ?, ?, 0, -1)", (ids[plan], plan, length))
         return ids[plan]
 
     def forget_old_passes(self) -> None:
-        """Drop the passes of which no shard is cached, but for the last."""
+        """Delete the passes without a cached shard, except the last."""
         self.execute(
             "DELETE FROM passes WHERE id NOT IN (SELECT DISTINCT pass_id FROM shards) "
             "AND id < (SELECT max(id) FROM passes)"
@@ -133,7 +137,10 @@ class ProgressTables:
         self.execute("UPDATE passes SET next_position = ? WHERE id = ?", (next_position, pass_id))
 
     def extend_pass(self, pass_id: int, plan: str, length: int | None) -> None:
-        """The pass has grown. One of the same plan that was rebuilt from shards is the same pass."""
+        """Replace the plan of a pass that has grown.
+
+        A pass with the same plan that was rebuilt from shards is the same pass: the two are merged.
+        """
         same = self.execute("SELECT id FROM passes WHERE plan = ? AND id != ?", (plan, pass_id)).fetchone()
         if same is not None:
             self.execute("UPDATE shards SET pass_id = ? WHERE pass_id = ?", (pass_id, same[0]))
@@ -142,13 +149,14 @@ class ProgressTables:
 
     def claims(self, pass_id: int) -> list[tuple[Claim, str]]:
         rows = self.execute(
-            "SELECT id, pass_id, position, offset, stop, owner FROM claims WHERE pass_id = ? ORDER BY position",
+            "SELECT id, pass_id, position, offset, stop, owner FROM claims WHERE pass_id = ? "
+            "ORDER BY position",
             (pass_id,),
         ).fetchall()
         return [(Claim(*row[:5]), row[5]) for row in rows]
 
     def positions_done(self, row: PassRow) -> int:
-        """How many positions of a pass are done: claimed, and not in a claim any more."""
+        """The number of positions that are claimed and no longer part of a claim."""
         return row.next_position - sum(claim.stop - claim.position for claim, _ in self.claims(row.id))
 
     def insert_claim(self, pass_id: int, position: int, stop: int, owner: str) -> Claim:
@@ -162,12 +170,12 @@ class ProgressTables:
         self.execute("UPDATE claims SET owner = ? WHERE id = ?", (owner, claim_id))
 
     def move_claim(self, claim_id: int, position: int, offset: int) -> None:
-        """The work up to (`position`, `offset`) is done; a finished claim goes."""
+        """Record that the work up to (`position`, `offset`) is done. A finished claim is deleted."""
         self.execute("UPDATE claims SET position = ?, offset = ? WHERE id = ?", (position, offset, claim_id))
         self.execute("DELETE FROM claims WHERE id = ? AND position >= stop", (claim_id,))
 
     def split_claim(self, claim_id: int, position: int, offset: int, owner: str) -> int:
-        """Give `position`, at which the work on a claim is and which is done up to `offset`, a claim of its own; its id."""
+        """Give the current `position` of a claim, done up to `offset`, a claim of its own; return its id."""
         ((pass_id,),) = self.execute("SELECT pass_id FROM claims WHERE id = ?", (claim_id,)).fetchall()
         own = self.insert_claim(pass_id, position, position + 1, owner)
         self.move_claim(own.id, position, offset)
@@ -193,14 +201,14 @@ class ProgressTables:
 
 _ROW: Final = "id, size_bytes, num_samples, uses, last_used"
 _MAX_REASONS: Final = 200
-_MAX_WORDS: Final = 500  # characters of a reason or an example that are kept
+_MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
 _SCHEMAS_BETWEEN_CLEARING: Final = 64
 _MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Bytes promised to a shard being written, or still held by a victim not yet unlinked."""
+    """Bytes promised to a shard being written, or held by an evicted shard until its file is unlinked."""
 
     id: int
     size_bytes: int
@@ -210,7 +218,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class FailureRow:
-    """Samples that were skipped for one reason; `example` is the first of them."""
+    """Samples skipped for one reason; `example` is the first of them."""
 
     kind: str
     reason: str
@@ -219,7 +227,7 @@ class FailureRow:
 
 
 def _storable(text: str) -> str | bytes:
-    """`text` as SQLite takes it: in bytes where it holds a path that is not UTF-8."""
+    """Return `text` as SQLite takes it: as bytes where it contains a path that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -227,24 +235,24 @@ def _storable(text: str) -> str | bytes:
     return text
 
 
-def _legible(words: str) -> str:
-    """What is kept of words that are for people alone: text, also where a path in them is not UTF-8."""
-    return words[:_MAX_WORDS].encode("utf-8", "replace").decode()
+def _clipped_text(words: str) -> str:
+    """Return the text to keep of a message for people; bytes that are not UTF-8 are replaced."""
+    return words[:_MAX_CHARS].encode("utf-8", "replace").decode()
 
 
-def _as_set(value: Any) -> Any:
-    """A value as it was before `_storable`."""
+def _restored(value: Any) -> Any:
+    """Undo `_storable`."""
     return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
 
 
 class Tables(ProgressTables):
-    """The statements of one transaction. Valid only inside the `with` that gave it."""
+    """The statements of one transaction. Valid only inside the `with` block that yielded it."""
 
     # --- settings and counters
 
     def meta(self, key: str, default: Any = None) -> Any:
         row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else _as_set(row[0])
+        return default if row is None else _restored(row[0])
 
     def set_meta(self, key: str, value: Any) -> None:
         stored = _storable(value) if isinstance(value, str) else value
@@ -252,32 +260,32 @@ class Tables(ProgressTables):
 
     def all_meta(self) -> dict[str, Any]:
         rows = self.execute("SELECT key, value FROM meta").fetchall()
-        return {key: _as_set(value) for key, value in rows}
+        return {key: _restored(value) for key, value in rows}
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the counter `key`; returns its new value."""
+        """Add `amount` to the counter `key` and return its new value."""
         value = int(self.meta(key, 0)) + amount
         self.set_meta(key, value)
         return value
 
     def go_on_filling(self) -> None:
-        """A full cache has room again: it is not known any more to be full."""
+        """Set the state "full" back to "filling": space has been made."""
         self.execute("UPDATE meta SET value = 'filling' WHERE key = 'fill_state' AND value = 'full'")
 
     # --- shards
 
     def totals(self) -> tuple[int, int, int]:
-        """Shards, samples, bytes; kept by triggers, so that asking costs the same at any size."""
+        """Shards, samples, bytes. Triggers keep the sums, so the cost does not depend on the size."""
         row = self.execute("SELECT shards, samples, size_bytes FROM totals").fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
     def shards(
         self, policy: str = "fifo", but: IntArray | None = None, *, used_only: bool = False
     ) -> Generator[ShardRow, None, None]:
-        """All shards, or those that some epoch has used, in the order of a named eviction policy, first to go first.
+        """Iterate over all shards, or those that some epoch has used, in the order of an eviction policy.
 
-        Without those in `but`, ranges `[n, 2]` of ids (first, last); of many ranges some are left to the
-        caller to leave out. SQLite sorts, so only the rows that are asked for become objects.
+        The first to evict comes first. `but` excludes ranges of ids `[n, 2]` (first, last); of many ranges,
+        the caller has to filter the rest. SQLite sorts, so only the rows that are consumed become objects.
         """
         order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
         ranges = [] if but is None else but[:_MAX_RANGES].tolist()
@@ -290,10 +298,10 @@ class Tables(ProgressTables):
             for row in cursor:
                 yield ShardRow(*row)
         finally:
-            cursor.close()  # a statement that is not done would keep its lock past the commit
+            cursor.close()  # an unfinished statement would keep its lock past the commit
 
     def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
-        """Columns of all shards as int64 arrays `[n]`, in the order of a named eviction policy."""
+        """Columns of all shards as int64 arrays `[n]`, in the order of an eviction policy."""
         order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
         rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {order or 'id'}")
         table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
@@ -330,7 +338,7 @@ class Tables(ProgressTables):
         self.executemany("DELETE FROM shards WHERE id = ?", [(shard_id,) for shard_id in ids])
 
     def mark_used(self, ranges: IntArray, times: int = 1) -> None:
-        """Count `times` more snapshots, the last of them now, each of the shards in `ranges` `[n, 2]` of ids."""
+        """Count `times` more snapshots, the last of them now, of each shard in `ranges` `[n, 2]` of ids."""
         now = self.add("clock", times)
         self.executemany(
             "UPDATE shards SET uses = uses + ?, last_used = ? WHERE id BETWEEN ? AND ?",
@@ -338,7 +346,7 @@ class Tables(ProgressTables):
         )
 
     def sums(self) -> tuple[int, int, int]:
-        """What `totals` should be, from the rows."""
+        """The correct value of `totals`, computed from the rows."""
         question = "SELECT count(*), coalesce(sum(num_samples), 0), coalesce(sum(size_bytes), 0) FROM shards"
         shards, samples, size_bytes = map(int, self.execute(question).fetchone())
         return shards, samples, size_bytes
@@ -348,14 +356,17 @@ class Tables(ProgressTables):
         return dict(self.execute("SELECT id, size_bytes FROM shards"))
 
     def correct_sizes(self, sizes: Mapping[int, int]) -> None:
-        """Book other sizes of shards, by id, and all sums anew."""
+        """Set the sizes of some shards, by id, and recompute all sums."""
         self.executemany(
             "UPDATE shards SET size_bytes = ? WHERE id = ?", [(size, key) for key, size in sizes.items()]
         )
         self.execute("UPDATE totals SET shards = ?, samples = ?, size_bytes = ?", self.sums())
 
     def spans(self, part: int = WHOLE) -> dict[int, list[Span]]:
-        """What the shards hold of each pass: pass id → spans. Of one `part`, what holds its samples."""
+        """The spans of each pass that the shards hold: pass id → spans.
+
+        With `part` TRAIN or HELD_OUT, shards that hold only samples of the other split are left out.
+        """
         found: dict[int, list[Span]] = {}
         other = None if self.holdout is None else {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part)
         without = f" WHERE id NOT IN (SELECT id FROM splits WHERE part = {other})" if other else ""
@@ -364,63 +375,65 @@ class Tables(ProgressTables):
         return found
 
     def forget_filling(self) -> None:
-        """Drop the progress of the filling, its failures and the schema; counters and settings stay."""
+        """Delete the progress of the filling, its failures and the schema. Counters and settings stay."""
         for table in ("passes", "claims", "suspects", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
         self.execute(
-            "DELETE FROM meta WHERE key IN ('schema', 'source', 'transform', 'fill_state', 'fill_message', 'votes')"
+            "DELETE FROM meta WHERE key IN "
+            "('schema', 'source', 'transform', 'fill_state', 'fill_message', 'votes')"
         )
 
     # --- the held-out split
 
     @property
     def holdout(self) -> float | None:
-        """The share of the samples that is held out; None where that was never asked for."""
+        """The share of the samples that is held out; None where that was never requested."""
         value = self.meta("holdout")
         return None if value is None else float(value)
 
     def hold_out(self, holdout: float) -> None:
-        """Hold out the share `holdout` from now on; `insert_split` may be called then."""
+        """Hold out the share `holdout` from now on. `insert_split` requires this."""
         for statement in SPLIT_STATEMENTS:
             self.execute(statement)
         self.set_meta("holdout", holdout)
 
     def insert_split(self, shard_id: int, held_out: int, part: int = WHOLE) -> None:
-        """`held_out` of a shard's samples are held out; it is a `part` of what its spans tell of."""
+        """Record a shard's number of held-out samples, and the `part` of its spans that it holds."""
         self.execute(
             "INSERT OR IGNORE INTO splits SELECT id, ?, ? FROM shards WHERE id = ?",
             (held_out, part, shard_id),
         )
 
     def enter_split(self, shard_id: int, fill: Mapping[str, Any]) -> None:
-        """Note what a shard's `fill` says of the split, if it was made under the same holdout."""
+        """Record the split that a shard's `fill` describes, if it was made with the same holdout."""
         if "part" in fill and self.holdout == fill["holdout"]:
             self.insert_split(shard_id, int(fill["held_out"]), int(fill["part"]))
 
     def uncounted_shards(self) -> list[int]:
-        """The shards of which it is not known how many samples are held out."""
+        """The shards whose number of held-out samples is not known."""
         rows = self.execute("SELECT id FROM shards WHERE id NOT IN (SELECT id FROM splits)")
         return [row[0] for row in rows]
 
     def held_out(self) -> tuple[int, int]:
-        """Samples that are held out, as far as they are counted, and bytes of the shards that hold nothing else."""
+        """The number of held-out samples counted so far, and the bytes of shards that hold nothing else."""
         if self.holdout is None:
             return 0, 0
         row = self.execute(
-            "SELECT coalesce(sum(held_out), 0), coalesce(sum(CASE WHEN held_out = num_samples THEN size_bytes END), 0) "
+            "SELECT coalesce(sum(held_out), 0), "
+            "coalesce(sum(CASE WHEN held_out = num_samples THEN size_bytes END), 0) "
             "FROM splits JOIN shards USING (id)"
         ).fetchone()
         return int(row[0]), int(row[1])
 
     def held_out_shards(self) -> set[int]:
-        """The shards that hold nothing but held-out samples: they stay while others can go."""
+        """The shards that hold only held-out samples. They are evicted last."""
         if self.holdout is None:
             return set()
         rows = self.execute("SELECT id FROM splits JOIN shards USING (id) WHERE held_out = num_samples")
         return {row[0] for row in rows}
 
     def held_out_counts(self) -> IntArray:
-        """How many samples of each shard are held out, int64 `[num_shards]` by ascending id; -1 where that is not known."""
+        """Held-out samples of each shard, int64 `[num_shards]` by ascending id; -1 where not known."""
         rows = self.execute(
             "SELECT coalesce(held_out, -1) FROM shards LEFT JOIN splits USING (id) ORDER BY id"
         )
@@ -429,7 +442,7 @@ class Tables(ProgressTables):
     # --- schemas
 
     def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
-        """Note of which schemas the first samples are that the process `owner` has read; returns what others have noted."""
+        """Record the schemas of the first samples that `owner` has read; return those of all others."""
         noted: dict[str, list[list[Any]]] = json.loads(self.meta("votes", "{}"))
         others = [
             (Schema.from_json(text), count) for name in noted if name != owner for text, count in noted[name]
@@ -444,7 +457,7 @@ class Tables(ProgressTables):
         if found is not None:
             return int(found[0])
         (count,) = self.execute("SELECT count(*) FROM schemas").fetchone()
-        if count % _SCHEMAS_BETWEEN_CLEARING == 0:  # images of all sizes would leave a schema each
+        if count % _SCHEMAS_BETWEEN_CLEARING == 0:  # images of many sizes would leave one schema each
             self.execute("DELETE FROM schemas WHERE id NOT IN (SELECT schema_id FROM shards)")
         return int(self.execute("INSERT INTO schemas (json) VALUES (?)", (text,)).lastrowid or 0)
 
@@ -456,7 +469,7 @@ class Tables(ProgressTables):
     # --- reservations
 
     def reserved_bytes(self) -> tuple[int, int]:
-        """Bytes promised to shards being written, and bytes of victims that are not unlinked yet."""
+        """Bytes promised to shards being written, and bytes of evicted shards not yet unlinked."""
         question = "SELECT coalesce(sum(size_bytes), 0) FROM reservations WHERE doomed = ?"
         promised, doomed = (int(self.execute(question, (flag,)).fetchone()[0]) for flag in (0, 1))
         return promised, doomed
@@ -472,27 +485,27 @@ class Tables(ProgressTables):
         )
 
     def take_reservations(self, ids: Iterable[int], owner: str) -> None:
-        """Doom reservations, in the name of `owner` from now on."""
+        """Mark reservations as doomed and transfer them to `owner`."""
         self.executemany(
             "UPDATE reservations SET owner = ?, doomed = 1 WHERE id = ?", [(owner, key) for key in ids]
         )
 
     def fulfil_reservation(self, shard_id: int, owner: str) -> bool:
-        """The shard is written: its reservation goes; whether `owner` still had it."""
+        """Delete the reservation of a written shard; return whether `owner` still had it."""
         cursor = self.execute(
             "DELETE FROM reservations WHERE id = ? AND owner = ? AND doomed = 0", (shard_id, owner)
         )
         return cursor.rowcount > 0
 
     def delete_reservations(self, ids: Iterable[int]) -> int:
-        """Returns how many there were."""
+        """Delete reservations and return their number."""
         return self.executemany("DELETE FROM reservations WHERE id = ?", [(key,) for key in ids]).rowcount
 
     # --- skipped samples
 
     def add_failure(self, kind: str, reason: str, count: int, example: str) -> None:
-        """Count `count` skipped samples; past a cap of distinct reasons, under "other reasons"."""
-        reason, example = _legible(reason), _legible(example)
+        """Count skipped samples. Past a maximum of distinct reasons, they count as "other reasons"."""
+        reason, example = _clipped_text(reason), _clipped_text(example)
         known = self.execute(
             "SELECT 1 FROM failures WHERE kind = ? AND reason = ?", (kind, reason)
         ).fetchone()
@@ -501,12 +514,13 @@ class Tables(ProgressTables):
             if reasons >= _MAX_REASONS:
                 reason = "other reasons"
         self.execute(
-            "INSERT INTO failures VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count",
+            "INSERT INTO failures VALUES (?, ?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET count = count + excluded.count",
             (kind, reason, count, example),
         )
 
     def forget_failures(self, *kinds: str) -> None:
-        """Forget the failures of some kinds."""
+        """Delete the failures of some kinds."""
         marks = ", ".join("?" * len(kinds))
         self.execute(f"DELETE FROM failures WHERE kind IN ({marks})", kinds)
 

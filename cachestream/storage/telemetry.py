@@ -1,10 +1,7 @@
-"""Live counters of the running worker, and the history of the cache's growth, in small shared files.
+"""Live counters of the running worker, and the history of the cache's size, in small shared files.
 
-Each sampling process writes its own slot, without locks and without SQL; the supervisor watches them
-and anyone may look. Nothing here needs to survive: what must is in the catalogue.
-
-It spans the whole life of the cache: rows come further apart as it grows older, and when the file is
-full every other row goes.
+Each sampling process writes its own slot, without locks and without SQL; the supervisor watches the slots,
+and any process may read them. Nothing here needs to survive a crash.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ _SLOT: Final = np.dtype(
         ("written_bytes", "<i8"),
         ("failures", "<i8"),
         ("dropped", "<i8"),
-        ("committed", "<i8"),  # samples that are done, cached or not, as the catalogue has it
+        ("committed", "<i8"),  # samples done, cached or not, according to the catalogue
         ("retries", "<i8"),
         ("fetch_wait_s", "<f8"),
         ("transform_s", "<f8"),
@@ -57,20 +54,17 @@ _SLOT: Final = np.dtype(
         ("publish_s", "<f8"),
         ("space_wait_s", "<f8"),
         ("pass_id", "<i8"),
-        ("alone", "<i8"),  # position + 1 that the main thread transforms, 0: none
+        ("alone", "<i8"),  # position + 1 of the unit being transformed, 0: none
         ("flights", "<i8", (FLIGHTS,)),  # positions + 1 being read, 0: none
         ("flight_beats_s", "<f8", (FLIGHTS,)),  # monotonic time of the last progress of each
-        (
-            "silence",
-            "S256",
-        ),  # what was said last by or of a remote that does not answer, and holds up all; else empty
-        ("refusal", "S256"),  # what the disk said when it took no bytes, UTF-8; empty once it has taken some
+        ("silence", "S256"),  # the last message about a remote that does not answer and blocks all, or empty
+        ("refusal", "S256"),  # the disk's error for the last write, UTF-8; empty once one succeeds
     ]
 )
 _HEAD: Final = np.dtype(
     [("magic", "<i8"), ("pid", "<i8"), ("started_s", "<f8"), ("processes", "<i8"), ("restarts", "<i8")]
 )
-# The layout of the slots; the head's is for ever. A worker may outlive the version of the package that started it.
+# Identifies the layout of the slots; that of the head never changes. A worker may outlive a package upgrade.
 _MAGIC: Final = zlib.crc32(repr((_SLOT.descr, STATE_NAMES, "no pid after the end")).encode())
 _SIZE: Final = _HEAD.itemsize + PROCESSES_AT_MOST * _SLOT.itemsize
 
@@ -78,7 +72,9 @@ Slot = Any  # a numpy record of _SLOT, living in the map
 
 
 def board_text(words: str) -> bytes:
-    """`words` as a slot takes them, as many as there is room for; what is no text, as in a path that is not UTF-8, as "?"."""
+    """Encode `words` for a slot, which truncates them. Characters that are not UTF-8, as in paths, become
+    "?".
+    """
     return words.encode("utf-8", "replace")
 
 
@@ -101,14 +97,14 @@ class Totals:
 
 
 class Run(NamedTuple):
-    """One supervisor: its process id, and the monotonic time of its start."""
+    """One run of a supervisor: its process id, and the monotonic time of its start."""
 
     pid: int
     started_s: float
 
 
 def lasting_run(path: str) -> Run | None:
-    """The supervisor that the board at `path` names: it runs, or has ended without a word. None where the last one ended in order."""
+    """The supervisor named on the board at `path`, which runs or was killed; None if it ended in order."""
     try:
         with open(path, "rb") as file:
             head = np.frombuffer(file.read(_HEAD.itemsize), _HEAD)[0]
@@ -139,7 +135,7 @@ class Board:
         self._head[0] = (_MAGIC, pid, now_s, processes, 0)
 
     def end(self) -> None:
-        """The supervisor ends in order. Of one that is killed the number stays."""
+        """Record that the supervisor ends in order. The pid of one that is killed stays."""
         self._head["pid"] = 0
 
     @property
@@ -149,7 +145,7 @@ class Board:
 
     @property
     def processes(self) -> int:
-        """How many slots there are to read: none of those that another version of the package writes."""
+        """The number of slots in use; 0 if another version of the package writes them."""
         return int(self._head["processes"][0]) if self._head["magic"][0] == _MAGIC else 0
 
     @property
@@ -168,7 +164,7 @@ class Board:
         return self._slots[index]
 
     def clear_flights(self, index: int) -> None:
-        """Forget what a process was reading: it is gone, and its successor starts clean."""
+        """Clear the units that a dead process was reading, for its successor."""
         slot = self._slots[index]
         slot["flights"] = 0
         slot["alone"] = 0
@@ -177,14 +173,14 @@ class Board:
         return [STATE_NAMES[int(s)] for s in self._slots["state"][: self.processes]]
 
     def refusal(self) -> str:
-        """What the disk said to a process that waits for space; "" where none waits because of that."""
+        """The disk's error for a process that waits for space; "" if none waits because of one."""
         slots = self._slots[: self.processes]
-        waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as it does when it tries again
+        waiting = (slots["state"] == NO_SPACE) | (slots["state"] == WRITING)  # as during a retry
         said = slots["refusal"][waiting & (slots["refusal"] != b"")]
         return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
 
     def silence(self) -> str:
-        """What a process waits for that does not answer; "" where all do."""
+        """The remote that a process waits for and that does not answer; "" if all answer."""
         said = self._slots["silence"][: self.processes]
         said = said[said != b""]
         return bytes(said[0]).decode("utf-8", "ignore") if len(said) else ""
@@ -214,7 +210,11 @@ ROW: Final = np.dtype(
 
 
 class History:
-    """Appends to the history at `path`; one writer, the supervisor."""
+    """Appends to the history at `path`; one writer, the supervisor.
+
+    The history spans the whole life of the cache: rows are further apart as it grows older, and when the file
+    is full, every other row is dropped.
+    """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -224,10 +224,10 @@ class History:
         self._keep(read_history(path))  # a torn last row would shift all that follow
 
     def append(self, *numbers: int) -> None:
-        """Add a row: the numbers of ROW after the time. Left out when the last one is too young to differ."""
+        """Add a row: the columns of ROW after the time. Skipped while the last row is recent."""
         now_s = self._clock()
-        # Without this, thinning out alone would halve the old rows again and again, until only the
-        # last hour was left. A clock that was set back must not end the recording.
+        # Without this, thinning would halve the old rows again and again, until only the last hour is left.
+        # A clock that was set back must not end the recording.
         if self._rows and 0 <= now_s - self._last_s < (self._last_s - self._first_s) / ROWS_AT_MOST:
             return
         row = np.array([(now_s, *numbers)], ROW)
@@ -254,7 +254,7 @@ class History:
 
 
 def read_history(path: str) -> npt.NDArray[Any]:
-    """The rows so far, oldest first; a torn last row is left out."""
+    """The rows so far, oldest first, without a torn last row."""
     try:
         with open(path, "rb") as file:
             data = file.read()

@@ -1,4 +1,4 @@
-"""Turnover: what of a full cache the next epoch leaves out, so that the filling goes on during it."""
+"""Turnover: the shards of a full cache that the next epoch leaves out, so that filling can go on."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import numpy as np
 
 from cachestream.schema import IntArray
 from cachestream.storage.eviction import in_order
+from cachestream.storage.filling import WAITS, fill_state
 from cachestream.storage.layout import Directory
 from cachestream.storage.reservations import Reservations, Room
-from cachestream.storage.status import WAITS, state_of_filling
+from cachestream.storage.status import state_of_filling
 from cachestream.storage.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
-    """How far the filling is: `done` of `length` positions of the pass (None: endless), which brought
-    `shard_bytes`; `lost` when some of that, or of an earlier pass, has been evicted since.
+class PassProgress:
+    """The progress of a pass: `done` of `length` positions (None: endless), which produced `shard_bytes`.
+
+    `lost` when shards of this or an earlier pass have been evicted since.
     """
 
     done: int
@@ -27,13 +29,13 @@ class Filling:
     lost: bool
 
 
-def bytes_to_leave(room: Room, turnover: float, filling: Filling, largest_bytes: int = 0) -> int:
-    """How many bytes of shards the next epoch leaves out, so that filling can go on during it.
+def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_bytes: int = 0) -> int:
+    """The bytes of shards that the next epoch leaves out, so that filling can go on during it.
 
-    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep
-    until full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would
-    freeze the fill, or evict what was never seen), and room for one shard, of `largest_bytes`: less than that is
-    not free. Nothing is left out while the rest of the remote will fit anyway.
+    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep until
+    full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would freeze the fill,
+    or evict shards that were never used), and room for one shard of `largest_bytes`: less than that is not
+    free. Nothing is left out while the rest of the remote will fit anyway.
     """
     free_bytes = room.free_bytes if room.free_bytes >= largest_bytes else 0
     wanted = max(int(turnover * room.limit_bytes), largest_bytes) - max(0, free_bytes)
@@ -49,9 +51,10 @@ def bytes_to_leave(room: Room, turnover: float, filling: Filling, largest_bytes:
 def leave_out(
     ids: IntArray, sizes: IntArray, uses: IntArray, counts: IntArray, leave_bytes: int, least: int = 0
 ) -> IntArray:
-    """Which of `ids` (first to go first) make up `leave_bytes`: `sizes`, `uses` and `counts` (samples) are theirs, int64 `[n]`.
+    """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
 
-    Only shards that some epoch has used, and never all of them, nor so many that fewer than `least` samples were left.
+    `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
+    are selected, never all shards, nor so many that fewer than `least` samples remain.
     """
     used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
     if leave_bytes <= 0 or not len(used):
@@ -71,19 +74,24 @@ def shards_to_leave(
     epoch_size: int | None = None,
     mine: Collection[str] = (),
 ) -> IntArray:
-    """The ids of the shards that the next epoch leaves out: what is over a limit that was lowered, or else epoch after epoch
-    would hold it; and the `turnover` share of a full cache, where the filling goes on. Less of both where the epoch would
-    have fewer than `least` samples.
+    """The ids of the shards that the next epoch leaves out.
 
-    Those that nobody holds go first, then those that fewest others hold, in the order of eviction: what several trainers
-    leave to the filling has to be the same. The leases at the paths `mine` end with the epoch before. What that one has
-    left is soon replaced by a filling that has waited since the last snapshot, and does not count towards this share.
+    They are the surplus over a limit that was lowered, which otherwise each epoch would hold again, and the
+    `turnover` share of a full cache while filling goes on. Fewer of both where the epoch would have less than
+    `least` samples.
+
+    Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
+    several trainers have to leave out the same ones. The leases at the paths `mine` end with the previous
+    epoch. Shards that the previous epoch left out are soon replaced by a filling that has waited since the
+    last snapshot, and do not count towards this share.
     """
     policy, room = admission.policy(tables), admission.room(tables)
-    # Under "none" a lower limit evicts, but not other programs that fill the disk.
+    # Under "none" a lower limit evicts, but not a disk that other programs fill.
     limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
-    turns_over = turnover and policy != "none" and state_of_filling(directory, tables) == "filling"
+    turns_over = (
+        turnover and policy != "none" and state_of_filling(directory, fill_state(tables)) == "filling"
+    )
     if not surplus_bytes and not turns_over:
         return np.empty(0, np.int64)
     if policy == "none":
@@ -118,7 +126,7 @@ def shards_to_leave(
 
 
 def _has_waited(tables: Tables) -> bool:
-    """Whether the filling has waited for an epoch since this was asked last."""
+    """Return whether the filling has waited for an epoch since the last call."""
     waits, before = int(tables.meta("epoch_waits", 0)), int(tables.meta("epoch_waits_seen", 0))
     tables.set_meta("epoch_waits_seen", waits)
     return waits > before or tables.meta("fill_message") == WAITS
@@ -128,7 +136,7 @@ def _left_to_filling(tables: Tables, room: Room, turnover: float, largest_bytes:
     passes = tables.passes()
     if not passes:
         return 0
-    filling = Filling(
+    filling = PassProgress(
         done=tables.positions_done(passes[-1]),
         length=passes[-1].length,
         shard_bytes=tables.totals()[2],

@@ -179,21 +179,19 @@ class _Restoring:
     def check_new(self, content: Content, maker: _Maker) -> None:
         """Raise unless the shard's samples are all missing, where somebody may train on all that is cached."""
         maker.plan_of(content)  # raises for what was listed otherwise
-        with self._cache.catalogue.reading() as tables:
-            known = tables.meta("source")
-            if known not in {None, self._fingerprint}:
-                raise ConfigError(
-                    f"the cache at {self._cache.path} was filled from another source ({known}, not {self._fingerprint}); "
-                    "refetch into another directory"
-                )
-            if not self._filled_by_worker:
-                return
-            plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
-            spans = tables.spans(int(content.fill.get("part", WHOLE)))
+        parts = [int(content.fill.get("part", WHOLE))] if self._filled_by_worker else []
+        held = self._cache.filling.cached_spans(PassPlan.from_json, parts)
+        if held.source not in {None, self._fingerprint}:
+            raise ConfigError(
+                f"the cache at {self._cache.path} was filled from another source ({held.source}, not "
+                f"{self._fingerprint}); refetch into another directory"
+            )
+        if not self._filled_by_worker:
+            return
         covered = Coverage(
             {
-                maker.order_of(other): spans.get(pass_id, [])
-                for pass_id, other in plans.items()
+                maker.order_of(other): held.spans[0].get(pass_id, [])
+                for pass_id, other in held.plans.items()
                 if other.is_permutation and maker.names_same(other)
             }
         )
@@ -209,9 +207,9 @@ class _Restoring:
         fill = content.fill
         pass_id = self._passes.get(fill["plan"])
         if pass_id is None:
-            with self._cache.catalogue.transaction() as tables:
-                tables.set_meta("source", self._fingerprint)
-                pass_id = self._passes[fill["plan"]] = tables.earlier_pass(fill["plan"], fill["length"])
+            filling, plan = self._cache.filling, fill["plan"]
+            pass_id = filling.enter_earlier_pass(self._fingerprint, plan, fill["length"])
+            self._passes[plan] = pass_id
         spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
         shard_id = self._publisher.publish(made, spans, UnitProgress(pass_id), spare_unused=False)
         if shard_id is None:
@@ -224,8 +222,7 @@ class _Restoring:
     def _hold(self, shard_ids: list[int]) -> None:
         self._ids = sorted([*self._ids, *shard_ids])
         ranges = np.repeat(np.array(self._ids, np.int64)[:, None], 2, axis=1)
-        with self._cache.catalogue.transaction():
-            held = self._cache.admission.leases.create(ranges)
+        held = self._cache.admission.hold(ranges)
         for lease in self._leases:
             lease.release()
         self._leases = [held]

@@ -67,8 +67,7 @@ class ColdStart:
 
     def _warn_why(self, have: int, wanted: int) -> bool:
         """Log why samples are missing; return whether the reason is known."""
-        with self._cache.catalogue.reading() as tables:
-            why = hindrance(self._cache.directory, tables)
+        why = hindrance(self._cache.directory, self._cache.filling.state())
         if why:
             text = "no samples" if not have else f"{have} samples of {wanted}"
             logger.warning("%s holds %s so far: %s", self._cache.path, text, why)
@@ -77,10 +76,9 @@ class ColdStart:
         return bool(why)
 
     def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
-        with self._cache.catalogue.reading() as tables:
-            failures, message = tables.failures(), str(tables.meta("fill_message", ""))
-            hindered = hindrance(self._cache.directory, tables)
-            source = str(tables.meta("source", ""))
+        fill = self._cache.filling.state()
+        failures, message = fill.failures, fill.message
+        hindered = hindrance(self._cache.directory, fill)
         skipped = describe_skipped(failures)
         why = (
             f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
@@ -97,7 +95,7 @@ class ColdStart:
         elif not have and message:
             hint = f"{message}; correct what fails and start again"
         elif sum(one.count for one in failures) > have:
-            hint = f"{skipped}; {remedy_for_skipped(failures, source)}"
+            hint = f"{skipped}; {remedy_for_skipped(failures, fill.source or '')}"
         elif ended:
             hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
         else:

@@ -27,7 +27,7 @@ from cachestream.errors import (
 from cachestream.permutation import mix_key
 from cachestream.schema import IntArray, Schema, Snapshot, Split
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.storage.snapshots import StandingSnapshots
+from cachestream.storage.snapshots import StandingSnapshots, any_cached
 from cachestream.storage.status import warn_of_loss, warn_of_skipped
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.checkpoint import SegmentRecord, rebuild, translate
@@ -428,8 +428,7 @@ class Preparer:
         record = (request.records or {}).get(self._cache.cache_id)
         if record is None or self._settings.replay is not None:
             return self._settings.replay is None
-        with self._cache.catalogue.reading() as tables:
-            return all(tables.shard(shard_id) is None for shard_id in record.shard_ids.tolist())
+        return not any_cached(self._cache.catalogue, record.shard_ids.tolist())
 
     # --- order and plan
 

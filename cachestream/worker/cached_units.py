@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from cachestream.listing.names import AnyNames, Names, StoredNames
-from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Span
+from cachestream.schema import IntArray, Span
 from cachestream.sources.base import begins_with
 from cachestream.storage.cache import Cache
 from cachestream.storage.tables import PassRow
@@ -187,13 +187,10 @@ class KnownOrders:
         return [(in_both(*parts), *parts) for parts in zip(*found, strict=True)]
 
     def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
-        with self._cache.catalogue.reading() as tables:
-            plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
-            parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
-            spans_of = [tables.spans(part) for part in parts]
-        if current_row.evicted_before >= 0 and set().union(*spans_of) <= {current_row.id}:
+        held = self._cache.filling.cached_spans(PassPlan.from_json)
+        if current_row.evicted_before >= 0 and set().union(*held.spans) <= {current_row.id}:
             return []  # the first pass: nothing of it is cached but what its own progress says
-        return [self._coverage_of(spans, plans, current) for spans in spans_of]
+        return [self._coverage_of(spans, held.plans, current) for spans in held.spans]
 
     def _coverage_of(
         self, spans: dict[int, list[Span]], plans: dict[int, PassPlan], current: PassPlan

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from functools import partial
 
 from cachestream.listing.names import StoredNames
-from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.layout import Directory
-from cachestream.storage.reservations import owner_is_alive
-from cachestream.storage.tables import Claim, PassRow, Suspect, Tables
+from cachestream.storage.filling import Assignment, Filling, PlannedPass
+from cachestream.storage.tables import PassRow
 from cachestream.worker.order import PassPlan
 
 MOST_POSITIONS = 1024
 SHARES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A claim, the pass it belongs to, and the positions in it that killed a process before."""
-
-    claim: Claim
-    row: PassRow
-    suspects: tuple[Suspect, ...]
 
 
 class NotYetError(Exception):
@@ -36,56 +25,32 @@ def block_size(length: int | None, num_workers: int) -> int:
 
 
 def next_claim(
-    catalogue: Catalogue,
-    directory: Directory,
-    owner: str,
-    num_workers: int,
-    listing: StoredNames | None = None,
+    filling: Filling, owner: str, num_workers: int, listing: StoredNames | None = None
 ) -> Assignment | None:
     """The next run of positions for `owner`: what a dead process left first, then new ones; None at the end.
 
     A pass that grows takes up what `listing` holds by now when all that it knew is claimed; raises NotYetError
     where that is nothing.
     """
-    with catalogue.transaction() as tables:
-        passes = tables.passes()
-        if not passes:
-            return None
-        row = passes[-1]
-        claim: Claim | None = None
-        for candidate, holder in tables.claims(row.id):
-            if holder != owner and not owner_is_alive(directory, holder):
-                tables.take_claim(candidate.id, owner)
-                claim = candidate
-                break
-        if claim is None:
-            if row.next_position == row.length and listing is not None:
-                row = _grow(tables, row, listing)
-            claim = _new_claim(tables, row, owner, num_workers)
-        if claim is not None:
-            suspects = [s for s in tables.suspects(row.id) if claim.position <= s.position < claim.stop]
-            return Assignment(claim, row, tuple(suspects))
-    if PassPlan.from_json(row.plan).growing:
-        raise NotYetError
-    return None
-
-
-def _new_claim(tables: Tables, row: PassRow, owner: str, num_workers: int) -> Claim | None:
-    stop = row.next_position + block_size(row.length, num_workers)
-    stop = stop if row.length is None else min(stop, row.length)
-    if stop <= row.next_position:
+    seen = filling.open_pass()
+    if seen is None:
         return None
-    tables.advance_pass(row.id, stop)
-    return tables.insert_claim(row.id, row.next_position, stop, owner)
+    growth = None if listing is None else _growth(seen.row, listing)
+    found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers))
+    if isinstance(found, PassRow):
+        if PassPlan.from_json(found.plan).growing:
+            raise NotYetError
+        return None
+    return found
 
 
-def _grow(tables: Tables, row: PassRow, listing: StoredNames) -> PassRow:
-    """The pass with what was listed since, if that is enough."""
+def _growth(row: PassRow, listing: StoredNames) -> PlannedPass | None:
+    """The pass with what was listed since, if all of it is claimed and that is enough to go on with."""
+    if row.next_position != row.length:
+        return None
     plan = PassPlan.from_json(row.plan)
     mark = listing.look() if plan.growing else None
     if mark is None or not plan.takes_up(mark.count, is_complete=mark.is_complete):
-        return row
+        return None
     plan = plan.grown(mark.count, listing.digest, is_complete=mark.is_complete)
-    tables.set_meta("listing", int(plan.growing))
-    tables.extend_pass(row.id, plan.to_json(), plan.length)
-    return replace(row, plan=plan.to_json(), length=plan.length)
+    return PlannedPass(plan.to_json(), plan.length, plan.growing)

@@ -138,10 +138,7 @@ class WorkerMonitor:
         lock = Attachments(self._cache.directory).attach_lock()
         try:
             if lost_worker(self._cache.directory) is not None:
-                with self._cache.catalogue.transaction() as tables:
-                    tables.set_meta("fill_state", "failed")
-                    tables.set_meta("fill_message", message)
-                    tables.set_meta("fill_traceback", "")
+                self._cache.filling.record("failed", message)
                 forget_lost_worker(self._cache.directory)
         finally:
             lock.release()
@@ -149,7 +146,6 @@ class WorkerMonitor:
     def _tell_of_failure(self) -> None:
         """Training goes on without: it is told, once."""
         if os.path.exists(self._cache.catalogue.path):  # who has removed the cache wants no new one there
-            with self._cache.catalogue.reading() as tables:
-                state, message = tables.meta("fill_state"), tables.meta("fill_message", "")
-            if state == "failed":
-                logger.error("%s is not filled any more: %s", self._cache.path, message)
+            state = self._cache.filling.state()
+            if state.phase == "failed":
+                logger.error("%s is not filled any more: %s", self._cache.path, state.message)

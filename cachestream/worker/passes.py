@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -14,12 +13,12 @@ import numpy as np
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.linux import move, open_private, remove
 from cachestream.listing.names import Names
-from cachestream.schema import IntArray, Schema
+from cachestream.schema import WHOLE, IntArray
 from cachestream.storage.cache import Cache
+from cachestream.storage.filling import FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.reservations import Owner, disk_footprint
-from cachestream.storage.tables import PassRow, Tables
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 from cachestream.worker.stored_listings import Listings
@@ -29,11 +28,12 @@ Draw = Callable[[int], IntArray]
 _OF_UNITS: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
 
-def pass_is_open(tables: Tables, row: PassRow) -> bool:
-    """Whether something of the pass is not done yet."""
-    if row.length is None or row.next_position < row.length or PassPlan.from_json(row.plan).growing:
-        return True
-    return bool(tables.claims(row.id))
+def pass_is_open(state: FillState) -> bool:
+    """True if something of the last pass is not done yet."""
+    row = state.last_pass
+    if row is None:
+        return False
+    return row.length is None or state.positions_done < row.length or PassPlan.from_json(row.plan).growing
 
 
 def first_plan(job: Job, listings: Listings) -> PassPlan:
@@ -53,9 +53,9 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
 
 def parts_of_last_pass(cache: Cache, fingerprint: str) -> int | None:
     """The parts that the last pass over a source read each unit in; None where there was none."""
-    with cache.catalogue.reading() as tables:
-        rows = tables.passes() if tables.meta("source") == fingerprint else []
-    return max(1, len(PassPlan.from_json(rows[-1].plan).segments)) if rows else None
+    state = cache.filling.state()
+    row = state.last_pass if state.source == fingerprint else None
+    return None if row is None else max(1, len(PassPlan.from_json(row.plan).segments))
 
 
 def begin(cache: Cache, job: Job, draw: Draw) -> bool:
@@ -67,27 +67,20 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
     listings = Listings(cache.directory)
     was_complete = False
     listings.forget_secrets()
-    with cache.catalogue.reading() as tables:
-        was_cleared = not tables.passes()
-    if was_cleared:
+    if cache.filling.state().last_pass is None:
         listings.drop()
     elif not listings.is_of(job):
         listings.retire()
     plan = first_plan(job, listings)
-    with cache.catalogue.transaction() as tables:
-        _check_source(cache, tables, job)
-        rows = tables.passes()
-        if rows and not tables.totals()[0] and not _was_evicted(tables, rows[-1]):
-            tables.forget_filling()  # all was skipped: what made it so may have been mended meanwhile
-            tables.set_meta("source", job.fingerprint)
-            rows = []
-        if rows and _can_resume(cache, PassPlan.from_json(rows[-1].plan), plan, job):
-            if pass_is_open(tables, rows[-1]):
-                return True
-            was_complete = not _was_evicted(tables, rows[-1])
-            has_failed = plan.is_permutation and any(one.kind in _OF_UNITS for one in tables.failures())
-            if was_complete and not has_failed:
-                return False  # and nothing was lost since
+    state = _adopt(cache, job)
+    row = state.last_pass
+    if row is not None and _can_resume(cache, PassPlan.from_json(row.plan), plan, job):
+        if pass_is_open(state):
+            return True
+        was_complete = not state.has_evicted
+        has_failed = plan.is_permutation and any(one.kind in _OF_UNITS for one in state.failures)
+        if was_complete and not has_failed:
+            return False  # and nothing was lost since
     # Of a pass that was complete, but for units that failed, only these are read again.
     _insert(cache, plan, draw)
     return not was_complete
@@ -99,15 +92,13 @@ def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> b
     Begins the next pass if something was evicted, or if the listing `has_changed`.
     """
     # Only a supervisor begins passes, so what is read here holds until the insert.
-    with cache.catalogue.reading() as tables:
-        rows = tables.passes()
-        if rows and pass_is_open(tables, rows[-1]):
-            return True
-        if rows and not has_changed and not _was_evicted(tables, rows[-1]):
-            return False
-    if not rows:  # the catalogue was lost, and nothing cached that would tell of the pass
-        with cache.catalogue.transaction() as tables:
-            _check_source(cache, tables, job)
+    state, is_open = cache.filling.judged(lambda state: (state, pass_is_open(state)))
+    if is_open:
+        return True
+    if state.last_pass is None:  # the catalogue was lost, and nothing cached that would tell of the pass
+        _adopt(cache, job)
+    elif not has_changed and not state.has_evicted:
+        return False
     _insert(cache, first_plan(job, Listings(cache.directory)), draw)
     return True
 
@@ -115,11 +106,6 @@ def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> b
 def order_file(directory: Directory, ordinal: int) -> str:
     """Where what was drawn for a pass lies."""
     return directory.worker_file(f"order-{ordinal}.npy")
-
-
-def _was_evicted(tables: Tables, row: PassRow) -> bool:
-    """Whether something has gone since the pass began."""
-    return int(tables.meta("evicted_shards", 0)) > row.evicted_before
 
 
 def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
@@ -139,55 +125,55 @@ def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
     return plain[0] == plain[1]
 
 
-def _check_source(cache: Cache, tables: Tables, job: Job) -> None:
-    known = tables.meta("source")
-    if known is not None and known != job.fingerprint:
-        if tables.totals()[0]:
-            raise ConfigError(
-                f"the cache at {cache.path} was filled from another source ({known}, not {job.fingerprint}); "
-                "use another directory, or empty this one with 'cachestream clear CACHE'"
-            )
-        tables.forget_filling()
-    tables.set_meta("source", job.fingerprint)
-    _check_labels(cache, tables, job.label_names)
+def _adopt(cache: Cache, job: Job) -> FillState:
+    """Have the cache filled from the job's source; raises ConfigError where it holds samples of another one."""
+    names = job.label_names
+    labels = LabelNames(len(names), Names(names).digest)
+
+    def is_void(state: FillState) -> bool:
+        if state.source not in (None, job.fingerprint):
+            if state.num_shards:
+                raise ConfigError(
+                    f"the cache at {cache.path} was filled from another source ({state.source}, not "
+                    f"{job.fingerprint}); use another directory, or empty this one with 'cachestream clear CACHE'"
+                )
+            return True
+        _check_labels(cache, state, names)
+        if state.last_pass is None:
+            return False
+        PassPlan.from_json(state.last_pass.plan)  # here, where damage has the catalogue rebuilt
+        # All was skipped: what made it so may have been mended meanwhile.
+        return not state.num_shards and not state.has_evicted
+
+    return cache.filling.adopt(job.fingerprint, labels, is_void)
 
 
-def _check_labels(cache: Cache, tables: Tables, names: Sequence[str]) -> None:
+def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
     """Refuse to add samples whose labels mean something else than those of what is cached."""
-    known, schema = tables.meta("label_names"), tables.meta("schema")
-    has_labels = schema is not None and "label" in Schema.from_json(schema).names
-    if known is not None and has_labels and tables.totals()[0]:
-        count, digest = json.loads(known)
-        if count > len(names) or Names(names[:count]).digest != digest:
-            raise ConfigError(
-                f"the labels of what is cached at {cache.path} are places among {count:,} names, and are others among "
-                f"the {len(names):,} that there are now; empty it with 'cachestream clear CACHE', or give label= a "
-                "function of the path"
-            )
-    tables.set_meta("label_names", json.dumps([len(names), Names(names).digest]))
+    known, schema = state.labels, state.schema
+    if known is None or schema is None or "label" not in schema.names or not state.num_shards:
+        return
+    if known.count > len(names) or Names(names[: known.count]).digest != known.digest:
+        raise ConfigError(
+            f"the labels of what is cached at {cache.path} are places among {known.count:,} names, and are others among "
+            f"the {len(names):,} that there are now; empty it with 'cachestream clear CACHE', or give label= a "
+            "function of the path"
+        )
 
 
 def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
-    with cache.catalogue.reading() as tables:
-        spans = tables.spans()
-        plans = {row.id: PassPlan.from_json(row.plan) for row in tables.passes()}
-    plan = replace(plan, ordinal=max((known.ordinal for known in plans.values()), default=-1) + 1)
+    held = cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
+    plan = replace(plan, ordinal=max((known.ordinal for known in held.plans.values()), default=-1) + 1)
     # Those by which units that are still cached are found.
-    cached = [known for pass_id, known in plans.items() if pass_id in spans and known.is_permutation]
+    cached = [known for key, known in held.plans.items() if key in held.spans[0] and known.is_permutation]
     _remove_orders(cache.directory, {known.ordinal for known in cached})
     Listings(cache.directory).keep_earlier(cached)
     if plan.is_drawn:
         drawn = draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))
         _save_order(cache, plan.ordinal, drawn)
-    with cache.catalogue.transaction() as tables:
-        tables.forget_old_passes()
-        tables.forget_failures(*_OF_UNITS)  # of units that are read again, and would count once a pass
-        tables.set_meta(
-            "fill_state", "filling"
-        )  # together, or a complete cache would seem to be complete still
-        tables.set_meta("listing", int(plan.growing))
-        tables.insert_pass(plan.to_json(), plan.length, int(tables.meta("evicted_shards", 0)))
+    # Failures of units would count once a pass.
+    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _OF_UNITS)
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:

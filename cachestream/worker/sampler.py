@@ -12,12 +12,13 @@ import numpy as np
 from cachestream.errors import CacheFullError, SampleError, SourceError, SourceUnavailableError, WorkerError
 from cachestream.sources.base import stored_names
 from cachestream.storage.cache import Cache
+from cachestream.storage.filling import Assignment
 from cachestream.storage.os_errors import DiskFailedError
 from cachestream.storage.reservations import Owner
 from cachestream.storage.tables import Suspect
 from cachestream.storage.telemetry import FETCHING, NO_REMOTE, Slot, board_text
 from cachestream.worker.cached_units import KnownOrders, is_whole, skipper
-from cachestream.worker.claims import Assignment, NotYetError, next_claim
+from cachestream.worker.claims import NotYetError, next_claim
 from cachestream.worker.fetcher import TURN_S, Concurrency, Delivery, Fetcher
 from cachestream.worker.job import Job, Payload
 from cachestream.worker.order import PassPlan
@@ -179,11 +180,7 @@ class Sampler:
             return False
         try:
             assignment = next_claim(
-                self._cache.catalogue,
-                self._cache.directory,
-                self._owner.name,
-                self._job.num_workers,
-                self._listing,
+                self._cache.filling, self._owner.name, self._job.num_workers, self._listing
             )
         except (NotYetError, CacheFullError, DiskFailedError):  # or the disk is at fault, for now
             self._claim_at_s = now_s + _TICK_S

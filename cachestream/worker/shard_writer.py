@@ -16,6 +16,7 @@ from cachestream.config import format_size, with_generator
 from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError, WorkerError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
 from cachestream.storage.cache import Cache
+from cachestream.storage.holdout import held_out_share
 from cachestream.storage.opening import MIN_LIMIT_BYTES
 from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
 from cachestream.storage.publish import Publisher, UnitProgress
@@ -451,8 +452,7 @@ class Packing:
     # --- splits
 
     def _look_at_held_out(self) -> None:
-        with self._cache.catalogue.reading() as tables:
-            self._holdout, held_out_bytes = tables.holdout, tables.held_out()[1]
+        self._holdout, held_out_bytes = held_out_share(self._cache)
         plan = None if self.row is None else PassPlan.from_json(self.row.plan)
         self._comes_once = plan is not None and plan.is_permutation and plan.length is not None
         # What is drawn anew for ever would fill any room.
@@ -587,8 +587,7 @@ class Packing:
 
     def _vote(self, first: FirstSamples) -> None:
         """Tell the votes to the other processes, and ask for theirs, and for the cache's schema if there is one by now."""
-        with self._cache.catalogue.transaction() as tables:
-            first.others = tables.vote(self._owner, first.votes)
+        first.others = self._cache.filling.vote(self._owner, first.votes)
         self._outbox.schema = self._cache.schema
 
     def _passed(self, flight: UnitRead, start: int, stop: int) -> None:

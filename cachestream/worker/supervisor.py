@@ -21,9 +21,11 @@ from cachestream.config import NO_THREADS
 from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
 from cachestream.schema import IntArray
 from cachestream.storage.cache import Cache
+from cachestream.storage.filling import RESTS, WAITS
 from cachestream.storage.locks import HeldFile
 from cachestream.storage.os_errors import DiskFailedError
-from cachestream.storage.status import RESTS, WAITS, describe_skipped, shortage_of_disk
+from cachestream.storage.status import describe_skipped, shortage_of_disk
+from cachestream.storage.tables import Suspect
 from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
 from cachestream.worker.child import Child
@@ -248,9 +250,10 @@ class Supervisor:
         """Before another process reads them."""
         if not self._unrecorded:
             return
-        with self._cache.catalogue.transaction() as tables:
-            for pass_id, suspicion, how in self._unrecorded:
-                tables.add_suspect(pass_id, suspicion.position, suspicion.weight, how)
+        self._cache.filling.record_suspects(
+            (pass_id, Suspect(suspicion.position, suspicion.weight, how))
+            for pass_id, suspicion, how in self._unrecorded
+        )
         self._unrecorded.clear()
 
     def _look_after_orphans(self) -> None:
@@ -294,17 +297,16 @@ class Supervisor:
     def _set_looking(self, looking: bool) -> None:
         """Tell those who wait for the end of the pass that it is not known yet which pass that is."""
         if looking != self._is_looking:
-            with self._cache.catalogue.transaction() as tables:
-                tables.set_meta("is_looking", int(looking))
+            self._cache.filling.record_looking(looking)
             self._is_looking = looking
 
     def _left_out(self) -> str:
         """Why there is less in the cache than in the remote; transforms leave samples out on purpose, but not all."""
-        with self._cache.catalogue.reading() as tables:
-            skipped, have = describe_skipped(tables.failures()), tables.totals()[1]
+        state = self._cache.filling.state()
+        skipped = describe_skipped(state.failures)
         dropped = self._board.totals().dropped
         all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
-        return "; ".join(filter(None, (skipped, all_dropped if dropped and not have else "")))
+        return "; ".join(filter(None, (skipped, all_dropped if dropped and not state.num_samples else "")))
 
     def draw(self, ordinal: int) -> IntArray:
         """What the user's sampler or curriculum gives for pass `ordinal`."""
@@ -327,12 +329,11 @@ class Supervisor:
         if STATE_NAMES[WRITING] in running:  # it may be about to find that there is none
             return self._state, self._message
         evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
-        with self._cache.catalogue.reading() as tables:
-            is_short = bool(
-                shortage_of_disk(self._cache.directory, tables)
-            )  # by others: it may be over at any time
-            has_room = tables.meta("fill_state") != self._state  # whoever made some has said so
-            is_used = evicts and self._cache.admission.leases.count() > 0
+        state = self._cache.filling.state()
+        # By others: it may be over at any time.
+        is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
+        has_room = state.phase != self._state  # whoever made some has said so
+        is_used = evicts and self._cache.admission.leases.count() > 0
         if is_short or has_room or is_used:
             self._short_s = now_s
         if now_s - self._short_s > _TRIED_AGAIN_S:
@@ -345,32 +346,26 @@ class Supervisor:
             if (problem := self._cache.check_books()) is not None:
                 logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
-        with self._cache.catalogue.reading() as tables:
-            meta = tables.all_meta()
-            _, samples, _ = tables.totals()
-        if meta.get("catalogue_id") != self._catalogue_id:
+        state = self._cache.filling.state()
+        if state.catalogue_id != self._catalogue_id:
             logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
-            self._catalogue_id = meta.get("catalogue_id")
+            self._catalogue_id = state.catalogue_id
             self._say_again()
         self._history.append(
-            samples,
+            state.num_samples,
             self._cache.size_bytes,
-            meta["size_limit"],
-            meta.get("written_samples", 0),
-            meta.get("evicted_samples", 0),
+            state.size_limit,
+            state.written_samples,
+            state.evicted_samples,
             self._board.totals().fetched_bytes,
-            meta.get("clock", 0),
+            state.snapshots,
         )
 
     def _say(self, state: str, message: str = "", words: str = "") -> None:
         if (state, message) == (self._state, self._message):
             return
-        with self._cache.catalogue.transaction() as tables:
-            tables.set_meta("fill_state", state)
-            tables.set_meta("fill_message", message)
-            tables.set_meta("fill_traceback", words)
-            tables.add("epoch_waits", int(message == WAITS))
-            self._catalogue_id = self._catalogue_id or tables.meta("catalogue_id")
+        catalogue_id = self._cache.filling.record(state, message, words)
+        self._catalogue_id = self._catalogue_id or catalogue_id
         self._state, self._message = state, message
 
     def _say_again(self) -> None:

@@ -41,20 +41,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_KEY: Final = "transform"
-
-
 def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
     """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is seen."""
     mark = likeness(transform)
-    with cache.catalogue.reading() as tables:
-        known, samples = tables.meta(_KEY), tables.totals()[1]
+    state = cache.filling.state()
+    known = state.transform
     if known != mark:
-        with cache.catalogue.transaction() as tables:
-            tables.set_meta(_KEY, mark)
+        cache.filling.record_transform(mark)
     # Other versions of Python compile the same function to something else.
-    comparable = known is not None and mark and str(known).partition(":")[0] == mark.partition(":")[0]
-    return bool(comparable and known != mark and samples)
+    comparable = known is not None and mark and known.partition(":")[0] == mark.partition(":")[0]
+    return bool(comparable and known != mark and state.num_samples)
 
 
 def likeness(transform: Callable[..., Any] | None) -> str:
@@ -166,15 +162,12 @@ class Worker:
 
     def _progress(self) -> tuple[str, int]:
         """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be seen."""
-        with self.cache.catalogue.reading() as tables:
-            passes = tables.passes()
-            is_known = passes and not tables.meta("is_looking", 0)
-            return str(tables.meta("fill_state", "none")), passes[-1].id if is_known else 0
+        state = self.cache.filling.state()
+        return state.phase, 0 if state.last_pass is None or state.is_looking else state.last_pass.id
 
     def _raise_failure(self) -> None:
-        with self.cache.catalogue.reading() as tables:
-            message, words = tables.meta("fill_message", ""), tables.meta("fill_traceback", "")
-        raise WorkerError(f"the worker of {self.cache.path} failed: {message}", str(words))
+        state = self.cache.filling.state()
+        raise WorkerError(f"the worker of {self.cache.path} failed: {state.message}", state.traceback)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop the worker, for everybody, and wait until it is gone: what it has sampled stays.
@@ -405,9 +398,9 @@ def _need(wardens: Attachments, detach: bool, linger_s: float) -> HeldFile | Non
 
 def _what_is_filled(cache: Cache) -> tuple[str | None, Partition | None]:
     """The source and the share that the running worker fills the cache with."""
-    with cache.catalogue.reading() as tables:
-        known, passes = tables.meta("source"), tables.passes()
-    return known, None if not passes else PassPlan.from_json(passes[-1].plan).partition
+    state = cache.filling.state()
+    row = state.last_pass
+    return state.source, None if row is None else PassPlan.from_json(row.plan).partition
 
 
 def _fills_as_asked(cache: Cache, job: Job) -> bool:

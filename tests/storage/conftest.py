@@ -1,4 +1,4 @@
-"""A cache for each test, on a disk in memory where there is one."""
+"""A cache for each test, on a disk in memory if there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.storage.support import new_cache
 
 @pytest.fixture
 def make_cache(fast_path: Path) -> Iterator[Callable[..., Cache]]:
-    """Opens caches at "cache" of the fast folder, and closes them at the end."""
+    """Open caches at "cache" in the fast folder, and close them at the end."""
     opened: list[Cache] = []
 
     def make(*args: Any, **options: Any) -> Cache:

@@ -1,4 +1,4 @@
-"""Killing a process at each of its steps: every call that changes a disk or the catalogue is one.
+"""Kill a process at each of its steps: each call that changes the disk or the catalogue is a step.
 
 A step is counted before it happens, and a write of data twice: before it, and with half of it written.
 """
@@ -30,7 +30,7 @@ _QUIET_STATEMENTS: Final = ("SELECT", "PRAGMA", "ROLLBACK", "BEGIN")
 class Steps:
     """Counts the steps of this process, and calls `fault(name)` before step number `last`.
 
-    With `for_ever` also before all steps after that, until `last` is set to None.
+    With `for_ever`, also before all later steps, until `last` is set to None.
     """
 
     def __init__(self, last: int | None, fault: Callable[[str], None], *, for_ever: bool = False) -> None:
@@ -46,7 +46,7 @@ class Steps:
             self._fault(name)
 
     def install(self) -> Callable[[], None]:
-        """Until what it returns is called."""
+        """Install the step counters. The function that is returned removes them."""
         real = {name: getattr(os, name) for name in (*_CALLS, "open", "write")}
         for name in _CALLS:
             setattr(os, name, self._counted(name, real[name]))
@@ -107,7 +107,7 @@ def _whole(path: Any, folder: int | None) -> str:
 
 
 def _kind(path: Any) -> str:
-    """What a file is, without its number."""
+    """The kind of a file: its name without its number."""
     folder, name = os.path.split(str(path))
     return f"{os.path.basename(folder)}/{os.path.splitext(name)[1] or name}"
 
@@ -118,7 +118,7 @@ def die(_name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A process was killed, or ended by itself: what it had said by then, and then also its steps."""
+    """A process that was killed or ended by itself: its output so far, and its steps."""
 
     said: tuple[str, ...]
     steps: list[str]
@@ -127,7 +127,7 @@ class Crash:
 def steps_of(
     template: Path, scratch: Path, action: Action, mutation: Mutation | None = None, *, opening: bool = True
 ) -> list[str]:
-    """The steps that `action` takes on a copy of the cache at `template`, open or to be opened."""
+    """The steps of `action` on a copy of the cache at `template`, which is open or still to be opened."""
     return _run(copy_of(template, scratch), action, mutation, None, opening=opening).steps
 
 
@@ -141,10 +141,10 @@ def crash_everywhere(
     mutation: Mutation | None = None,
     books_hold: bool = True,
 ) -> list[str]:
-    """Run `action` on copies of the cache at `template`, killed at each step; recover and hold the invariants.
+    """Run `action` on copies of the cache at `template`, kill it at each step, recover, check the invariants.
 
-    `check(cache, crash)` sees the recovered cache. `books_hold`: also before the recovery all that is on the
-    disk must be in the catalogue. Returns the steps.
+    `check(cache, crash)` gets the recovered cache. With `books_hold`, all disk usage must be accounted for
+    even before the recovery. Returns the steps.
     """
     names = steps_of(template, scratch, action, mutation)
     for number in range(len(names) + 1):
@@ -187,7 +187,7 @@ def crash_twice(
 def _run(
     path: Path, action: Action, mutation: Mutation | None, last: int | None, *, opening: bool = True
 ) -> Crash:
-    """Run `action` in a child, to its end or before step number `last`."""
+    """Run `action` in a child, to its end or until step number `last`."""
 
     def run(line: Line) -> None:
         if opening and path.exists():

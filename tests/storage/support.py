@@ -1,4 +1,4 @@
-"""What the tests of the storage share: shards to publish, children to kill, and the invariants to hold."""
+"""Helpers of the storage tests: shards to publish, children to kill, and invariants to check."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def new_cache(path: Path, size_limit: int | str = "4MB", **options: Any) -> Cach
 def content(
     first: int, count: int = 3, size_bytes: int = 8 * KB, fill: dict[str, Any] | None = None
 ) -> ShardContent:
-    """A shard of samples "k<number>" that say which they are, of about `size_bytes` in all."""
+    """A shard of samples "k<number>" with their number as content, of about `size_bytes` in total."""
     packer = Packer()
     each = max(1, size_bytes // count // 8)
     for number in range(first, first + count):
@@ -75,7 +75,7 @@ def publish(
     owner: str | None = None,
     may_evict: bool = True,
 ) -> int | None:
-    """Publish as a sampling process does, which lives for this one shard unless it has a name."""
+    """Publish as a sampling process, which lives for this shard only unless it has a name."""
     held = None if owner else Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     name = owner or (held.name if held else "")
     try:
@@ -87,12 +87,12 @@ def publish(
 
 
 def use_all(cache: Cache) -> None:
-    """Have an epoch use all that is cached, and end: what no epoch has used is no victim."""
+    """Have an epoch use all cached shards: unused shards are not evicted."""
     cache.take_snapshot()[1].release()
 
 
 def insert_rows(cache: Cache, rows: Sequence[ShardRow]) -> None:
-    """Rows without files, for what does not look at files."""
+    """Insert rows without files, for code that does not open files."""
     with cache.catalogue.transaction() as tables:
         schema = content(0).schema
         tables.set_meta("schema", schema.to_json())
@@ -126,7 +126,7 @@ def keys_in(cache: Cache) -> list[str]:
 
 
 def disk_bytes(root: str) -> int:
-    """What everything in `root` occupies, as `du` counts it: each file once, whatever it is called."""
+    """The disk usage of `root` as `du` counts it: each file once, whatever its names."""
     seen: dict[tuple[int, int], int] = {}
 
     def look(path: str) -> None:
@@ -152,7 +152,7 @@ def leftovers(cache: Cache) -> list[str]:
 
 
 def assert_books_cover_disk(cache: Cache) -> None:
-    """What is on the disk is in the books, at every moment, also before any recovery."""
+    """Check that all disk usage is accounted for, which holds even before a recovery."""
     with cache.catalogue.reading() as tables:
         booked = {row.id: row.size_bytes for row in tables.shards()}
         for reservation in tables.reservations():
@@ -167,7 +167,10 @@ def assert_books_cover_disk(cache: Cache) -> None:
 
 
 def assert_sound(cache: Cache) -> None:
-    """The invariants after a recovery: no torn shard, books equal to a fresh scan, nothing left, within the limit."""
+    """Check the invariants after a recovery.
+
+    No shard is torn, the catalogue equals a fresh scan, nothing is left over, and the limit holds.
+    """
     cache.recover()
     report = cache.verify()
     assert report.ok, report
@@ -187,7 +190,7 @@ def assert_sound(cache: Cache) -> None:
 
 
 def assert_readable(snapshot: Snapshot) -> None:
-    """Every shard of a snapshot is there and whole."""
+    """Check that every shard of a snapshot exists and is whole."""
     for shard_id, count in zip(snapshot.shard_ids.tolist(), snapshot.counts.tolist(), strict=True):
         shard = MappedShard(shard_path(snapshot.root, shard_id))
         shard.verify()
@@ -200,7 +203,7 @@ def assert_readable(snapshot: Snapshot) -> None:
 
 @dataclass(slots=True)
 class Child:
-    """A forked child that runs until it is told or killed; what it says comes line by line."""
+    """A forked child that runs until it is told to end, or killed. It sends lines."""
 
     pid: int
     said_fd: int
@@ -209,7 +212,7 @@ class Child:
     status: int | None = None
 
     def hear(self) -> str:
-        """The next line the child says; "" when it has ended."""
+        """The next line of the child; "" once it has ended."""
         while "\n" not in self._text:
             piece = os.read(self.said_fd, 65_536).decode()
             if not piece:
@@ -219,7 +222,7 @@ class Child:
         return line
 
     def tell(self) -> None:
-        """Let the child go on past `wait_for_word`."""
+        """Let the child continue after `wait_for_word`."""
         os.write(self.ask_fd, b".")
 
     def kill(self) -> None:
@@ -238,7 +241,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The child's end: it says lines, and waits for a word."""
+    """The child's end of the line: it sends lines, and waits for a word."""
 
     say_fd: int
     word_fd: int
@@ -252,7 +255,7 @@ class Line:
 
 
 def fork(action: Callable[[Line], object]) -> Child:
-    """Run `action` in a forked child, which then ends without any clean-up: 0, or 1 after an exception."""
+    """Run `action` in a forked child, which ends without clean-up: exit code 0, or 1 after an exception."""
     said, say = os.pipe()
     word, ask = os.pipe()
     with warnings.catch_warnings():
@@ -276,7 +279,7 @@ def fork(action: Callable[[Line], object]) -> Child:
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> float:
-    """Seconds until `condition` held; fails the test past the deadline."""
+    """The seconds until `condition` held; the test fails past the deadline."""
     begun_s = time.monotonic()
     pause = threading.Event()
     while not condition():

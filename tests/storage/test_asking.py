@@ -1,4 +1,4 @@
-"""What a cache can be asked for, and what is said to those who ask for something else."""
+"""Arguments that a cache accepts, and its errors for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flipped bit of the catalogue, or of the copy of its settings, never counts, and never locks a cache."""
+"""A flipped bit in the catalogue, or in the copy of the settings, has no effect and locks no cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNITS = 24
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small cache that a real worker has filled; its data is beside it."""
+    """A small cache that a real worker has filled, with its data beside it."""
     folder = tmp_path_factory.mktemp("books")
     (folder / "data").mkdir()
     for number in range(UNITS):
@@ -44,7 +44,7 @@ def fill(path: Path, folder: Path) -> None:
 
 
 def use(cache: Cache) -> None:
-    """All that a user asks of a cache."""
+    """Do everything that a user does with a cache."""
     assert str(cache.status())
     assert repr(cache)
     assert cache.schema is not None
@@ -53,7 +53,7 @@ def use(cache: Cache) -> None:
 
 
 def positions(path: Path, rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
-    """Bits of a file that mean something: those of pages' headers, and of bytes that are not 0."""
+    """Positions of meaningful bits in a file: those of page headers, and of bytes that are not 0."""
     data = path.read_bytes()
     alive = [place for place, byte in enumerate(data) if byte or place % 4096 < 108]
     for _ in range(count):
@@ -126,7 +126,7 @@ def test_a_worker_fills_a_cache_again_after_a_repair(
 
 
 def change(path: Path, statement: str) -> None:
-    """Change a catalogue as no cachestream does."""
+    """Change a catalogue in a way that no cachestream does."""
     connection = sqlite3.connect(path / "catalogue.sqlite")
     triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
     for name, _ in triggers:

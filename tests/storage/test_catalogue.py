@@ -1,4 +1,4 @@
-"""The catalogue's transactions hold between threads, processes and forks."""
+"""Transactions of the catalogue are isolated between threads, processes and forks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.storage.support import Line, fork
 
 
 def can_write(path: str) -> bool:
-    """Whether another process gets the write lock now."""
+    """Return whether another process gets the write lock now."""
 
     def attempt(line: Line) -> None:
         module.LOCK_TIMEOUT_S = 0.05  # type: ignore[misc]
@@ -55,7 +55,7 @@ def test_a_writer_keeps_other_processes_out_until_it_commits(cache: Cache) -> No
 
 
 def test_opening_the_cache_again_in_one_process_leaves_the_locks_of_the_first(cache: Cache) -> None:
-    """The close of any descriptor of a file drops all POSIX locks that the process holds on it."""
+    """Closing any descriptor of a file drops all POSIX locks that the process holds on it."""
     with cache.catalogue.transaction():
         second = Catalogue(cache.catalogue.path)
         assert second.check()
@@ -103,7 +103,7 @@ def test_waiting_for_a_stopped_writer_ends_at_the_deadline_with_what_to_look_for
 
 
 def test_a_fork_waits_for_the_transactions_of_other_threads(cache: Cache) -> None:
-    """Else the child's SQLite would believe that it holds its parent's lock, and write without one."""
+    """Otherwise the child's SQLite would believe that it holds its parent's lock, and write without one."""
     inside, go_on = threading.Event(), threading.Event()
 
     def write() -> None:

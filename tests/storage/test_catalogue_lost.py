@@ -1,4 +1,4 @@
-"""Catalogues that are lost, damaged, or of another version: rebuilt from the shards, and nothing comes twice."""
+"""Catalogues that are lost, damaged, or of another version are rebuilt, and no sample is cached twice."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
 def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_entered(
     filled: Cache, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Its file is about to be removed, or is removed."""
+    """Its file is removed, or is about to be."""
     real, owner = linux.move, Owner(filled.directory, "slow")
 
     def clear(source: str, target: str) -> None:
@@ -215,7 +215,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
 
 
 def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled: Cache) -> None:
-    """The numbers are the same, and mean others."""
+    """The ids are the same but have another meaning."""
 
     def claim(holder: str) -> Claim:
         with filled.catalogue.transaction() as tables:
@@ -243,7 +243,7 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
 
 
 def test_an_empty_file_in_its_place_is_a_catalogue_that_is_being_made(filled: Cache) -> None:
-    """Whoever comes upon it waits for its maker, and fills it where that one has died."""
+    """A process that finds it waits for its creator, or fills it if that one has died."""
     os.unlink(filled.catalogue.path)
     Path(filled.catalogue.path).touch()
     assert filled.num_samples == 12
@@ -341,7 +341,7 @@ def test_a_shard_of_an_unknown_origin_is_adopted_and_one_that_is_broken_put_asid
 def test_a_file_that_repair_removes_under_an_older_copy_of_the_catalogue_is_nobody_else_s_by_then(
     filled: Cache, fast_path: Path
 ) -> None:
-    """A worker that publishes meanwhile is given another id."""
+    """A worker that publishes meanwhile gets another id."""
     filled.close()
     shutil.copy(filled.catalogue.path, fast_path / "older")
     assert publish(filled, content(12)) == 5
@@ -387,7 +387,7 @@ def test_a_shard_that_tells_of_numbers_no_catalogue_holds_is_entered_without_the
 
 
 def test_a_shard_that_was_made_to_hold_no_samples_is_put_aside(filled: Cache) -> None:
-    """It would stand for all that its spans name, which nobody would fetch again."""
+    """It would stand for the samples in its spans, which would never be fetched again."""
     one = content(12, 1)
     columns = [
         replace(column, shape=(1,), data=column.data[:8])

@@ -1,4 +1,4 @@
-"""A process may be killed at any step: nothing is torn, lost, counted wrong or left behind."""
+"""A process may be killed at any step: nothing is torn, lost, miscounted or left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 3 * FIRST * SHARD_BYTES
 
 @pytest.fixture
 def template(fast_path: Path) -> Path:
-    """A cache of eight shards that are used alike, with room for more, and a pass with an open claim."""
+    """A cache of eight shards with equal use, room for more, and a pass with an open claim."""
     path = fast_path / "template"
     with new_cache(path, LIMIT) as cache:
         with cache.catalogue.transaction() as tables:
@@ -41,7 +41,7 @@ def template(fast_path: Path) -> Path:
 
 @pytest.fixture
 def full(template: Path) -> Path:
-    """The same with no room for another shard: publishing evicts."""
+    """The same without room for another shard: publishing evicts."""
     with Cache(template) as cache:
         with cache.catalogue.reading() as tables:
             room = cache.admission.room(tables)
@@ -65,7 +65,7 @@ def publish_next(cache: Cache, line: Line) -> None:
 
 
 def check_published(cache: Cache, crash: Crash) -> None:
-    """The new shard is there with its progress or neither is; no other is lost but by an eviction on record."""
+    """Check that the new shard exists with its progress or neither does, and that only evictions lose shards."""
     keys = set(keys_in(cache))
     status = cache.status()
     with cache.catalogue.reading() as tables:
@@ -165,7 +165,7 @@ def test_forgetting_a_shard_without_a_file(template: Path, fast_path: Path) -> N
 
 
 def check_counts(cache: Cache) -> None:
-    """What is not there any more is known to be gone: by that the worker knows that there is something to fetch again."""
+    """Check that missing shards are counted: the count tells the worker to fetch again."""
     gone = FIRST - cache.num_shards
     assert cache.status().evicted_shards == gone
     assert sum(row.count for row in cache.status().failures) == 3 * gone
@@ -276,7 +276,7 @@ def test_repairing(template: Path, fast_path: Path) -> None:
 
 
 def test_recovering_what_a_dead_writer_left(template: Path, fast_path: Path) -> None:
-    """A writer killed in the middle, an evictor killed before its unlink: and then the one who clears up is killed."""
+    """A writer is killed while writing, an evictor before its unlink, and then the process that clears up."""
 
     def die(line: Line) -> None:
         with Cache(template) as cache:
@@ -319,7 +319,7 @@ def test_the_steps_of_publishing_are_in_the_order_that_survives_a_power_loss(
 
 
 def assert_durable_order(steps: list[str]) -> None:
-    """Data, then its name, then the row: each on the disk before the next."""
+    """Check that data, then its name, then the row reach the disk, each before the next."""
     commits = [i for i, step in enumerate(steps) if step == "COMMIT"]
     data, name = steps.index("fsync shards/.tmp"), steps.index("replace shards/.safetensors")
     folder = steps.index("fsync crashed/shards")
@@ -334,7 +334,7 @@ def assert_durable_order(steps: list[str]) -> None:
 
 
 def nothing(*_: object) -> None:
-    """In place of what a mutation leaves out."""
+    """Replace a function that a mutation leaves out."""
 
 
 def unlink_before_row() -> None:
@@ -413,7 +413,7 @@ def test_a_known_bug_of_publishing_and_evicting_is_found(
 
 
 def test_a_rebuild_in_two_transactions_is_found(template: Path, fast_path: Path) -> None:
-    """As it was: killed between the tables and the rows, the cache was taken for an empty one."""
+    """A former bug: killed between the tables and the rows, the cache was taken for an empty one."""
 
     def two_transactions() -> None:
         real = Catalogue.create

@@ -1,4 +1,4 @@
-"""Eviction policies: pure, in a total order, and never more than is needed."""
+"""Eviction policies are pure, give a total order, and never evict more than needed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GOES_FIRST: dict[str, Callable[[ShardRow, ShardRow], bool]] = {
 
 @pytest.mark.parametrize("policy", sorted(GOES_FIRST))
 def test_every_pair_of_small_rows_goes_in_the_order_the_policy_promises(policy: str) -> None:
-    """Exhaustively: two shards with any uses and times below 3."""
+    """Exhaustive: two shards with any uses and times below 3."""
     values = list(itertools.product(range(3), repeat=2))
     for (uses, last_used), (other_uses, other_last_used) in itertools.product(values, repeat=2):
         pair = [ShardRow(2, 1, 1, uses, last_used), ShardRow(1, 1, 1, other_uses, other_last_used)]
@@ -235,7 +235,7 @@ def test_a_function_evicts_in_a_real_cache_and_nonsense_from_it_changes_nothing(
 def test_lowering_the_limit_waits_for_what_is_being_written(
     fast_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was promised under the old limit would otherwise come on top of the new one."""
+    """Bytes promised under the old limit would otherwise exceed the new one."""
     monkeypatch.setattr(reservations, "_WRITERS_TIMEOUT_S", DEADLINE_S)
     with new_cache(fast_path / "cache", "4MB") as cache:
         assert publish(cache, content(0, 2, 1_000_000)) is not None
@@ -291,7 +291,7 @@ def test_a_lowered_limit_evicts_what_no_epoch_has_used_and_counts_it(
 
 
 def test_a_limit_is_not_enforced_for_the_blocks_of_a_lease(make_cache: Callable[..., Cache]) -> None:
-    """Each epoch has a lease: a shard would have to go for it that no epoch has used."""
+    """Each epoch has a lease, and an unused shard would have to be evicted for it."""
     cache = make_cache("1MB")
     fill_up(cache, 80_000)
     ids = fill_up(cache, 4_000)
@@ -309,7 +309,7 @@ def test_a_limit_is_not_enforced_for_the_blocks_of_a_lease(make_cache: Callable[
 def test_two_trainers_leave_the_same_shards_to_the_filling(
     make_cache: Callable[..., Cache], policy: Any
 ) -> None:
-    """What one of them holds cannot be replaced, whatever the other one leaves out."""
+    """A shard that one of them holds cannot be replaced, even if the other leaves it out."""
     cache = make_cache("2MB", eviction=policy)
     fill_up(cache)
     filling = lock_file(cache.directory.worker_file("supervisor.lock"))
@@ -336,7 +336,7 @@ def test_two_trainers_leave_the_same_shards_to_the_filling(
 def test_evict_goes_down_to_what_is_asked_for_and_at_most_a_shard_below(
     share: float, make_cache: Callable[..., Cache]
 ) -> None:
-    """The room that filling keeps free is no small part of a small cache."""
+    """The reserve that counts as used is a large part of a small cache."""
     cache = make_cache("2MB")
     for number in range(20):
         publish(cache, content(3 * number, size_bytes=40_000))

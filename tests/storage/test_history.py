@@ -14,7 +14,7 @@ from cachestream.storage.telemetry import ROW, ROWS_AT_MOST, History, read_histo
 
 
 class Clock:
-    """Stands for the wall clock."""
+    """A fake wall clock."""
 
     def __init__(self) -> None:
         self.now_s = 1_700_000_000.0
@@ -46,7 +46,7 @@ def test_a_later_worker_continues_the_history(path: str, clock: Clock) -> None:
 
 
 def test_a_month_of_seconds_fits_and_every_day_of_it_can_be_seen(path: str, clock: Clock) -> None:
-    """Thinning out alone would leave nothing but the last hour."""
+    """Thinning alone would leave nothing but the last hour."""
     history, start_s = History(path, clock), clock.now_s
     for hour in range(30 * 24):
         for second in range(0, 3600, 200):

@@ -1,4 +1,4 @@
-"""Where a cache may lie, and what it takes there."""
+"""The places where a cache may lie, and its disk usage there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_path_with_anything_in_it_works(tmp_path: Path) -> None:
 
 
 def test_a_path_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder that is called '~' appears, which somebody would remove by 'rm -r ~'."""
+    """No folder named '~' is created, which a user would remove with 'rm -r ~'."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     with new_cache(Path("~/cache")) as cache:
@@ -72,7 +72,7 @@ def test_a_path_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.
 
 
 def path_of(num_bytes: int, base: Path) -> Path:
-    """A path below `base` that is so long."""
+    """A path of this length below `base`."""
     path = str(base)
     while len(path) < num_bytes:
         left = num_bytes - len(path) - 1
@@ -146,7 +146,7 @@ def test_a_link_to_the_cache_is_followed_and_a_link_inside_it_refused(tmp_path: 
 
 
 def as_nobody(path: Path, action: Callable[[], None]) -> int:
-    """The exit code of `action` run by another user, who may go to `path`."""
+    """The exit code of `action`, run by another user who has access to `path`."""
     for parent in path.parents:
         if parent.stat().st_uid == os.geteuid() and str(parent).startswith(("/tmp/", "/dev/shm/")):
             parent.chmod(parent.stat().st_mode | 0o011)
@@ -325,7 +325,7 @@ def test_the_limit_in_force_is_what_others_leave_of_the_disk(
 
 @needs_root
 def test_what_root_makes_in_a_users_cache_is_that_users(tmp_path: Path) -> None:
-    """The user would be locked out of a cache that root has read once."""
+    """Otherwise the user would be locked out of a cache that root has read once."""
     root, user = tmp_path / "cache", NOBODY
     with new_cache(root, "20MB") as cache:
         publish(cache, content(0))
@@ -366,7 +366,7 @@ def test_root_gives_nothing_away_that_was_there(tmp_path: Path) -> None:
 
 @pytest.fixture
 def planted(fast_path: Path) -> Path:
-    """A folder of root's, to which a user has a link lead; the user's cache is beside it."""
+    """A folder of root's that a user's link points to, and the user's cache beside it."""
     users, roots = fast_path / "cache", fast_path / "roots"
     roots.mkdir()
     (roots / "precious").write_text("root's")
@@ -376,7 +376,7 @@ def planted(fast_path: Path) -> Path:
 
 
 def of_root(roots: Path) -> bool:
-    """Whether the folder is as it was: root's, and nothing came or went."""
+    """Return whether the folder is unchanged: owned by root, with the same entries."""
     return os.listdir(roots) == ["precious"] and {
         path.stat().st_uid for path in (roots, roots / "precious")
     } == {0}
@@ -407,7 +407,9 @@ def test_root_that_opens_a_users_cache_follows_no_folder_that_is_a_link(
 def test_root_changes_nothing_through_a_folder_that_becomes_a_link_while_it_works(
     planted: Path, fast_path: Path
 ) -> None:
-    """Each of its ways to make, write, move or remove a file, after the user has put links in place of the folders."""
+    """Covers each way to create, write, move or remove a file, after the user has replaced the folders by
+    links.
+    """
     with new_cache(fast_path / "cache") as cache:
         for first in range(0, 9, 3):
             publish(cache, content(first))
@@ -474,7 +476,7 @@ def test_root_changes_nothing_through_a_folder_that_becomes_a_link_while_it_work
 def test_root_writes_to_no_file_that_a_user_has_a_link_lead_to(
     planted: Path, fast_path: Path, name: str
 ) -> None:
-    """An empty file at the end of a link was taken for a catalogue that is to be filled."""
+    """A former bug: an empty file behind a link was taken for a new catalogue."""
     (planted / "precious").write_bytes(b"")
     new_cache(fast_path / "cache").close()
     path = fast_path / "cache" / name
@@ -492,7 +494,7 @@ def test_root_writes_to_no_file_that_a_user_has_a_link_lead_to(
 
 @needs_root
 def test_root_gives_no_file_of_its_own_away_as_a_journal(fast_path: Path) -> None:
-    """SQLite, run by root, gives the journal to whom the catalogue belongs."""
+    """SQLite, run by root, gives the journal to the owner of the catalogue."""
     path = fast_path / "cache"
     path.mkdir()
     os.chown(path, NOBODY, NOBODY)
@@ -512,7 +514,7 @@ def test_root_gives_no_file_of_its_own_away_as_a_journal(fast_path: Path) -> Non
 
 @needs_root
 def test_a_folder_that_is_swapped_again_and_again_leads_root_nowhere(planted: Path, fast_path: Path) -> None:
-    """A folder and a link to root's take turns at one name, as fast as they can, while root makes files there."""
+    """A folder and a link to root's folder alternate at one name while root creates files there."""
     cache, folder = fast_path / "cache", fast_path / "cache" / "worker"
 
     def swap() -> None:

@@ -1,4 +1,4 @@
-"""A lease keeps the shards of a snapshot for as long as somebody who holds it lives, and not longer."""
+"""A lease protects the shards of a snapshot for as long as a process that holds it lives, and no longer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_forked_child_keeps_no_lease_alive_unless_it_joins(filled: Cache) -> N
 
 
 def test_a_started_process_joins_a_lease_by_its_path(filled: Cache) -> None:
-    """As an unpickled dataset does in a spawned worker."""
+    """An unpickled dataset does so in a spawned worker."""
     snapshot, lease = filled.take_snapshot()
     program = (
         "import pickle, sys\n"
@@ -131,7 +131,7 @@ def test_a_lease_that_has_ended_cannot_be_joined(filled: Cache) -> None:
 
 
 def test_a_lease_that_nobody_refers_to_is_released(filled: Cache) -> None:
-    """A dataset that is dropped without a close would keep its shards for as long as the process lives."""
+    """Otherwise a dataset dropped without a close would hold its shards for the life of the process."""
     _, lease = filled.take_snapshot()
     assert filled.status().leases == 1
     del lease
@@ -212,7 +212,7 @@ def test_leases_of_the_dead_are_cleared_away_and_take_no_space(filled: Cache) ->
 
 
 def test_a_reused_process_id_does_not_make_a_dead_lease_look_alive(filled: Cache) -> None:
-    """A forged lease under the id of a process that runs: only the kernel's lock counts."""
+    """A forged lease with the pid of a running process: only the kernel's lock counts."""
     forged = Path(filled.directory.leases) / f"{os.getppid()}-forged.lease"
     forged.write_bytes(np.array([[1, 10]], np.int64).tobytes())
     (Path(filled.directory.leases) / f"{os.getppid()}-forged.owner").touch()
@@ -223,7 +223,7 @@ def test_a_reused_process_id_does_not_make_a_dead_lease_look_alive(filled: Cache
 
 
 def test_a_lease_of_a_scattered_hundred_thousand_shards_stays_small(make_cache: Callable[..., Cache]) -> None:
-    """A cache that has turned over for months holds ids with gaps everywhere."""
+    """After months of turnover, the ids in a cache have gaps everywhere."""
     cache = make_cache("100MB")
     with cache.catalogue.transaction() as tables:
         schema = content(0).schema

@@ -1,4 +1,4 @@
-"""A held file says that its holder lives: to others, through forks, and however the holder ends."""
+"""A held file proves that its holder lives: to other processes, through forks, and after any end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path(fast_path: Path) -> str:
 
 
 def hold(path: str, *, shared: bool = False) -> Callable[[Line], None]:
-    """What a child does that holds `path` until it is killed."""
+    """Hold `path` until killed, in a child."""
 
     def run(line: Line) -> None:
         lock = lock_file(path, shared=shared)
@@ -78,7 +78,7 @@ def test_a_forked_child_keeps_nothing_of_its_parent_alive(path: str) -> None:
 
 
 def test_a_lock_that_nobody_refers_to_is_held_and_still_not_passed_to_a_forked_child(path: str) -> None:
-    """A handle is dropped, the process goes on: as a script does that starts a worker and keeps no name for it."""
+    """A script that starts a worker and keeps no name for it drops the handle and goes on."""
 
     def run_on(line: Line) -> None:
         line.say("running")
@@ -112,7 +112,7 @@ def test_a_started_program_does_not_inherit_a_lock(path: str) -> None:
 
 
 def test_a_fork_beside_threads_that_lock_and_release_inherits_nothing(path: str) -> None:
-    """Between the open of a file and its entry in the list of held ones, a fork must wait."""
+    """A fork must wait between the open of a file and its entry in the list of held ones."""
     stop = threading.Event()
 
     def churn(number: int) -> None:
@@ -168,7 +168,7 @@ def test_two_that_look_at_once_do_not_take_each_other_for_the_holder(
 
 
 class Unguarded:
-    """Stands for the guard of another process: it guards nothing here."""
+    """Stands for the guard of another process, which guards nothing here."""
 
     def __enter__(self) -> None:
         pass
@@ -186,7 +186,7 @@ class Unguarded:
 def test_a_lock_on_a_file_that_was_unlinked_meanwhile_is_not_believed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cleaner comes between the open and the lock: the lock would guard a file nobody sees."""
+    """The file is removed between the open and the lock: the lock would guard a file that no one else sees."""
     original = locks._try_lock
     seen: list[int] = []
 

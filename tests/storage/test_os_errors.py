@@ -1,4 +1,4 @@
-"""Whatever the system refuses, at any step: one documented error, nothing left behind, and it goes on afterwards."""
+"""Any system error, at any step, raises a documented error, leaves nothing behind, and is recoverable."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def damage_some(cache: Cache) -> None:
 
 
 def nothing(_: Cache) -> None:
-    """The cache is sound."""
+    """Do nothing; the cache is sound."""
 
 
 ACTIONS: dict[str, tuple[Action, Callable[[Cache], None]]] = {
@@ -137,7 +137,7 @@ ACTIONS: dict[str, tuple[Action, Callable[[Cache], None]]] = {
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("what", ACTIONS)
 def test_any_step_may_fail(template: Path, fast_path: Path, what: str, number: int, for_ever: bool) -> None:
-    """The error is a documented one, the process goes on with the same cache, and nothing is left."""
+    """The error is a documented one, the process continues with the same cache, and nothing is left over."""
     action, prepare = ACTIONS[what]
     with Cache(template) as cache:
         prepare(cache)
@@ -178,7 +178,7 @@ def test_any_step_may_fail(template: Path, fast_path: Path, what: str, number: i
 
 
 def go_on(cache: Cache) -> None:
-    """The fault has cleared: the same cache is sound, and the next shard is published."""
+    """Check that the same cache is sound after the fault, and publish the next shard."""
     cache.recover()
     cache.enforce_limit()
     assert_sound(cache)
@@ -193,7 +193,7 @@ def go_on(cache: Cache) -> None:
 def test_a_writer_that_lives_on_leaves_nothing_of_what_it_could_not_finish(
     template: Path, fast_path: Path
 ) -> None:
-    """For want of space, at any step of publishing, and however often: the cache does not shrink by that."""
+    """However often a step of publishing fails for lack of space, the cache does not shrink."""
     steps = Steps(None, refused(errno.ENOSPC), for_ever=True)
 
     def publish_as(cache: Cache, line: Line) -> None:
@@ -238,7 +238,7 @@ def on_disk(small_disk: Path) -> Cache:
 
 
 def fill_disk(folder: Path, leave_bytes: int = 0) -> Path:
-    """Another program's file, that takes all of the disk but `leave_bytes`."""
+    """Write another program's file that leaves only `leave_bytes` of the disk."""
     path = folder / "theirs"
     free = shutil.disk_usage(folder).free - leave_bytes
     with open(path, "wb") as file:
@@ -272,7 +272,7 @@ def test_a_disk_that_fills_up_between_reserving_and_writing(
 
 
 def test_a_disk_without_a_free_byte(on_disk: Cache, small_disk: Path) -> None:
-    """Looking and reading go on; what must write says that the disk is full; it goes on when there is space."""
+    """Reading continues, writing raises an error that names the full disk, and recovers when there is space."""
     theirs = fill_disk(small_disk)
     with on_disk as cache:
         keys = keys_in(cache)
@@ -295,7 +295,7 @@ def test_a_disk_without_a_free_byte(on_disk: Cache, small_disk: Path) -> None:
 
 
 def test_a_mount_for_reading_only(on_disk: Cache, small_disk: Path) -> None:
-    """Looking and checking go on; who would train or fill is told what to mount how."""
+    """Reading and checking continue; training and filling raise an error that says what to mount."""
     keys = keys_in(on_disk)
     on_disk.close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -333,8 +333,9 @@ def test_a_disk_without_a_free_inode(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("most", [100, 5000, 70_000])
 def test_a_limit_on_the_size_of_files(cache: Cache, most: int) -> None:
-    """EFBIG is a full disk to us, also where it refuses the catalogue, which SQLite takes for a broken disk; nothing is
-    torn, and the process is not killed by SIGXFSZ.
+    """EFBIG counts as a full disk, also for the catalogue, where SQLite reports a broken disk.
+
+    Nothing is torn, and SIGXFSZ does not kill the process.
     """
 
     def attempt(line: Line) -> None:
@@ -394,7 +395,7 @@ for first in (0, 3):
     ],
 )
 def test_the_kernel_refuses(fast_path: Path, call: str, path: str, lost: list[int] | None) -> None:
-    """EIO from the real call: the shard is discarded with an error, and the next one is published."""
+    """EIO from a real call: the shard is discarded with an error, and the next one is published."""
     cache_path = fast_path / "cache"
     new_cache(cache_path).close()
     place = fast_path / "cache" / path

@@ -1,4 +1,4 @@
-"""Any order of reserving, publishing, leasing, evicting, limiting and dying keeps the cache within its limit and sound."""
+"""Reserving, publishing, leasing, evicting, limiting and dying, in any order, keep a cache sound."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Reserved:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Two openings of one cache in this process, and children that reserve and die."""
+    """Two open handles of one cache in this process, and children that reserve and die."""
 
     reservations = Bundle("reservations")
     snapshots = Bundle("snapshots")
@@ -120,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(reserved=reservations, share=st.floats(0, 1), named=st.booleans())
     def write(self, reserved: Reserved, share: float, named: bool) -> None:
-        """As much as was reserved may be on the disk, under its temporary or its final name."""
+        """Write as much as was reserved, under the temporary or the final name."""
         directory = self.caches[0].directory
         path = directory.temporary_shard(reserved.shard_id)
         final = shard_path(directory.root, reserved.shard_id)
@@ -138,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(target=children, size=SIZES, halfway=st.booleans())
     @precondition(lambda self: len(self.living) < 2)
     def start_child(self, size: int, halfway: bool) -> Any:
-        """Another process that reserves, writes half of it, and waits."""
+        """Start another process that reserves, writes half of it, and waits."""
         cache = self.caches[0]
 
         def run(line: Line) -> None:
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(min_free=st.sampled_from([0, 10**15]))
     def others_fill_the_disk(self, min_free: int) -> None:
-        """As if there were no disk left but for `min_free`: then nothing may be added."""
+        """Leave only `min_free` of the disk: then nothing may be added."""
         Cache(self.caches[0].path, min_free=min_free).close()
         if min_free:
             assert self.caches[0].admission.reserve(4096, self.owner.name, may_evict=False) is None

@@ -1,4 +1,4 @@
-"""A shard comes back as it was written, for everyone who reads safetensors, or not at all."""
+"""A shard reads back as it was written, also with the safetensors library, or not at all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def some(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def as_torch(shard: MappedShard, name: str) -> torch.Tensor:
-    """A column as the tensor it was: undoing what is stored otherwise."""
+    """A column as its original tensor, for dtypes that are stored as others."""
     field = next(f for f in shard.schema.fields if f.name == name.partition("#")[0])
     array = shard.array(name).copy()
     if field.dtype == "complex128":
@@ -152,7 +152,7 @@ def test_arrays_outlive_the_shard_they_came_from(tmp_path: Path) -> None:
 
 
 def test_every_single_flipped_bit_is_detected(tmp_path: Path) -> None:
-    """Exhaustively, header, padding and data: on opening, or by verify; nothing but CorruptShardError."""
+    """Exhaustive for header, padding and data: CorruptShardError on opening or by verify, and no other error."""
     path = write(
         tmp_path / "a",
         packed([{"x": np.arange(3, dtype=np.uint8), "s": "é"}, {"x": np.zeros(3, np.uint8), "s": ""}]),
@@ -242,7 +242,7 @@ def test_too_many_open_files_are_not_taken_for_a_corrupt_shard(tmp_path: Path) -
 
 
 def signed(header: dict[str, Any]) -> bytes:
-    """A header with a checksum that holds, so that what is wrong is found by the other checks."""
+    """A header with a valid checksum, so that the other checks find the error."""
     header["__metadata__"]["header_xxh3"] = "0" * 16
     text = json.dumps(header, separators=(",", ":")).encode()
     signature = xxhash.xxh3_64_hexdigest(text)

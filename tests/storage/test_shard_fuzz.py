@@ -1,4 +1,4 @@
-"""Whatever stands in a file, opening it gives a sound shard or CorruptShardError, and takes little memory."""
+"""Opening a file with any content gives a sound shard or CorruptShardError, and takes little memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HEAD, DATA = _sound()
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where everything in a JSON value is."""
+    """The paths of all values in a JSON value."""
     found = [path] if path else []
     children = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -63,7 +63,7 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutate_json(rng: random.Random, header: dict[str, Any]) -> dict[str, Any]:
-    """One to three things replaced, removed or added, in the header or in the JSON texts inside of it."""
+    """Replace, remove or add one to three values, in the header or in the JSON texts inside it."""
     texts = {key: json.loads(header["__metadata__"][key]) for key in ("schema", "fill", "xxh3")}
     for _ in range(rng.randint(1, 3)):
         whole = rng.choice([header, header, *texts.values()])
@@ -94,7 +94,7 @@ def mutate_json(rng: random.Random, header: dict[str, Any]) -> dict[str, Any]:
 
 
 def any_bytes(rng: random.Random) -> bytes:
-    """The file with bytes changed, cut out, doubled, or a length or offset that is far off."""
+    """The file with bytes changed, cut out or doubled, or with a length or offset that is far off."""
     data = bytearray(HEAD + DATA)
     kind = rng.randrange(6)
     if kind == 0:
@@ -118,7 +118,7 @@ def any_bytes(rng: random.Random) -> bytes:
 
 
 def resigned(rng: random.Random) -> bytes:
-    """A changed header whose checksum holds: the checks behind it have to hold it."""
+    """A changed header with a valid checksum, for the checks that follow it."""
     header = mutate_json(rng, json.loads(HEAD[8:]))
     try:
         return signed(header) + DATA
@@ -127,7 +127,7 @@ def resigned(rng: random.Random) -> bytes:
 
 
 def fuzz(path: Path, seed: int, cases: int, make: Callable[[random.Random], bytes]) -> int:
-    """How many of the cases opened. Fails on any other error than CorruptShardError, naming the seed."""
+    """The number of cases that opened. Fails on any error but CorruptShardError, naming the seed."""
     opened = longest = 0
     for case in range(cases):
         data = make(random.Random(seed + case))

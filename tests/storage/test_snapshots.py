@@ -1,4 +1,4 @@
-"""Which shards an epoch is drawn from: pure functions, held against their promises one by one."""
+"""Selection of the shards of an epoch: pure functions and their guarantees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cachestream.schema import IntArray
 from cachestream.storage.leases import merge_ranges, ranges_of
 from cachestream.storage.reservations import Room
 from cachestream.storage.snapshots import select_shards
-from cachestream.storage.turnover import Filling, bytes_to_leave, leave_out
+from cachestream.storage.turnover import PassProgress, bytes_to_leave, leave_out
 
 
 def ints(values: list[int]) -> IntArray:
@@ -25,7 +25,7 @@ def members(ranges: IntArray) -> set[int]:
 
 
 def test_an_epoch_takes_the_least_used_shards_first_older_before_newer() -> None:
-    """Exhaustively: four shards of any sizes up to 2 and uses up to 1, any left out, any epoch size."""
+    """Exhaustive: four shards of any sizes up to 2 and uses up to 1, any left out, any epoch size."""
     ids = ints([3, 4, 7, 9])
     for counts, uses in itertools.product(
         itertools.product((1, 2), repeat=4), itertools.product((0, 1), repeat=4)
@@ -77,20 +77,20 @@ def test_what_is_left_out_was_used_is_enough_and_never_all_nor_more_than_can_be_
 @pytest.mark.parametrize(
     ("free", "turnover", "filling", "leave"),
     [
-        (500, 0.25, Filling(10, 100, 500, lost=False), 0),  # a quarter is free already
-        (100, 0.25, Filling(10, 100, 500, lost=False), 150),
-        (0, 0.25, Filling(10, 100, 500, lost=False), 250),
-        (-50, 0.25, Filling(10, 100, 500, lost=False), 250),  # over the limit: no more than the share
-        (100, 0.25, Filling(90, 100, 500, lost=False), 0),  # what is to come fits
-        (100, 0.25, Filling(90, 100, 500, lost=True), 150),  # it fits, but something has been evicted
-        (100, 0.25, Filling(90, None, 500, lost=False), 150),  # an endless source never fits
-        (100, 0.25, Filling(0, 100, 0, lost=False), 150),  # nothing is known yet
-        (100, 0.25, Filling(0, 0, 0, lost=False), 0),  # an empty source
-        (100, 0.0, Filling(10, 100, 500, lost=True), 0),
+        (500, 0.25, PassProgress(10, 100, 500, lost=False), 0),  # a quarter is free already
+        (100, 0.25, PassProgress(10, 100, 500, lost=False), 150),
+        (0, 0.25, PassProgress(10, 100, 500, lost=False), 250),
+        (-50, 0.25, PassProgress(10, 100, 500, lost=False), 250),  # over the limit: no more than the share
+        (100, 0.25, PassProgress(90, 100, 500, lost=False), 0),  # what is to come fits
+        (100, 0.25, PassProgress(90, 100, 500, lost=True), 150),  # it fits, but something has been evicted
+        (100, 0.25, PassProgress(90, None, 500, lost=False), 150),  # an endless source never fits
+        (100, 0.25, PassProgress(0, 100, 0, lost=False), 150),  # nothing is known yet
+        (100, 0.25, PassProgress(0, 0, 0, lost=False), 0),  # an empty source
+        (100, 0.0, PassProgress(10, 100, 500, lost=True), 0),
     ],
 )
 def test_a_share_is_left_out_only_where_the_filling_needs_it(
-    free: int, turnover: float, filling: Filling, leave: int
+    free: int, turnover: float, filling: PassProgress, leave: int
 ) -> None:
     assert bytes_to_leave(Room(1000, 1000 - free), turnover, filling) == leave
 
@@ -99,7 +99,7 @@ def test_a_share_is_left_out_only_where_the_filling_needs_it(
 def test_the_share_has_room_for_a_shard_and_what_is_free_counts_only_where_one_fits(
     free: int, largest: int, leave: int
 ) -> None:
-    filling = Filling(10, None, 500, lost=True)
+    filling = PassProgress(10, None, 500, lost=True)
     assert bytes_to_leave(Room(1000, 1000 - free), 0.25, filling, largest) == leave
 
 

@@ -1,4 +1,4 @@
-"""A snapshot that is given out again holds what a new one would, and each of its uses is counted."""
+"""A reused snapshot holds the same shards as a new one would, and each of its uses is counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def filled(cache: Cache) -> Cache:
 
 
 class Reader:
-    """Takes snapshots, of which some are held, and knows how often each shard was in one."""
+    """Takes snapshots, holds some of them, and counts each shard's uses."""
 
     def __init__(self, cache: Cache) -> None:
         self.now_s = 0.0
@@ -179,7 +179,7 @@ def test_a_lease_that_somebody_removed_is_not_given_out(filled: Cache) -> None:
 
 
 def test_it_stands_for_ten_seconds(filled: Cache) -> None:
-    """Of a process that is killed no more uses than those are lost."""
+    """A process that is killed loses no more uses than those."""
     reader = Reader(filled)
     first = reader.take()
     reader.now_s = 9.99

@@ -1,4 +1,4 @@
-"""The board is read by whoever looks, also when the worker that writes it is of another version."""
+"""The board is readable, even if a worker of another version writes it."""
 
 from __future__ import annotations
 

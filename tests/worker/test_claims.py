@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream import Cache
+from cachestream.storage.filling import Assignment
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.worker.claims import MOST_POSITIONS, Assignment, block_size, next_claim
+from cachestream.worker.claims import MOST_POSITIONS, block_size, next_claim
 from cachestream.worker.order import PassPlan
 
 
@@ -50,7 +51,7 @@ def owner(cache: Cache, name: str) -> Iterator[str]:
 
 
 def claim(cache: Cache, name: str) -> Assignment | None:
-    return next_claim(cache.catalogue, cache.directory, name, 2)
+    return next_claim(cache.filling, name, 2)
 
 
 def commit(cache: Cache, name: str, *claims: tuple[int, int, int]) -> None:

@@ -41,7 +41,7 @@ class Process:
             hang_timeout_s=30.0, custom_eviction=False, payload=Packed(b""), sampler=b"",
         )  # fmt: skip
         self.outbox = Outbox(job, cache, self.slot, owner=name, stop=self.stop)
-        assignment = next_claim(cache.catalogue, cache.directory, name, 1)
+        assignment = next_claim(cache.filling, name, 1)
         assert assignment is not None
         self.assignment = assignment
         self.open = OpenShard()

@@ -17,7 +17,7 @@ import pytest
 import cachestream as cs
 from cachestream import Cache
 from cachestream.sources.base import Rows
-from cachestream.storage.status import RESTS, WAITS
+from cachestream.storage.filling import RESTS, WAITS
 from cachestream.transport.metering import Throttle
 from tests.worker.sources import Numbers, content
 from tests.worker.support import DEADLINE_S, failures_of, in_use, keys_of, only_once, wait_until

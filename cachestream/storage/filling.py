@@ -1,0 +1,302 @@
+"""The filling of a cache as its catalogue records it: state, passes, claims, and the spans that are cached.
+
+Each method is one transaction, which contains only SQL and the caller's pure function. Callers get frozen
+values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Generic, TypeVar
+
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span
+from cachestream.storage.catalogue import Catalogue
+from cachestream.storage.layout import Directory
+from cachestream.storage.reservations import owner_is_alive
+from cachestream.storage.tables import Claim, FailureRow, PassRow, Suspect, Tables
+
+T = TypeVar("T")
+Plan = TypeVar("Plan")
+
+# Messages of a full cache that evicts: with "full" while no epoch is in use, with "filling" while one is.
+RESTS: Final = "full: rests until an epoch uses it"
+WAITS: Final = "waiting for the next epoch"
+
+
+@dataclass(frozen=True, slots=True)
+class LabelNames:
+    """The names that the labels of cached samples index: their number and their digest."""
+
+    count: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class FillState:
+    """The filling at one moment, as the catalogue records it.
+
+    `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
+    reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
+    transform's code. Of the last pass, `positions_done` are done; `is_looking` while it is not known whether
+    another pass begins. `snapshots` counts all that were ever taken. `failures` have the most frequent first.
+    """
+
+    phase: str
+    message: str
+    traceback: str
+    source: str | None
+    transform: str | None
+    labels: LabelNames | None
+    schema_json: str | None
+    last_pass: PassRow | None
+    positions_done: int
+    is_looking: bool
+    num_shards: int
+    num_samples: int
+    written_samples: int
+    evicted_shards: int
+    evicted_samples: int
+    snapshots: int
+    size_limit: int
+    min_free: int
+    catalogue_id: str | None
+    failures: tuple[FailureRow, ...]
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields of the cached samples; None before the first."""
+        return None if self.schema_json is None else Schema.from_json(self.schema_json)
+
+    @property
+    def has_evicted(self) -> bool:
+        """True if a shard has been evicted since the last pass began."""
+        return self.last_pass is not None and self.evicted_shards > self.last_pass.evicted_before
+
+
+def fill_state(tables: Tables) -> FillState:
+    """Read the state of the filling in a transaction of the caller."""
+    meta, passes = tables.all_meta(), tables.passes()
+    shards, samples, _ = tables.totals()
+    labels = meta.get("label_names")
+    return FillState(
+        phase=str(meta.get("fill_state", "none")),
+        message=str(meta.get("fill_message", "")),
+        traceback=str(meta.get("fill_traceback", "")),
+        source=meta.get("source"),
+        transform=meta.get("transform"),
+        labels=None if labels is None else LabelNames(*json.loads(labels)),
+        schema_json=meta.get("schema"),
+        last_pass=passes[-1] if passes else None,
+        positions_done=tables.positions_done(passes[-1]) if passes else 0,
+        is_looking=bool(meta.get("is_looking", 0)),
+        num_shards=shards,
+        num_samples=samples,
+        written_samples=int(meta.get("written_samples", 0)),
+        evicted_shards=int(meta.get("evicted_shards", 0)),
+        evicted_samples=int(meta.get("evicted_samples", 0)),
+        snapshots=int(meta.get("clock", 0)),
+        size_limit=int(meta["size_limit"]),
+        min_free=int(meta["min_free"]),
+        catalogue_id=meta.get("catalogue_id"),
+        failures=tuple(tables.failures()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """A pass to begin or to extend: its `plan` (JSON), and its `length` in positions (None: endless).
+
+    `is_listing` while the listing may add units to it.
+    """
+
+    plan: str
+    length: int | None
+    is_listing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A claim, its pass, and the positions in it that killed a process before."""
+
+    claim: Claim
+    row: PassRow
+    suspects: tuple[Suspect, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPass:
+    """The current pass, and the owners of its claims that have died."""
+
+    row: PassRow
+    dead_owners: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSpans(Generic[Plan]):
+    """The plans of all passes by id, and for each requested part the cached spans: pass id → spans."""
+
+    source: str | None
+    plans: dict[int, Plan]
+    spans: tuple[dict[int, list[Span]], ...]
+
+
+class Filling:
+    """The transactions that fill the cache in `directory`."""
+
+    def __init__(self, directory: Directory, catalogue: Catalogue) -> None:
+        self._directory = directory
+        self._catalogue = catalogue
+
+    # --- state
+
+    def state(self) -> FillState:
+        return self.judged(lambda state: state)
+
+    def judged(self, judge: Callable[[FillState], T]) -> T:
+        """Return `judge(state)`, called within the transaction.
+
+        A CatalogueDamagedError that it raises for an impossible value then has the catalogue rebuilt.
+        """
+        with self._catalogue.reading() as tables:
+            return judge(fill_state(tables))
+
+    def record(self, phase: str, message: str = "", traceback: str = "") -> str | None:
+        """Set the phase, message and traceback of `FillState`; return the id of the catalogue."""
+        with self._catalogue.transaction() as tables:
+            tables.set_meta("fill_state", phase)
+            tables.set_meta("fill_message", message)
+            tables.set_meta("fill_traceback", traceback)
+            tables.add("epoch_waits", int(message == WAITS))
+            catalogue_id: str | None = tables.meta("catalogue_id")
+            return catalogue_id
+
+    def record_looking(self, is_looking: bool) -> None:
+        """Set `FillState.is_looking`, for those who wait for the end of the pass."""
+        with self._catalogue.transaction() as tables:
+            tables.set_meta("is_looking", int(is_looking))
+
+    def record_transform(self, mark: str) -> None:
+        with self._catalogue.transaction() as tables:
+            tables.set_meta("transform", mark)
+
+    def record_suspects(self, suspects: Iterable[tuple[int, Suspect]]) -> None:
+        """Add the deaths of suspects, each with the id of its pass."""
+        with self._catalogue.transaction() as tables:
+            for pass_id, suspect in suspects:
+                tables.add_suspect(pass_id, suspect.position, suspect.deaths, suspect.reason)
+
+    def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
+        """Record the schemas of the first samples that `owner` has read, with counts; return those of all
+        others.
+        """
+        with self._catalogue.transaction() as tables:
+            return tables.vote(owner, votes)
+
+    # --- passes
+
+    def adopt(self, source: str, labels: LabelNames, is_void: Callable[[FillState], bool]) -> FillState:
+        """Record `source` and `labels` as those of the cache, and return the state after that.
+
+        If `is_void(state)`, the recorded progress is deleted first. An error that it raises changes nothing.
+        """
+        with self._catalogue.transaction() as tables:
+            if is_void(fill_state(tables)):
+                tables.forget_filling()
+            tables.set_meta("source", source)
+            tables.set_meta("label_names", json.dumps([labels.count, labels.digest]))
+            return fill_state(tables)
+
+    def begin_pass(self, planned: PlannedPass, forgotten: Collection[str]) -> None:
+        """Begin a pass, and delete the failures of the kinds `forgotten`, whose units are read again."""
+        with self._catalogue.transaction() as tables:
+            tables.forget_old_passes()
+            tables.forget_failures(*forgotten)
+            # In the same transaction, or the cache would still seem complete.
+            tables.set_meta("fill_state", "filling")
+            tables.set_meta("listing", int(planned.is_listing))
+            tables.insert_pass(planned.plan, planned.length, int(tables.meta("evicted_shards", 0)))
+
+    def enter_earlier_pass(self, source: str, plan: str, length: int | None) -> int:
+        """Return the id of the pass of a shard that is made again from `source`.
+
+        An unknown pass is inserted before all others.
+        """
+        with self._catalogue.transaction() as tables:
+            tables.set_meta("source", source)
+            return tables.earlier_pass(plan, length)
+
+    def cached_spans(
+        self, parse: Callable[[str], Plan], parts: Sequence[int] | None = None
+    ) -> CachedSpans[Plan]:
+        """The spans that the shards hold, for each of `parts` (default: all of the cache's splits).
+
+        `parse` reads the plan of a pass within the transaction, like the function of `judged`.
+        """
+        with self._catalogue.reading() as tables:
+            if parts is None:
+                parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
+            plans = {row.id: parse(row.plan) for row in tables.passes()}
+            return CachedSpans(tables.meta("source"), plans, tuple(tables.spans(part) for part in parts))
+
+    # --- claims
+
+    def open_pass(self) -> OpenPass | None:
+        """The current pass; None if there is none."""
+        with self._catalogue.reading() as tables:
+            passes = tables.passes()
+            owners = {owner for _, owner in tables.claims(passes[-1].id)} if passes else set()
+        if not passes:
+            return None
+        # Outside the transaction: the name of a dead owner is never used again.
+        return OpenPass(
+            passes[-1], frozenset(owner for owner in owners if not owner_is_alive(self._directory, owner))
+        )
+
+    def claim(
+        self,
+        owner: str,
+        seen: OpenPass,
+        growth: PlannedPass | None,
+        block_size: Callable[[int | None], int],
+    ) -> Assignment | PassRow | None:
+        """Claim positions of the last pass for `owner`: the claim of a dead owner, or `block_size(length)`
+        new ones.
+
+        If all positions are claimed and the pass is still as `seen`, it is extended by `growth`. Returns the
+        pass if nothing of it is left to claim, None if there is no pass.
+        """
+        with self._catalogue.transaction() as tables:
+            passes = tables.passes()
+            if not passes:
+                return None
+            row = passes[-1]
+            claim = _take_over(tables, row, owner, seen.dead_owners)
+            if claim is None:
+                if growth is not None and row == seen.row and row.next_position == row.length:
+                    tables.set_meta("listing", int(growth.is_listing))
+                    tables.extend_pass(row.id, growth.plan, growth.length)
+                    row = replace(row, plan=growth.plan, length=growth.length)
+                claim = _new_claim(tables, row, owner, block_size(row.length))
+            if claim is None:
+                return row
+            suspects = [s for s in tables.suspects(row.id) if claim.position <= s.position < claim.stop]
+            return Assignment(claim, row, tuple(suspects))
+
+
+def _take_over(tables: Tables, row: PassRow, owner: str, dead_owners: frozenset[str]) -> Claim | None:
+    for claim, holder in tables.claims(row.id):
+        if holder != owner and holder in dead_owners:
+            tables.take_claim(claim.id, owner)
+            return claim
+    return None
+
+
+def _new_claim(tables: Tables, row: PassRow, owner: str, size: int) -> Claim | None:
+    stop = row.next_position + size
+    stop = stop if row.length is None else min(stop, row.length)
+    if stop <= row.next_position:
+        return None
+    tables.advance_pass(row.id, stop)
+    return tables.insert_claim(row.id, row.next_position, stop, owner)
