@@ -1,25 +1,35 @@
-"""One sampling process seen from the supervisor: started, watched, its last words kept."""
+"""A background process from both sides: the supervisor starts, watches and reaps it; the process itself stops with the supervisor."""
 
 from __future__ import annotations
 
+import faulthandler
+import functools
 import json
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, Any, Final
 
 from cachestream.storage.telemetry import ENDED, STARTING, Board
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.fork_server import Forked, ForkServer
 from cachestream.worker.health import Death, Suspicion, hanging_positions, suspicions
-from cachestream.worker.job import write_frame
-from cachestream.worker.processes import end_group, end_group_of_dead, is_stopped
+from cachestream.worker.job import read_frame, write_frame
+from cachestream.worker.processes import die_with_parent, end_group, end_group_of_dead, is_stopped
 
+EXIT_FATAL: Final = 3
+EXIT_RESTART: Final = 4
+EXIT_LATER: Final = 5
+GRACE_S: Final = 3.0
+_NICE: Final = 5
 _LAST_WORDS_BYTES: Final = 8192
 logger = logging.getLogger("cachestream.worker")
 # The child imports from where its parent does, and leaves the cores to the trainer's own threads.
@@ -130,7 +140,7 @@ class Child:
         self._hung, self._was_stopped = None, False
         owner = f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}"
         self._process = start_sampling(
-            "cachestream.worker.sampling_process", self._server, self._sys_path, self._job_fd
+            "cachestream.worker.sampler", self._server, self._sys_path, self._job_fd
         )
         self.started_s, self.start_at_s = now_s, None  # where that fails it is still due
         self._words.clear()
@@ -227,3 +237,53 @@ def _close(stream: IO[bytes]) -> None:
         stream.close()
     except BrokenPipeError:
         pass
+
+
+def live_with_parent(stop: threading.Event) -> Any:
+    """Become a child of the supervisor: die with it, stop when asked to. Returns what it said first."""
+    faulthandler.enable()
+    die_with_parent()
+    signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # Ctrl-C is the supervisor's to handle; SIG_IGN would outlast an exec
+    with suppress(OSError):
+        os.nice(_NICE)  # the trainer comes first
+    stream = sys.stdin.buffer
+    said = read_frame(stream)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=_be_ordinary,
+    )
+    fd = stream.fileno()
+    threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
+    return said
+
+
+def _be_ordinary() -> None:
+    """Let what the user's code has forked be ended as any process can: a pool waits for ever for one that takes no SIGTERM.
+
+    Until then that is blocked: it would go to our handler, in a process that has nothing to stop.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def end_now(code: int) -> None:
+    """End the process: its threads may hang in a dead connection, and nobody waits for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _watch_parent(fd: int, stop: threading.Event) -> None:
+    """Wait for the end of the pipe from the supervisor; then stop, at once if that takes too long."""
+    # Not through sys.stdin, whose lock would be held for ever in what the user's code forks: multiprocessing closes it there.
+    with suppress(OSError):
+        while os.read(fd, 1):
+            pass
+    stop.set()
+    time.sleep(GRACE_S)  # the process ends meanwhile, and this thread with it
+    os._exit(0)

@@ -40,7 +40,7 @@ _PAUSE_S: Final = 0.005
 _ORPHANED_TURNS: Final = 400
 _STOPPED_S: Final = 3.0  # a suspended job may go on with its supervisor first
 # What a sampling process loads of ours before it gets its source, and of those that `open_source` makes.
-_OURS: Final = ("cachestream.worker.sampling_process", "cachestream.sources.open")
+_OURS: Final = ("cachestream.worker.sampler", "cachestream.sources.open")
 
 
 class Forked:

@@ -23,12 +23,20 @@ from cachestream.sources.base import as_growing
 from cachestream.storage.cache import Cache
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.child import end_process, poll_process, start_sampling, words_of
+from cachestream.worker.child import (
+    EXIT_FATAL,
+    EXIT_LATER,
+    end_now,
+    end_process,
+    live_with_parent,
+    poll_process,
+    start_sampling,
+    words_of,
+)
 from cachestream.worker.fork_server import Forked, ForkServer
 from cachestream.worker.health import START_DEADLINE_S
 from cachestream.worker.job import Job, load_shared, unpack, write_frame
 from cachestream.worker.processes import name_process
-from cachestream.worker.sampling_process import EXIT_FATAL, EXIT_LATER, end_now, live_with_parent
 from cachestream.worker.stored_listings import Listings, open_store, store_rest
 
 _BEAT_S: Final = 0.2
@@ -101,10 +109,6 @@ class _Life:
         while (left_s := deadline_s - time.monotonic()) > 0 and not stop.wait(min(left_s, metering.TICK_S)):
             self.show()
         return stop.is_set()
-
-
-if __name__ == "__main__":
-    main()
 
 
 _MOST_DEATHS: Final = 5

@@ -1,27 +1,47 @@
-"""The work of a sampling process: from claimed positions to published shards."""
+"""A sampling process: it claims, fetches, transforms, packs and publishes until there is nothing left to claim.
+
+All that a sampling process has done is in the catalogue, or did not happen: the process may be killed at any point.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import threading
 import time
+import traceback
 from collections import deque
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from cachestream.errors import CacheFullError, SampleError, SourceError, SourceUnavailableError, WorkerError
-from cachestream.sources.base import stored_names
+from cachestream.errors import (
+    CacheFullError,
+    CacheLockedError,
+    SampleError,
+    SourceError,
+    SourceUnavailableError,
+    WorkerError,
+)
+from cachestream.sources.base import as_growing, stored_names
 from cachestream.storage.cache import Cache
+from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import DiskFailedError
+from cachestream.storage.publish import CatalogueReplacedError
 from cachestream.storage.reservations import Owner
 from cachestream.storage.tables import Suspect
-from cachestream.storage.telemetry import FETCHING, NO_REMOTE, Slot, board_text
+from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, Board, Slot, board_text
 from cachestream.worker.cached_units import KnownOrders, is_whole, skipper
+from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, end_now, live_with_parent
 from cachestream.worker.claims import Assignment, NotYetError, next_claim
 from cachestream.worker.fetcher import TURN_S, Concurrency, Delivery, Fetcher
-from cachestream.worker.job import Job, Payload
+from cachestream.worker.job import Job, Payload, load_shared, unpack
 from cachestream.worker.order import PassPlan
-from cachestream.worker.shard_writer import Packing, QuarantinedError
+from cachestream.worker.processes import name_process
+from cachestream.worker.shard_writer import Packing, QuarantinedError, StartAgainError
+from cachestream.worker.stored_listings import Listings, keep_names
 from cachestream.worker.unit_reader import UnitRead, UnitReader
 
 BUFFER_BYTES: Final = 64 * 2**20
@@ -304,3 +324,41 @@ class Sampler:
 def _is_refusal(error: BaseException | None) -> bool:
     """Whether the error may hold for the whole source: bad credentials, no such bucket."""
     return isinstance(error, SourceError) and not isinstance(error, SampleError)
+
+
+def main() -> None:
+    """The process's main: its job comes through stdin, whose end means stop."""
+    stop = threading.Event()
+    job_fd, index, owner = live_with_parent(stop)
+    name_process(f"cs-sampler-{index}")
+    end_now(_run(load_shared(job_fd), index, owner, stop))
+
+
+def _run(job: Job, index: int, owner: str, stop: threading.Event) -> int:
+    board = Board(Directory(job.root).worker_file("board"))
+    slot = board.slot(index)
+    slot["pid"], slot["state"], slot["beat_s"] = os.getpid(), STARTING, time.monotonic()
+    code = 0
+    try:
+        payload = unpack(job.payload)
+        cache = Cache(job.root, eviction=payload.eviction)
+        if (source := as_growing(payload.source)) is not None:
+            payload = replace(payload, source=source.over(Listings(cache.directory).load()))
+        elif index == 0:
+            keep_names(payload.source, cache)
+        gc.collect()
+        gc.freeze()  # what is there now stays: it is not to be looked through again and again
+        Sampler(job, payload, cache, slot, owner=owner, stop=stop).run()
+    except (StartAgainError, CatalogueReplacedError):
+        code = EXIT_RESTART
+    except (CacheFullError, CacheLockedError, DiskFailedError) as error:  # all of that may be over soon
+        sys.stderr.write(f"{error}\n")
+        code = EXIT_LATER
+    except WorkerError:
+        traceback.print_exc()
+        code = EXIT_FATAL
+    except BaseException:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
+        traceback.print_exc()
+        code = 1
+    slot["state"] = ENDED  # tells this end from one that a sample or a signal made
+    return code

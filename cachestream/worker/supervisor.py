@@ -26,7 +26,7 @@ from cachestream.storage.os_errors import DiskFailedError
 from cachestream.storage.status import RESTS, WAITS, describe_skipped, shortage_of_disk
 from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.child import Child
+from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, Child
 from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.health import (
     START_DEADLINE_S,
@@ -42,7 +42,6 @@ from cachestream.worker.lister import Lister, ListingError
 from cachestream.worker.order import all_units, check_drawn, draw_curriculum
 from cachestream.worker.passes import go_on
 from cachestream.worker.processes import end_orphans, look_after_orphans
-from cachestream.worker.sampling_process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 from cachestream.worker.stored_listings import Listings
 
 _TICK_S: Final = 0.1
