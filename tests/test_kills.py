@@ -43,7 +43,7 @@ ROLES: Final = {"sampling process": 5, "fork server": 1, "supervisor": 3, "train
 NAMES: Final = {b"cs-sampler": "sampling process", b"cs-forkserver": "fork server"}
 COMMANDS: Final = {
     b"cachestream.worker.sampler": "sampling process",
-    b"cachestream.worker.background": "supervisor",
+    b"cachestream.worker.launch": "supervisor",
     b"tests.kills.trainer": "trainer",
 }
 TRAINERS: Final = ("epochs", "slow", "loader")

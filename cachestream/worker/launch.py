@@ -1,20 +1,37 @@
-"""Starting the supervisor: its Python loads what it needs while the source is still being opened."""
+"""The start of a supervisor, from both sides.
+
+The caller starts a Python for the supervisor while the source is still being opened (`head_start`), hands over the job
+and waits for the answer (`Launch.give`). The supervisor's process (`main`) loads what it needs meanwhile, takes the job,
+becomes the supervisor of the cache, answers, and supervises.
+"""
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import select
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import Any, Final
 
-from cachestream.errors import CacheStreamError, WorkerError
+from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
+from cachestream.linux import move, open_private
 from cachestream.storage.cache import Cache
-from cachestream.storage.locks import lock_file
+from cachestream.storage.layout import remove_if_there
+from cachestream.storage.locks import HeldFile, lock_file
+from cachestream.storage.os_errors import CatalogueDamagedError, translated_disk_errors
 from cachestream.worker.child import import_path, start_python
-from cachestream.worker.job import Job, frame, read_frame
+from cachestream.worker.fork_server import ForkServer
+from cachestream.worker.job import Job, frame, read_frame, unpack, write_frame
+from cachestream.worker.passes import begin
+from cachestream.worker.processes import begin_clean, let_go_of_terminal, name_process
+from cachestream.worker.supervisor import Supervisor
 
 START_TIMEOUT_S: Final = 60.0
 
@@ -25,7 +42,7 @@ class Launch:
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._sys_path = import_path()
         self._process: subprocess.Popen[bytes] | None = start_python(
-            "cachestream.worker.background",
+            "cachestream.worker.launch",
             self._sys_path,
             *protocols,
             stdin=subprocess.PIPE,
@@ -117,3 +134,92 @@ def _is_ready(fd: int, event: int, deadline_s: float) -> bool:
     waiter = select.poll()  # select() takes no descriptor above 1023
     waiter.register(fd, event)
     return bool(waiter.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))
+
+
+_LOG_BYTES: Final = 64 * 1024
+_LOCK_TIMEOUT_S: Final = 1.0
+
+logger = logging.getLogger("cachestream.worker")
+
+
+def main() -> None:
+    """The supervisor's main: the job comes through stdin, one answer goes to stdout."""
+    name_process("cs-supervisor")
+    begin_clean()
+    server = ForkServer(sys.argv[1:])  # first of all: it must not have what is opened and locked below
+    try:
+        supervisor = _begin(server)
+        code = 0 if supervisor is None else supervisor.run()
+    finally:
+        server.close()
+    logging.shutdown()
+    os._exit(code)  # the lock goes with the process: who sees it free knows that nothing of it is left
+
+
+def _begin(server: ForkServer) -> Supervisor | None:
+    """Take the job, start its processes and answer; None if nothing came of it."""
+    try:
+        job: Job = read_frame(sys.stdin.buffer)
+    except EOFError:
+        return None  # started ahead of a source that could not be opened, or by a process that has died
+    answer = sys.stdout.buffer
+    try:
+        cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
+        lock = _become_the_supervisor(cache)
+        _open_log(cache)
+        removed = cache.recover()
+        _forget_debts(cache)
+        supervisor = Supervisor(job, cache, lock, server)
+        try:
+            has_more = begin(cache, job, supervisor.draw)
+        except CatalogueDamagedError:  # which has it rebuilt by the next use
+            has_more = begin(cache, job, supervisor.draw)
+        supervisor.start(is_complete=not has_more)
+        write_frame(answer, "ready")
+    except CacheStreamError as error:
+        write_frame(answer, error)
+        return None
+    except Exception as error:  # a process's main: the caller gets the traceback
+        write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
+        raise
+    logger.info("started, %d left-over files removed", removed)
+    let_go_of_terminal()
+    return supervisor
+
+
+def _become_the_supervisor(cache: Cache) -> HeldFile:
+    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
+    if lock is None:
+        raise CacheLockedError(f"another supervisor runs for {cache.path}; attach to it by starting again")
+    return lock
+
+
+def _forget_debts(cache: Cache) -> None:
+    """What was fetched under an earlier limit on the bandwidth is not paid for at this one's rate: it may have been mistyped."""
+    budget = cache.directory.worker_file("budget")
+    with translated_disk_errors(budget, "removing it"):
+        remove_if_there(budget)
+
+
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    """A log that only its owner can read: it tells what transforms print."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
+
+    def doRollover(self) -> None:  # noqa: N802  logging's name
+        if self.stream is not None:
+            self.stream.close()
+        with suppress(OSError):
+            move(self.baseFilename, self.baseFilename + ".1")
+        self.stream = self._open()
+
+
+def _open_log(cache: Cache) -> None:
+    handler = _PrivateLog(
+        cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
