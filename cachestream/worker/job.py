@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.sources.user_code import by_value
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition
 
 _LENGTH: Final = struct.Struct("<Q")
 _ASIDE_BYTES: Final = 64 * 1024  # buffers from this size on lie beside their pickle

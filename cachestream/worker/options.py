@@ -20,8 +20,7 @@ from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.transport.remote import Remote
 from cachestream.worker.child import import_path
 from cachestream.worker.job import Job, Payload, pack, pack_sampler
-from cachestream.worker.order import check_curriculum, check_weights
-from cachestream.worker.partition import Partition, parse_partition
+from cachestream.worker.order import Partition, check_curriculum, check_weights, parse_partition
 from cachestream.worker.passes import parts_of_last_pass
 
 CONCURRENCY: Final = 16

@@ -1,17 +1,14 @@
 """The order of units in a pass: pure functions from a plan and positions to units.
 
-Drawing one after the other without replacement, with probabilities in proportion to weights, is
-taking the smallest of exponential variables divided by the weights: Efraimidis and Spirakis,
-"Weighted random sampling with a reservoir" (Information Processing Letters 97, 2006).
-
-A pass goes over the positions 0, 1, …; the plan says which unit lies at each. Where each unit comes once
-the inverse is known too, so that what is still cached from an earlier pass is not fetched again.
+A pass goes over the positions 0, 1, …; its plan says which unit lies at each position. The inverse, from units to
+positions, tells what is still cached from an earlier pass. Of several nodes each reads a partition of the units.
 """
 
 from __future__ import annotations
 
 import json
 import operator
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +22,82 @@ from cachestream.errors import ConfigError
 from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray
 from cachestream.storage.os_errors import CatalogueDamagedError
-from cachestream.worker.partition import Partition
+
+Curriculum = Callable[[float], Any]
 
 PASS_KEY: Final = 1
+_WEIGHT_KEY: Final = 2
+_CURRICULUM_KEY: Final = 4
+_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
+STEPS: Final = 100
+_LAST: Final = 1e6  # above the logarithm of any number: what has no weight comes after all that has
+MOST_NODES: Final = 1_000_000
+_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Share `index` of `count`: disjoint and complete, whatever order, seed and pass each node has; O(1) memory.
+
+    Of every run of `count` units each node reads one; a hash of the run's number says which one, so that a period in
+    the order of the units (pairs of files, sources that alternate) does not become the share of one node. Places in
+    a share ascend with the units.
+    """
+
+    index: int
+    count: int
+
+    def length(self, num_units: int) -> int:
+        """How many of `num_units` units are in the share."""
+        runs, rest = divmod(num_units, self.count)
+        return runs + int(self._offsets(np.array([runs]))[0] < rest)
+
+    def units(self, places: IntArray) -> IntArray:
+        """The units at `places` of the share."""
+        units: IntArray = places * self.count + self._offsets(places)
+        return units
+
+    def places(self, units: IntArray) -> IntArray:
+        """Where `units` lie in the share; -1 for those of other nodes."""
+        runs = units // self.count
+        return np.where(units % self.count == self._offsets(runs), runs, -1)
+
+    def _offsets(self, runs: IntArray) -> IntArray:
+        """Which unit of each run is in the share: all shares are turned by the same hash."""
+        turned = _splitmix(runs.astype(np.uint64)) % np.uint64(self.count)
+        offsets: IntArray = (turned.astype(np.int64) + self.index) % self.count
+        return offsets
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def parse_partition(given: Any) -> Partition | None:
+    """`(i, n)` or "i/n", node i of n counted from 0; None for None. Raises ConfigError for anything else."""
+    if given is None or isinstance(given, Partition):
+        return given
+    if isinstance(given, str) and (match := _TEXT.fullmatch(given)):
+        given = (int(match[1]), int(match[2]))
+    if (
+        not isinstance(given, tuple | list)
+        or len(given) != 2
+        or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in given)
+        or not 0 <= given[0] < given[1] <= MOST_NODES
+    ):
+        raise ConfigError(
+            f"partition={given!r}: give (i, n), or 'i/n' on the command line: node i of n, counted from 0, "
+            "with one i for each node"
+        )
+    return Partition(int(given[0]), int(given[1]))
+
+
+def _splitmix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64 of each number (Steele, Lea and Flood, OOPSLA 2014)."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 class Segments:
@@ -63,13 +133,6 @@ class Segments:
         return found
 
 
-Curriculum = Callable[[float], Any]
-
-STEPS: Final = 100
-_CURRICULUM_KEY: Final = 4
-_LAST: Final = 1e6  # above the logarithm of any number: what has no weight comes after all that has
-
-
 def check_curriculum(
     curriculum: Curriculum, progress: float, num_units: int | None
 ) -> npt.NDArray[np.float64]:
@@ -96,7 +159,9 @@ def draw_curriculum(
     """All of `units` in the order of pass `ordinal`; the curriculum is asked up to 100 times.
 
     At each point the next unit is drawn among those left with probabilities in proportion to their
-    weights; those of weight 0 wait until no others are left, and then all are alike.
+    weights; units of weight 0 come last, in uniform order. Drawing without replacement takes the smallest of
+    exponential variables divided by the weights: Efraimidis and Spirakis, "Weighted random sampling with a
+    reservoir" (Information Processing Letters 97, 2006).
     """
     rng = np.random.Generator(np.random.Philox(key=mix_key(_CURRICULUM_KEY, seed, ordinal)))
     bounds = np.linspace(0, len(units), min(STEPS, len(units)) + 1).astype(np.int64).tolist()
@@ -112,10 +177,6 @@ def draw_curriculum(
         drawn[start:stop] = left[taken[np.argsort(keys[taken])]]
         left = left[np.sort(rest)]
     return drawn
-
-
-_WEIGHT_KEY: Final = 2
-_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 
 
 @dataclass(frozen=True, slots=True)

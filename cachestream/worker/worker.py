@@ -34,8 +34,7 @@ from cachestream.worker.job import Job
 from cachestream.worker.launch import START_TIMEOUT_S, Launch, head_start
 from cachestream.worker.monitor import WorkerMonitor
 from cachestream.worker.options import CONCURRENCY, HANG_TIMEOUT_S, WorkerOptions
-from cachestream.worker.order import PassPlan
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition, PassPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,8 +12,7 @@ import pytest
 
 from cachestream.errors import SourceError
 from cachestream.listing.names import Mark, Names, NamesWriter, StoredNames, read_mark
-from cachestream.worker.order import PassPlan, UnitOrder
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition, PassPlan, UnitOrder
 
 ENDS = (7, 8, 300, 1301)
 
