@@ -1,9 +1,14 @@
-"""Samples into columns: an open shard in memory, with buffers that are reused from shard to shard."""
+"""Samples into the columns of an open shard, in buffers that are reused from shard to shard.
+
+The first samples of an empty cache decide the fields of all others: they are held back until most of them agree.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -15,11 +20,17 @@ from cachestream.storage.shard import ColumnData, ShardContent, storage_of
 from cachestream.worker.encode import SMALL_BYTES, BytesLike, EncodedSample, Table, item_bytes, stored_shape
 
 Part = tuple[str, EncodedSample] | Table  # a sample with its key, or samples in columns
+Votes = list[tuple[Schema, int]]  # how many samples have which schema
 
 _FIRST_BYTES: Final = 64 * 1024
 _PENDING_BYTES: Final = 128 * 1024
 _OFFSET_BYTES: Final = 8
 _AT_ONCE_BYTES: Final = 256 * 1024  # without giving up the interpreter, which may take longer to get back
+
+ALIKE: Final = 8  # of one process: so many, and none that differs anywhere, decide
+ALIKE_S: Final = 0.5  # or all that have come by then
+MIXED: Final = 32  # of all processes, where some differ
+MIXED_S: Final = 3.0
 
 
 class _GrowingBytes:
@@ -276,3 +287,62 @@ def keys_of(part: Part) -> list[str]:
     if isinstance(part, Table):
         return [key.decode("utf-8", "surrogatepass") for key in part.keys]
     return [part[0]]
+
+
+@dataclass(slots=True)
+class FirstSamples:
+    """The samples that one process holds back since `since_s`, in their order, and their `votes`.
+
+    `others` are the votes of the other processes, None while these were not asked for.
+    """
+
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    votes: Votes = dataclasses.field(default_factory=list)
+    others: Votes | None = None
+    nbytes: int = 0
+    since_s: float = 0.0
+
+    def add(self, part: Part, now_s: float) -> None:
+        """Hold `part` back too."""
+        shown, count = (part, len(part)) if isinstance(part, Table) else (part[1], 1)
+        self.since_s = self.since_s if self.parts else now_s
+        self.parts.append(part)
+        self.nbytes += shown.nbytes
+        self.votes = counted(self.votes, [(shown.schema, count)])
+
+    @property
+    def all_votes(self) -> Votes:
+        """The votes that are known of all processes."""
+        return counted(self.votes, self.others or [])
+
+    def due_in_s(self, now_s: float, most_bytes: int) -> float:
+        """The time left until the next step, to ask for the other votes or then to decide; 0 where that is due: there
+        are enough votes, or more than `most_bytes` are held.
+        """
+        if not self.parts or self.nbytes >= most_bytes:
+            return 0.0
+        enough, longest_s = (ALIKE, ALIKE_S) if self.others is None else (MIXED, MIXED_S)
+        votes = self.all_votes
+        if sum(count for _, count in votes) >= enough or (self.others is not None and len(votes) == 1):
+            return 0.0
+        return max(0.0, self.since_s + longest_s - now_s)
+
+
+def majority(votes: Votes) -> Schema | None:
+    """The schema of most; of as many, the one that came first. None where there are none."""
+    return max(votes, key=lambda vote: vote[1])[0] if votes else None
+
+
+def counted(votes: Votes, more: Votes) -> Votes:
+    """`votes` and `more`, those together that can be merged."""
+    found = list(votes)
+    for schema, count in more:
+        for i, (known, before) in enumerate(found):
+            try:
+                found[i] = known.merge(schema, widen=True), before + count
+            except SchemaMismatchError:
+                continue
+            break
+        else:
+            found.append((schema, count))
+    return found

@@ -27,10 +27,9 @@ from cachestream.transport import bounds
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.cached_units import END, gaps, is_covered
 from cachestream.worker.encode import Table, to_record
-from cachestream.worker.first_samples import FirstSamples, majority
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
-from cachestream.worker.packer import Packer, Part, keys_of
+from cachestream.worker.packer import FirstSamples, Packer, Part, keys_of, majority
 from cachestream.worker.processes import end_if_forked
 from cachestream.worker.unit_reader import SampleChunk, UnitRead, runs, sample_generator
 
