@@ -40,7 +40,8 @@ from cachestream.worker.fetcher import TURN_S, Concurrency, Delivery, Fetcher
 from cachestream.worker.job import Job, Payload, load_shared, unpack
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import name_process
-from cachestream.worker.shard_writer import Packing, QuarantinedError, StartAgainError
+from cachestream.worker.publisher import StartAgainError
+from cachestream.worker.shard_writer import QuarantinedError, ShardWriter
 from cachestream.worker.stored_listings import Listings, keep_names
 from cachestream.worker.unit_reader import UnitRead, UnitReader
 
@@ -61,7 +62,7 @@ class Sampler:
         self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
         self._orders = KnownOrders(payload, cache)
         self._owner = Owner(cache.directory, owner)
-        self._packing = Packing(job, cache, slot, payload.transform, owner=owner, stop=stop)
+        self._writer = ShardWriter(job, cache, slot, payload.transform, owner=owner, stop=stop)
         self._reader = UnitReader(
             job, payload.source, cache.directory, slot, stop, in_rows=payload.transform is None
         )
@@ -92,21 +93,21 @@ class Sampler:
                     self._settle_last_refused()
                     break
                 self._step()
-            self._packing.settle()
+            self._writer.settle()
         finally:
             self._fetcher.stop()
         self._owner.release()
 
     def _step(self) -> None:
         begun_s = time.monotonic()
-        delivery = self._fetcher.next(min(_TICK_S, self._packing.due_in_s()))
+        delivery = self._fetcher.next(min(_TICK_S, self._writer.due_in_s()))
         self._slot["fetch_wait_s"] += time.monotonic() - begun_s
         if delivery is not None:
             self._deliver(delivery)
             self._heard_s = time.monotonic()
         self._adapt()
         self._pass_by()
-        self._packing.flush_if_due()
+        self._writer.flush_if_due()
 
     def _adapt(self) -> None:
         """Decide every turn how many units to read at once."""
@@ -174,9 +175,9 @@ class Sampler:
     def _give_own_claim(self, flight: UnitRead) -> bool:
         """Give the next unit a claim of its own, so that the work on those behind it is known; False where that has to wait."""
         if not flight.has_own_claim and not self._refused:
-            self._packing.settle()
+            self._writer.settle()
             if not self._stop.is_set():  # or something may have been given up that comes before it
-                flight.claim_id = self._packing.split_claim(flight)
+                flight.claim_id = self._writer.split_claim(flight)
                 flight.has_own_claim = True
         return flight.has_own_claim
 
@@ -218,14 +219,14 @@ class Sampler:
             self._exhausted = True
             return False
         if self._assignment is not None and assignment.row.plan != self._assignment.row.plan:
-            self._packing.settle()  # the pass has grown: a shard tells the order that all of its positions have
+            self._writer.settle()  # the pass has grown: a shard tells the order that all of its positions have
         self._assignment = assignment
-        self._packing.row = assignment.row
+        self._writer.row = assignment.row
         self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
         plan = PassPlan.from_json(assignment.row.plan)
         if self._listing is not None:
             self._reach(plan)
-        self._reader.plan = self._packing.plan = plan
+        self._reader.plan = self._writer.plan = plan
         self._slot["pass_id"] = assignment.row.id
         claim = assignment.claim
         positions = np.arange(claim.position, claim.stop, dtype=np.int64)
@@ -258,7 +259,7 @@ class Sampler:
             elif self._is_suspect(flight):
                 if group or not self._fetcher.is_idle:
                     break
-                self._packing.settle()  # what is known of others must not be lost with this one
+                self._writer.settle()  # what is known of others must not be lost with this one
                 self._alone = flight  # a suspect flies alone, so that the next death tells who it was
             group.append(self._todo.popleft())
             if self._alone is not None:
@@ -276,7 +277,7 @@ class Sampler:
         for lot in delivery.lots:
             self._settle_refused()
             self._beat(FETCHING)
-            if not self._packing.add(flight, lot):
+            if not self._writer.add(flight, lot):
                 return  # told to stop: the rest is read again by whoever goes on
         if delivery.finished and not self._gave_up(flight):
             self._finish(flight)
@@ -290,7 +291,7 @@ class Sampler:
         if not flight.covered:
             self._came()
             self._settle_refused()
-        self._packing.finish(flight, was_suspect=flight.position in self._suspects)
+        self._writer.finish(flight, was_suspect=flight.position in self._suspects)
 
     def _refuse(self, flight: UnitRead) -> None:
         """Put a unit aside that the remote refused: if it refuses the next ones too, none of them is done."""
@@ -302,13 +303,13 @@ class Sampler:
     def _settle_refused(self) -> None:
         """The remote does answer: the units it refused are skipped, each for its own reason."""
         for flight in self._refused:
-            self._packing.finish(flight, was_suspect=flight.position in self._suspects)
+            self._writer.finish(flight, was_suspect=flight.position in self._suspects)
         self._refused.clear()
 
     def _settle_last_refused(self) -> None:
         if not self._refused:
             return
-        self._packing.settle()
+        self._writer.settle()
         if not self._cache.num_samples:
             error = self._refused[-1].error or self._refused[0].error
             raise WorkerError(

@@ -9,7 +9,7 @@ from cachestream.errors import SampleError
 from cachestream.schema import Span
 from cachestream.storage.publish import UnitProgress
 from cachestream.worker.cached_units import END, gaps, is_covered
-from cachestream.worker.shard_writer import Tally
+from cachestream.worker.publisher import Tally
 
 
 def test_samples_in_a_row_make_one_span_and_the_last_of_them_is_the_progress() -> None:
