@@ -166,7 +166,9 @@ class Child:
     def _flights(self) -> list[tuple[float, int]]:
         """The fetching threads' last beats, and the positions they read."""
         beats, flights = self._slot["flight_beats_s"].tolist(), self._slot["flights"].tolist()
-        return [(beat_s, flight - 1) for beat_s, flight in zip(beats, flights, strict=True) if flight]
+        return [
+            (beat_s, unit_read - 1) for beat_s, unit_read in zip(beats, flights, strict=True) if unit_read
+        ]
 
     def _in_transform(self) -> int | None:
         return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
@@ -200,7 +202,7 @@ class Child:
         positions = self._hung
         if positions is None:
             in_transform = self._in_transform()
-            positions = [flight for _, flight in self._flights()]
+            positions = [unit_read for _, unit_read in self._flights()]
             positions += [] if in_transform is None else [in_transform]
         death = Death(
             now_s,

@@ -106,8 +106,8 @@ _TICK_S: Final = 0.5
 class Delivery:
     """What came of the unit that is next, and whether that was all."""
 
-    flight: UnitRead
-    lots: list[SampleChunk]
+    unit_read: UnitRead
+    chunks: list[SampleChunk]
     finished: bool
 
 
@@ -149,8 +149,8 @@ class Fetcher:
     def awaited(self) -> UnitRead | None:
         """The unit that is next, if nothing of it has come."""
         with self._lock:
-            flight = self._order[0] if self._order else None
-            return flight if flight is not None and flight.is_awaited else None
+            unit_read = self._order[0] if self._order else None
+            return unit_read if unit_read is not None and unit_read.is_awaited else None
 
     @property
     def aside(self) -> list[UnitRead]:
@@ -161,12 +161,12 @@ class Fetcher:
     def silences(self) -> tuple[list[Stall], bool]:
         """Of the units that do not answer, the next one first, and whether all others have to wait for that."""
         with self._lock:
-            waiting = [flight for flight in self._aside if flight.silence is not None]
+            waiting = [unit_read for unit_read in self._aside if unit_read.silence is not None]
             all_wait = not self._order and bool(waiting)
             if self._order and self._order[0].is_awaited and self._order[0].silence is not None:
                 waiting.insert(0, self._order[0])
                 all_wait = True
-            return [flight.silence for flight in waiting if flight.silence is not None], all_wait
+            return [unit_read.silence for unit_read in waiting if unit_read.silence is not None], all_wait
 
     @property
     def is_idle(self) -> bool:
@@ -178,27 +178,27 @@ class Fetcher:
         """Read `flights` after those submitted before."""
         with self._lock:
             self._order.extend(flights)
-            unread = [flight for flight in flights if not flight.finished]
+            unread = [unit_read for unit_read in flights if not unit_read.finished]
             self._todo.extend(unread)
             self._units.notify(len(unread))
 
-    def put_aside(self, flight: UnitRead) -> None:
-        """Let those behind `flight` be delivered before it, if it is next still and nothing of it has come by now."""
+    def put_aside(self, unit_read: UnitRead) -> None:
+        """Let those behind `unit_read` be delivered before it, if it is next still and nothing of it has come by now."""
         with self._lock:
             # One that was put aside earlier may have come since, and be next.
-            if flight.is_awaited and self._order[0] is flight:
+            if unit_read.is_awaited and self._order[0] is unit_read:
                 self._order.popleft()
-                self._aside.append(flight)
-                flight.aside = True
+                self._aside.append(unit_read)
+                unit_read.aside = True
                 self._room.notify_all()
                 self._turn.notify_all()
 
     def wake(self, is_due: Callable[[UnitRead], bool]) -> None:
         """Have those that were put aside read again whose time has come."""
         with self._lock:
-            due = [flight for flight in self._asleep if is_due(flight)]
+            due = [unit_read for unit_read in self._asleep if is_due(unit_read)]
             if due:
-                self._asleep = [flight for flight in self._asleep if flight not in due]
+                self._asleep = [unit_read for unit_read in self._asleep if unit_read not in due]
                 self._todo.extendleft(due)
                 self._units.notify(len(due))
 
@@ -216,24 +216,24 @@ class Fetcher:
         with self._lock:
             while True:
                 if self._order:
-                    flight = self._order[0]
-                    if flight.lots or flight.finished:
-                        return self._deliver(flight)
+                    unit_read = self._order[0]
+                    if unit_read.chunks or unit_read.finished:
+                        return self._deliver(unit_read)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
                 self._arrived.wait(left)
 
-    def _deliver(self, flight: UnitRead) -> Delivery:
-        lots = list(flight.lots)
-        flight.lots.clear()
-        self._bytes -= flight.waiting_bytes
-        flight.waiting_bytes = 0
-        if flight.finished:
+    def _deliver(self, unit_read: UnitRead) -> Delivery:
+        chunks = list(unit_read.chunks)
+        unit_read.chunks.clear()
+        self._bytes -= unit_read.waiting_bytes
+        unit_read.waiting_bytes = 0
+        if unit_read.finished:
             self._order.popleft()
         # Room was made, and another unit may be next now: either lets waiting threads go on.
         self._room.notify_all()
-        return Delivery(flight, lots, flight.finished)
+        return Delivery(unit_read, chunks, unit_read.finished)
 
     def stop(self) -> None:
         """Let the threads end; samples not delivered are dropped."""
@@ -244,66 +244,66 @@ class Fetcher:
                 condition.notify_all()
 
     def _work(self, number: int) -> None:
-        while (flight := self._take(number)) is not None:
+        while (unit_read := self._take(number)) is not None:
             error: BaseException | None = None
             try:
-                for lot in self._read(flight, number):
-                    if not self._put(flight, lot, number):
+                for chunk in self._read(unit_read, number):
+                    if not self._put(unit_read, chunk, number):
                         return
             except LaterError:
                 with self._lock:
                     self.reading -= 1
-                    flight.reading = False
-                    self._asleep.append(flight)
+                    unit_read.reading = False
+                    self._asleep.append(unit_read)
                 continue
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
             with self._lock:
                 self.reading -= 1
-                flight.reading = False
-                flight.error = error
-                flight.finished = True
-                self._tell(flight)
+                unit_read.reading = False
+                unit_read.error = error
+                unit_read.finished = True
+                self._tell(unit_read)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
             while not self._stopped:
                 # Threads that wait for an answer to what was put aside leave the others no fewer.
-                if number >= self.active + sum(flight.reading for flight in self._aside):
+                if number >= self.active + sum(unit_read.reading for unit_read in self._aside):
                     self._turn.wait()
                 elif self._todo:
                     self.reading += 1
-                    flight = self._todo.popleft()
-                    flight.reading = True
-                    return flight
+                    unit_read = self._todo.popleft()
+                    unit_read.reading = True
+                    return unit_read
                 else:
                     self._units.wait()
             return None
 
-    def _tell(self, flight: UnitRead) -> None:
-        """Something of `flight` came: the taker waits for the next unit only."""
-        if flight.aside:
-            flight.aside = False
-            self._aside.remove(flight)
-            self._order.appendleft(flight)
-        if self._order and self._order[0] is flight:
+    def _tell(self, unit_read: UnitRead) -> None:
+        """Something of `unit_read` came: the taker waits for the next unit only."""
+        if unit_read.aside:
+            unit_read.aside = False
+            self._aside.remove(unit_read)
+            self._order.appendleft(unit_read)
+        if self._order and self._order[0] is unit_read:
             self._arrived.notify()
 
-    def _has_room(self, flight: UnitRead) -> bool:
+    def _has_room(self, unit_read: UnitRead) -> bool:
         """The next unit has a bound of its own: it always goes on, but not into endless memory."""
-        if not self._order or self._order[0] is flight:
-            return flight.waiting_bytes < self._max_bytes
+        if not self._order or self._order[0] is unit_read:
+            return unit_read.waiting_bytes < self._max_bytes
         return self._bytes < self._max_bytes
 
-    def _put(self, flight: UnitRead, lot: SampleChunk, number: int) -> bool:
+    def _put(self, unit_read: UnitRead, chunk: SampleChunk, number: int) -> bool:
         with self._lock:
-            while not self._stopped and not self._has_room(flight):
+            while not self._stopped and not self._has_room(unit_read):
                 self._on_wait(number)
                 self._room.wait(_TICK_S)
             if self._stopped:
                 return False
-            flight.lots.append(lot)
-            flight.waiting_bytes += lot.nbytes
-            self._bytes += lot.nbytes
-            self._tell(flight)
+            unit_read.chunks.append(chunk)
+            unit_read.waiting_bytes += chunk.nbytes
+            self._bytes += chunk.nbytes
+            self._tell(unit_read)
             return True

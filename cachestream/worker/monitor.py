@@ -118,11 +118,11 @@ class WorkerMonitor:
         self._since_s = time.monotonic()
 
     def _start_another(self) -> None:
-        wardens = Attachments(self._cache.directory)
-        lock = wardens.attach_lock()
+        attachments = Attachments(self._cache.directory)
+        lock = attachments.attach_lock()
         try:
             is_lost = lost_worker(self._cache.directory) is not None
-            if is_lost and self._is_needed() and not wardens.stop_requested():
+            if is_lost and self._is_needed() and not attachments.stop_requested():
                 if self.process is not None:
                     self.process.wait(timeout=5.0)
                 self.process = Launch(self._job.protocols).give(self._job)

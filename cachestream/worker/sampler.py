@@ -150,36 +150,36 @@ class Sampler:
 
     def _quiet(self) -> str:
         """Words on the next unit, if nothing has come for long though no attempt has failed yet; else ""."""
-        now_s, fetched, flight = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
-        if flight is None or fetched != self._heard_bytes:
+        now_s, fetched, unit_read = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
+        if unit_read is None or fetched != self._heard_bytes:
             self._heard_s, self._heard_bytes = now_s, fetched
         silent_s = now_s - self._heard_s
-        if flight is None or silent_s < _QUIET_S:
+        if unit_read is None or silent_s < _QUIET_S:
             return ""
-        return f"nothing has come for {silent_s:.0f} s, next is unit {flight.unit}"
+        return f"nothing has come for {silent_s:.0f} s, next is unit {unit_read.unit}"
 
     def _pass_by(self) -> None:
         """Put the next unit aside if it has not answered for long, and have those read again that are. Only a few: of more,
         it is the remote that does not answer.
         """
-        now_s, flight = time.monotonic(), self._fetcher.awaited
+        now_s, unit_read = time.monotonic(), self._fetcher.awaited
         if self._alone is None and not (self._todo and self._is_suspect(self._todo[0])):
-            self._fetcher.wake(lambda flight: self._reader.may_try_again(flight, now_s))
-        if flight is None or not flight.silent(now_s, self._job.hang_timeout_s):
+            self._fetcher.wake(lambda unit_read: self._reader.may_try_again(unit_read, now_s))
+        if unit_read is None or not unit_read.silent(now_s, self._job.hang_timeout_s):
             return
-        if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(flight):
-            self._fetcher.put_aside(flight)
-            if flight.aside and flight is self._alone:
+        if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(unit_read):
+            self._fetcher.put_aside(unit_read)
+            if unit_read.aside and unit_read is self._alone:
                 self._alone = None
 
-    def _give_own_claim(self, flight: UnitRead) -> bool:
+    def _give_own_claim(self, unit_read: UnitRead) -> bool:
         """Give the next unit a claim of its own, so that the work on those behind it is known; False where that has to wait."""
-        if not flight.has_own_claim and not self._refused:
+        if not unit_read.has_own_claim and not self._refused:
             self._writer.settle()
             if not self._stop.is_set():  # or something may have been given up that comes before it
-                flight.claim_id = self._writer.split_claim(flight)
-                flight.has_own_claim = True
-        return flight.has_own_claim
+                unit_read.claim_id = self._writer.split_claim(unit_read)
+                unit_read.has_own_claim = True
+        return unit_read.has_own_claim
 
     def _beat(self, state: int) -> None:
         self._slot["state"] = state
@@ -234,9 +234,9 @@ class Sampler:
         cached = self._orders.cached(assignment.row, plan, units)
         for position, unit, (ranges, *parts) in zip(positions.tolist(), units.tolist(), cached, strict=True):
             first = claim.offset if position == claim.position else 0
-            flight = UnitRead(position, unit, claim.id, skipper(first, ranges), ranges, parts, first)
-            flight.finished = flight.covered = is_whole(ranges)
-            self._todo.append(flight)
+            unit_read = UnitRead(position, unit, claim.id, skipper(first, ranges), ranges, parts, first)
+            unit_read.finished = unit_read.covered = is_whole(ranges)
+            self._todo.append(unit_read)
         return True
 
     def _reach(self, plan: PassPlan) -> None:
@@ -248,62 +248,62 @@ class Sampler:
             raise WorkerError(str(error)) from error
 
     def _submit(self) -> bool:
-        """Hand the next flights to the threads; False when they have to wait for those in flight."""
+        """Hand the next units to the threads; False when they have to wait for those in flight."""
         group: list[UnitRead] = []
         while self._todo and len(group) < self._job.concurrency:
-            flight = self._todo[0]
-            suspect = self._suspects.get(flight.position)
+            unit_read = self._todo[0]
+            suspect = self._suspects.get(unit_read.position)
             if suspect is not None and suspect.deaths >= QUARANTINE_AT:
-                flight.error = QuarantinedError(f"reading it {suspect.reason}, again and again")
-                flight.finished = True
-            elif self._is_suspect(flight):
+                unit_read.error = QuarantinedError(f"reading it {suspect.reason}, again and again")
+                unit_read.finished = True
+            elif self._is_suspect(unit_read):
                 if group or not self._fetcher.is_idle:
                     break
                 self._writer.settle()  # what is known of others must not be lost with this one
-                self._alone = flight  # a suspect flies alone, so that the next death tells who it was
+                self._alone = unit_read  # a suspect flies alone, so that the next death tells who it was
             group.append(self._todo.popleft())
             if self._alone is not None:
                 break
         self._fetcher.submit(group)
         return bool(group) and self._alone is None
 
-    def _is_suspect(self, flight: UnitRead) -> bool:
-        return flight.position in self._suspects and not flight.finished
+    def _is_suspect(self, unit_read: UnitRead) -> bool:
+        return unit_read.position in self._suspects and not unit_read.finished
 
     # --- what came of them
 
     def _deliver(self, delivery: Delivery) -> None:
-        flight = delivery.flight
-        for lot in delivery.lots:
+        unit_read = delivery.unit_read
+        for chunk in delivery.chunks:
             self._settle_refused()
             self._beat(FETCHING)
-            if not self._writer.add(flight, lot):
+            if not self._writer.add(unit_read, chunk):
                 return  # told to stop: the rest is read again by whoever goes on
-        if delivery.finished and not self._gave_up(flight):
-            self._finish(flight)
+        if delivery.finished and not self._gave_up(unit_read):
+            self._finish(unit_read)
 
-    def _finish(self, flight: UnitRead) -> None:
-        if flight is self._alone:
+    def _finish(self, unit_read: UnitRead) -> None:
+        if unit_read is self._alone:
             self._alone = None
-        if _is_refusal(flight.error) or (flight.covered and self._refused):
-            self._refuse(flight)
+        if _is_refusal(unit_read.error) or (unit_read.covered and self._refused):
+            self._refuse(unit_read)
             return
-        if not flight.covered:
+        if not unit_read.covered:
             self._came()
             self._settle_refused()
-        self._writer.finish(flight, was_suspect=flight.position in self._suspects)
+        self._writer.finish(unit_read, was_suspect=unit_read.position in self._suspects)
 
-    def _refuse(self, flight: UnitRead) -> None:
+    def _refuse(self, unit_read: UnitRead) -> None:
         """Put a unit aside that the remote refused: if it refuses the next ones too, none of them is done."""
-        self._refused.append(flight)
-        errors = [flight.error for flight in self._refused if flight.error is not None]
+        self._refused.append(unit_read)
+        errors = [unit_read.error for unit_read in self._refused if unit_read.error is not None]
         if len(errors) >= _FATAL_REFUSALS:
             raise WorkerError(f"{len(errors)} units in a row cannot be read, the last one: {errors[-1]}")
 
     def _settle_refused(self) -> None:
         """The remote does answer: the units it refused are skipped, each for its own reason."""
-        for flight in self._refused:
-            self._writer.finish(flight, was_suspect=flight.position in self._suspects)
+        for unit_read in self._refused:
+            self._writer.finish(unit_read, was_suspect=unit_read.position in self._suspects)
         self._refused.clear()
 
     def _settle_last_refused(self) -> None:
@@ -317,9 +317,9 @@ class Sampler:
             )
         self._settle_refused()
 
-    def _gave_up(self, flight: UnitRead) -> bool:
+    def _gave_up(self, unit_read: UnitRead) -> bool:
         """Whether the unit was only given up because we stop: it is not done, others will read it."""
-        return self._stop.is_set() and isinstance(flight.error, SourceUnavailableError)
+        return self._stop.is_set() and isinstance(unit_read.error, SourceUnavailableError)
 
 
 def _is_refusal(error: BaseException | None) -> bool:

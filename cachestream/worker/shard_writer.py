@@ -94,35 +94,35 @@ class ShardWriter:
 
     # --- samples
 
-    def add(self, flight: UnitRead, lot: SampleChunk) -> bool:
-        """Add samples of `flight`; False when told to stop before the last of them."""
-        if isinstance(lot.samples, Table):
-            return self._add_table(flight, lot, lot.samples)
+    def add(self, unit_read: UnitRead, chunk: SampleChunk) -> bool:
+        """Add the samples of `chunk`; False when told to stop before the last of them."""
+        if isinstance(chunk.samples, Table):
+            return self._add_table(unit_read, chunk, chunk.samples)
         room_bytes = 0
-        for offset, key, sample in zip(lot.offsets, lot.keys, lot.samples, strict=True):
+        for offset, key, sample in zip(chunk.offsets, chunk.keys, chunk.samples, strict=True):
             if self._stop.is_set():
                 return False
             if room_bytes <= 0:
                 room_bytes = self._make_room()
             before_bytes = self._open.size_bytes
-            self._add(flight, offset, key, sample)
+            self._add(unit_read, offset, key, sample)
             room_bytes -= self._open.size_bytes - before_bytes
-            self._passed(flight, offset, offset + 1)
+            self._passed(unit_read, offset, offset + 1)
         return True
 
-    def _add(self, flight: UnitRead, offset: int, key: object, sample: Any) -> None:
+    def _add(self, unit_read: UnitRead, offset: int, key: object, sample: Any) -> None:
         if not isinstance(key, str):  # a source may be anybody's
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
-            self._skip("sample", error, f"unit {flight.unit}: {key!r}")
+            self._skip("sample", error, f"unit {unit_read.unit}: {key!r}")
             return
         part = (
             WHOLE if self._open.holdout is None else self._open.part_of(key.encode("utf-8", "surrogatepass"))
         )
-        if part != WHOLE and not self._is_wanted(flight, part, offset, key):
+        if part != WHOLE and not self._is_wanted(unit_read, part, offset, key):
             return
         try:
             if self._transform is not None:
-                sample = self._transformed(flight, offset, sample)
+                sample = self._transformed(unit_read, offset, sample)
             if sample is None:
                 self._slot["dropped"] += 1
                 return
@@ -136,14 +136,14 @@ class ShardWriter:
             self._take((key, record), record.nbytes)
             self._slot["pack_s"] += time.monotonic() - begun_s
 
-    def _transformed(self, flight: UnitRead, offset: int, sample: Any) -> Any:
+    def _transformed(self, unit_read: UnitRead, offset: int, sample: Any) -> Any:
         transform, plan = self._transform, self.plan
         assert transform is not None
         assert plan is not None
         slot, begun_s = self._slot, time.monotonic()
-        slot["alone"], slot["beat_s"] = flight.position + 1, begun_s
+        slot["alone"], slot["beat_s"] = unit_read.position + 1, begun_s
         try:
-            return transform(sample, lambda: sample_generator(plan, flight.unit, offset))
+            return transform(sample, lambda: sample_generator(plan, unit_read.unit, offset))
         finally:
             end_if_forked(self._pid)
             slot["alone"] = 0
@@ -160,9 +160,9 @@ class ShardWriter:
         share = _MOST_HELD_OUT if self._comes_once else self._holdout or 0.0
         self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes
 
-    def _is_wanted(self, flight: UnitRead, part: int, offset: int, key: str) -> bool:
+    def _is_wanted(self, unit_read: UnitRead, part: int, offset: int, key: str) -> bool:
         """Whether a sample of a split is to be cached: not what another shard holds, nor more than can be kept."""
-        if flight.parts and is_covered(flight.parts[part - 1], offset):
+        if unit_read.parts and is_covered(unit_read.parts[part - 1], offset):
             self._open.elsewhere.add(part)
             return False
         if part != HELD_OUT or not self._keeps_enough:
@@ -174,14 +174,16 @@ class ShardWriter:
             self._slot["dropped"] += 1
         return False
 
-    def _wanted_rows(self, flight: UnitRead, offsets: Sequence[int], table: Table) -> Table:
+    def _wanted_rows(self, unit_read: UnitRead, offsets: Sequence[int], table: Table) -> Table:
         """The rows of `table` that are to be cached."""
         if self._open.holdout is None:
             return table
         rows = [
             row
             for row, (offset, key) in enumerate(zip(offsets, table.keys, strict=True))
-            if self._is_wanted(flight, self._open.part_of(key), offset, key.decode("utf-8", "surrogatepass"))
+            if self._is_wanted(
+                unit_read, self._open.part_of(key), offset, key.decode("utf-8", "surrogatepass")
+            )
         ]
         return table if len(rows) == len(table) else table.take(rows)
 
@@ -190,9 +192,9 @@ class ShardWriter:
         """The schema that samples have to fit: that of the cache, or of the other split's samples that wait with them."""
         return self._outbox.schema or self._open.schema
 
-    def _add_table(self, flight: UnitRead, lot: SampleChunk, table: Table) -> bool:
+    def _add_table(self, unit_read: UnitRead, chunk: SampleChunk, table: Table) -> bool:
         """Samples that came in columns, as many at a time as the open shard takes."""
-        each_bytes = max(1, lot.nbytes // len(table))
+        each_bytes = max(1, chunk.nbytes // len(table))
         start = 0
         while start < len(table):
             if self._stop.is_set():
@@ -202,12 +204,12 @@ class ShardWriter:
             part = table.cut(start, stop)
             if self._is_large(part.nbytes):
                 stop, part = start + 1, table.cut(start, start + 1)  # rows may be of very different sizes
-            wanted = self._wanted_rows(flight, lot.offsets[start:stop], part)
+            wanted = self._wanted_rows(unit_read, chunk.offsets[start:stop], part)
             if len(wanted):
                 self._take(wanted, wanted.nbytes)
             self._slot["pack_s"] += time.monotonic() - begun_s
-            for first, last in runs(lot.offsets[start:stop]):
-                self._passed(flight, first, last)
+            for first, last in runs(chunk.offsets[start:stop]):
+                self._passed(unit_read, first, last)
             start = stop
         return True
 
@@ -270,9 +272,9 @@ class ShardWriter:
             first.others = tables.vote(self._owner, first.votes)
         self._outbox.schema = self._cache.schema
 
-    def _passed(self, flight: UnitRead, start: int, stop: int) -> None:
-        flight.done = stop
-        self._open.tally.passed(flight.claim_id, flight.position, start, stop)
+    def _passed(self, unit_read: UnitRead, start: int, stop: int) -> None:
+        unit_read.done = stop
+        self._open.tally.passed(unit_read.claim_id, unit_read.position, start, stop)
 
     def _make_room(self) -> int:
         """Begin a shard if the open one is full; returns how many more bytes it takes, above 0."""
@@ -300,20 +302,22 @@ class ShardWriter:
 
     # --- units
 
-    def finish(self, flight: UnitRead, *, was_suspect: bool) -> None:
+    def finish(self, unit_read: UnitRead, *, was_suspect: bool) -> None:
         """Count the unit as done, with its error if it has one."""
         self._open_up()
         if was_suspect:
-            self._open.tally.settled.append(flight.position)
-        if flight.error is not None:
-            kind = "source" if not isinstance(flight.error, SampleError) else "sample"
-            kind = "quarantined" if isinstance(flight.error, QuarantinedError) else kind
-            self._skip(kind, flight.error, f"unit {flight.unit}")
+            self._open.tally.settled.append(unit_read.position)
+        if unit_read.error is not None:
+            kind = "source" if not isinstance(unit_read.error, SampleError) else "sample"
+            kind = "quarantined" if isinstance(unit_read.error, QuarantinedError) else kind
+            self._skip(kind, unit_read.error, f"unit {unit_read.unit}")
             self._open.tally.done += kind != "quarantined"
         # What failed is not held by any shard: the next pass tries it again.
-        rest = [] if flight.covered or flight.error is not None else gaps(flight.cached, flight.done)
-        self._open.tally.finished(flight.claim_id, flight.position, rest)
-        self._slot["units"] += not flight.covered
+        rest = (
+            [] if unit_read.covered or unit_read.error is not None else gaps(unit_read.cached, unit_read.done)
+        )
+        self._open.tally.finished(unit_read.claim_id, unit_read.position, rest)
+        self._slot["units"] += not unit_read.covered
 
     def _skip(self, kind: str, error: BaseException, example: str) -> None:
         lost = error.lost if isinstance(error, SampleError) else 1
@@ -360,9 +364,9 @@ class ShardWriter:
         if self._open.has_news:
             self._open = self._outbox.send(self._open)
 
-    def split_claim(self, flight: UnitRead) -> int:
+    def split_claim(self, unit_read: UnitRead) -> int:
         """Give the unit that is next a claim of its own; its id."""
-        return self._outbox.publisher.split_claim(flight.claim_id, flight.position, flight.done)
+        return self._outbox.publisher.split_claim(unit_read.claim_id, unit_read.position, unit_read.done)
 
     def settle(self) -> None:
         """Publish all there is, and wait until that is done."""

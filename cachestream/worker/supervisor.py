@@ -81,7 +81,7 @@ class Supervisor:
         self._lister = Lister(job, server, job_fd, Listings(cache.directory))
         self._look_for_changes = False
         self._is_looking: bool | None = None  # what one that was killed has left is not known
-        self._wardens = Attachments(cache.directory)
+        self._attachments = Attachments(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
         self._trouble = Trouble()
@@ -151,7 +151,7 @@ class Supervisor:
     def _leave(self) -> bool:
         """Take the attach lock, until we are gone; False when somebody attached at the last moment."""
         try:
-            self._leaving = self._wardens.attach_lock(_LEAVE_S)
+            self._leaving = self._attachments.attach_lock(_LEAVE_S)
         except CacheLockedError:
             return (
                 self._stop.is_set()
@@ -162,11 +162,11 @@ class Supervisor:
         return False
 
     def _should_end(self) -> bool:
-        if self._stop.is_set() or self._wardens.stop_requested():
+        if self._stop.is_set() or self._attachments.stop_requested():
             return True
         if self._state == "full" and self._job.when_full == "stop":
             return True
-        return not self._wardens.is_needed()
+        return not self._attachments.is_needed()
 
     def _try(self, step: Callable[[], bool]) -> bool:
         """What `step` says; False where it fails of what may be over soon."""
@@ -391,7 +391,7 @@ class Supervisor:
         for child in self._children:
             child.kill()
         end_orphans()
-        self._wardens.clear_requests()
+        self._attachments.clear_requests()
         try:
             self._cache.recover()  # what was killed in the middle of a shard leaves nothing
             self._keep_house()

@@ -97,14 +97,14 @@ Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
 
 
 def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
-    """`items` in lots, as soon as they come where they are large or slow; those before an error come too."""
+    """`items` in chunks, as soon as they come where they are large or slow; those before an error come too."""
     waiting: list[Item] = []
     waiting_bytes, since_s = 0, time.monotonic()
     try:
         for item in items:
             if isinstance(item, SampleChunk):
                 if waiting:
-                    yield _lot(waiting, waiting_bytes)
+                    yield _chunk(waiting, waiting_bytes)
                     waiting, waiting_bytes = [], 0
                 yield item
                 continue
@@ -112,19 +112,19 @@ def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
             waiting_bytes += item[3]
             now_s = time.monotonic()
             if waiting_bytes >= MOST_BYTES or now_s - since_s >= LONGEST_S or len(waiting) >= MOST_SAMPLES:
-                yield _lot(waiting, waiting_bytes)
+                yield _chunk(waiting, waiting_bytes)
                 waiting, waiting_bytes, since_s = [], 0, now_s
     except GeneratorExit:
         raise
     except BaseException:
         if waiting:
-            yield _lot(waiting, waiting_bytes)
+            yield _chunk(waiting, waiting_bytes)
         raise
     if waiting:
-        yield _lot(waiting, waiting_bytes)
+        yield _chunk(waiting, waiting_bytes)
 
 
-def _lot(items: list[Item], nbytes: int) -> SampleChunk:
+def _chunk(items: list[Item], nbytes: int) -> SampleChunk:
     offsets, keys, samples, _ = zip(*items, strict=True)
     return SampleChunk(offsets, keys, samples, nbytes)
 
@@ -183,7 +183,7 @@ class UnitRead:
     parts: Sequence[Sequence[tuple[int, int]]] = ()
     done: int = 0
     covered: bool = False
-    lots: deque[SampleChunk] = field(default_factory=deque)
+    chunks: deque[SampleChunk] = field(default_factory=deque)
     waiting_bytes: int = 0
     finished: bool = False
     error: BaseException | None = None
@@ -200,7 +200,7 @@ class UnitRead:
     @property
     def is_awaited(self) -> bool:
         """Whether nothing of it has come that was not delivered."""
-        return not self.lots and not self.finished
+        return not self.chunks and not self.finished
 
     def silent(self, now_s: float, hang_timeout_s: float) -> bool:
         """Whether it has not answered for long: in its attempts so far, or in the one that goes on."""
@@ -209,9 +209,9 @@ class UnitRead:
             self.silence = since if since.is_long(now_s, hang_timeout_s) else None
         return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
 
-    def heard(self, lot: SampleChunk) -> None:
+    def heard(self, chunk: SampleChunk) -> None:
         """The remote answers."""
-        self.came = lot.offsets[-1] + 1
+        self.came = chunk.offsets[-1] + 1
         self.silence = self.delays = None
 
 
@@ -264,56 +264,56 @@ class UnitReader:
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
         metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
 
-    def read(self, flight: UnitRead, number: int) -> Iterator[SampleChunk]:
+    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
         """Yield the unit's samples that are wanted.
 
         A remote that does not answer is tried again for ever, with full-jitter back-off, and goes on
         after the samples that came through: a unit gives the same samples again. One that was put aside ends by
         LaterError then; one that does not answer while its remote gives others, by SampleError in the end.
         """
-        self._local.number, self._local.flight = number, flight
+        self._local.number, self._local.unit_read = number, unit_read
         slot = self._slot
-        self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
-        slot["flights"][number] = flight.position + 1
+        self.beat(number)  # before the position is seen: the last beat of an idle thread may be old
+        slot["flights"][number] = unit_read.position + 1
         try:
             while True:
                 self.beat(number)
                 began_s = time.monotonic()
                 try:
-                    with closing(self._wanted(flight, number, flight.came)) as items:
-                        for lot in gather(items):
-                            flight.heard(lot)
-                            self._answers.heard(self._remote_of(flight.unit), time.monotonic())
-                            yield lot
-                    self._witnesses.setdefault(self._remote_of(flight.unit), flight.unit)
-                    self._answers.heard(self._remote_of(flight.unit), time.monotonic())
+                    with closing(self._wanted(unit_read, number, unit_read.came)) as items:
+                        for chunk in gather(items):
+                            unit_read.heard(chunk)
+                            self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
+                            yield chunk
+                    self._witnesses.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
+                    self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
                     slot["retries"] += 1
-                    self._pause(flight, self._fell_silent(flight, str(error), began_s))
+                    self._pause(unit_read, self._fell_silent(unit_read, str(error), began_s))
         finally:
             end_if_forked(self._pid)
             self._refund()
-            flight.asked_s = 0.0
+            unit_read.asked_s = 0.0
             slot["flights"][number] = 0
 
-    def _fell_silent(self, flight: UnitRead, reason: str, began_s: float) -> float:
+    def _fell_silent(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
         """An attempt that began at `began_s` has failed: for how long to wait before the next one.
 
         Raises SampleError where there had better be none.
         """
-        before, now_s = flight.silence, time.monotonic()
-        flight.silence = silence = Stall(began_s if before is None else before.since_s, reason)
+        before, now_s = unit_read.silence, time.monotonic()
+        unit_read.silence = silence = Stall(began_s if before is None else before.since_s, reason)
         if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
-            self._remote_of(flight.unit)
+            self._remote_of(unit_read.unit)
         ):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
-        was_back = self._answers.is_back(self._remote_of(flight.unit), flight.paused_at_s)
-        if flight.delays is None or was_back:  # made when needed: seeding costs more than many a read
-            flight.delays = backoff_delays(random.Random())
-        return next(flight.delays)
+        was_back = self._answers.is_back(self._remote_of(unit_read.unit), unit_read.paused_at_s)
+        if unit_read.delays is None or was_back:  # made when needed: seeding costs more than many a read
+            unit_read.delays = backoff_delays(random.Random())
+        return next(unit_read.delays)
 
     def _does_answer(self, remote: Hashable) -> bool:
         """Whether a unit that came from `remote` before comes again, from there and not from the source's memory."""
@@ -328,37 +328,39 @@ class UnitReader:
             return False
         return bool(self._local.fetched) or not self._is_reported
 
-    def _wanted(self, flight: UnitRead, number: int, first: int) -> Generator[Item | SampleChunk, None, None]:
+    def _wanted(
+        self, unit_read: UnitRead, number: int, first: int
+    ) -> Generator[Item | SampleChunk, None, None]:
         """The samples that are wanted, from the offset `first` on."""
         assert self.plan is not None
-        rng = unit_generator(self.plan, flight.unit)
+        rng = unit_generator(self.plan, unit_read.unit)
         self._local.fetched = 0
         self._refund()
         offset, beat_s = 0, 0.0
-        for item in self._read(flight.unit, rng):
+        for item in self._read(unit_read.unit, rng):
             end_if_forked(self._pid)
             if (now_s := time.monotonic()) - beat_s >= BEAT_S:
                 self.beat(number)
                 beat_s = now_s
             if isinstance(item, Rows):
-                if (lot := self._table(item, offset, first, flight)) is not None:
-                    yield lot
+                if (chunk := self._table(item, offset, first, unit_read)) is not None:
+                    yield chunk
                 offset += len(item.keys)
                 continue
             key, sample = item
             nbytes = approximate_bytes(sample)
             self._count(nbytes)
-            if offset >= first and not flight.skip(offset):
+            if offset >= first and not unit_read.skip(offset):
                 yield offset, key, sample, nbytes
             offset += 1
 
-    def _table(self, rows: Rows, offset: int, first: int, flight: UnitRead) -> SampleChunk | None:
+    def _table(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
         """The wanted ones of `rows`, the first of which is at `offset` in its unit."""
         table = to_table(rows)
         self._count(table.nbytes)
         offsets: Sequence[int] = range(offset, offset + len(table))
-        if first > offset or flight.skip is not keep_all:
-            wanted = [i for i, at in enumerate(offsets) if at >= first and not flight.skip(at)]
+        if first > offset or unit_read.skip is not keep_all:
+            wanted = [i for i, at in enumerate(offsets) if at >= first and not unit_read.skip(at)]
             if len(wanted) < len(table):
                 table, offsets = table.take(wanted), [offset + i for i in wanted]
         return SampleChunk(offsets, (), table, table.nbytes) if offsets else None
@@ -384,7 +386,7 @@ class UnitReader:
         self.beat(number)
         if not nbytes:
             return
-        self._local.flight.asked_s = 0.0
+        self._local.unit_read.asked_s = 0.0
         self._local.fetched += nbytes
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
@@ -400,7 +402,7 @@ class UnitReader:
             self._local.paid = getattr(self._local, "paid", 0) + nbytes
             self._throttle.spend(nbytes, lambda: self.beat(number))
         if number is not None and nbytes:
-            self._local.flight.asked_s = self._local.flight.asked_s or time.monotonic()
+            self._local.unit_read.asked_s = self._local.unit_read.asked_s or time.monotonic()
 
     def _refund(self) -> None:
         """Give back what was paid for bytes that never came."""
@@ -412,28 +414,28 @@ class UnitReader:
     def _on_slow_down(self) -> None:
         self.throttled = True
 
-    def _pause(self, flight: UnitRead, delay_s: float) -> None:
+    def _pause(self, unit_read: UnitRead, delay_s: float) -> None:
         """Wait, not longer than an outage; raises LaterError where others are to be read meanwhile."""
-        flight.paused_at_s = time.monotonic()
-        flight.again_at_s = flight.paused_at_s + delay_s
-        while not self.may_try_again(flight, time.monotonic()):
-            if flight.aside:
+        unit_read.paused_at_s = time.monotonic()
+        unit_read.again_at_s = unit_read.paused_at_s + delay_s
+        while not self.may_try_again(unit_read, time.monotonic()):
+            if unit_read.aside:
                 raise LaterError
-            if self._stop.wait(min(max(0.0, flight.again_at_s - time.monotonic()), metering.TICK_S)):
+            if self._stop.wait(min(max(0.0, unit_read.again_at_s - time.monotonic()), metering.TICK_S)):
                 return
             self.beat(self._local.number)
 
-    def may_try_again(self, flight: UnitRead, now_s: float) -> bool:
+    def may_try_again(self, unit_read: UnitRead, now_s: float) -> bool:
         """Whether the pause of a unit is over: its time has come, or its remote is back, which one of them finds out sooner."""
-        remote = self._remote_of(flight.unit)
-        if self._answers.is_back(remote, flight.paused_at_s):
+        remote = self._remote_of(unit_read.unit)
+        if self._answers.is_back(remote, unit_read.paused_at_s):
             return True
         with self._counting:
             if self._probe is None and self._answers.is_away(remote, now_s):
-                self._probe = flight
-                flight.again_at_s = min(flight.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
-            is_due = now_s >= flight.again_at_s
-            if is_due and self._probe is flight:
+                self._probe = unit_read
+                unit_read.again_at_s = min(unit_read.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
+            is_due = now_s >= unit_read.again_at_s
+            if is_due and self._probe is unit_read:
                 self._probe = None
         return is_due
 

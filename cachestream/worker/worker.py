@@ -99,23 +99,23 @@ class Worker:
     def __init__(
         self,
         cache: Cache,
-        warden: HeldFile | None,
+        attachment: HeldFile | None,
         process: subprocess.Popen[bytes] | None,
         linger_s: float = 0.0,
         job: Job | None = None,
     ) -> None:
         self.cache = cache
         self.linger_s = linger_s
-        self._warden = warden
-        self._wardens = Attachments(cache.directory)
+        self._attachment = attachment
+        self._attachments = Attachments(cache.directory)
         self.attached = process is None  # whether the worker was running already when this was made
         self._watch = None if job is None else WorkerMonitor(cache, job, process, self._need())
 
     def _need(self) -> Callable[[], bool]:
         """Tell whether this process needs the worker still; does not keep this alive."""
-        if self._warden is not None:
-            warden = self._warden
-            return lambda: warden.held
+        if self._attachment is not None:
+            attachment = self._attachment
+            return lambda: attachment.held
         this = weakref.ref(self)
         return lambda: this() is not None
 
@@ -183,13 +183,13 @@ class Worker:
         check_seconds("timeout_s", timeout_s)
         directory = self.cache.directory
         if self.cache.has_worker() or lost_worker(directory) is not None:
-            self._wardens.request_stop()  # which keeps others from starting another in the place of one that was killed
+            self._attachments.request_stop()  # which keeps others from starting another in the place of one that was killed
             self._wait_until_gone(timeout_s)
             if lost_worker(directory) is not None:
-                with _released(self._wardens.attach_lock()):
+                with _released(self._attachments.attach_lock()):
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
-                self._wardens.clear_requests()  # it may have been ending by itself, and not have seen this one
+                self._attachments.clear_requests()  # it may have been ending by itself, and not have seen this one
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
             _release(held)
 
@@ -201,16 +201,16 @@ class Worker:
         """
         if self._watch is not None:
             self._watch.close()
-        if self._warden is None:
+        if self._attachment is None:
             return
-        _release(self._warden)
-        self._warden = None
+        _release(self._attachment)
+        self._attachment = None
         self._wait_until_gone(timeout_s, unless_needed=True)
 
     def _wait_until_gone(self, timeout_s: float, *, unless_needed: bool = False) -> None:
         deadline = time.monotonic() + timeout_s
         while self.is_alive():
-            if unless_needed and self._wardens.is_needed():
+            if unless_needed and self._attachments.is_needed():
                 return
             if time.monotonic() >= deadline:
                 pid = self.cache.status().worker
@@ -240,16 +240,16 @@ _held: set[HeldFile] = set()
 def _let_go_at_exit() -> None:
     """A process that ends in order needs no worker any more; one that ends by an error may come again."""
     if not hasattr(sys, "last_value"):
-        for warden in list(_held):
-            _release(warden)
+        for attachment in list(_held):
+            _release(attachment)
 
 
 atexit.register(_let_go_at_exit)
 
 
-def _release(warden: HeldFile) -> None:
-    warden.release(unlink=True)
-    _held.discard(warden)
+def _release(attachment: HeldFile) -> None:
+    attachment.release(unlink=True)
+    _held.discard(attachment)
 
 
 def start_worker(
@@ -356,50 +356,50 @@ def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> No
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
-    wardens = Attachments(cache.directory)
+    attachments = Attachments(cache.directory)
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
-        with _released(wardens.attach_lock()):
+        with _released(attachments.attach_lock()):
             running = cache.has_worker()
             if not running:
-                return _start(cache, job, wardens, launch or Launch(), detach, linger_s)
+                return _start(cache, job, attachments, launch or Launch(), detach, linger_s)
             # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
-            if not wardens.stop_requested():
-                if _fills_as_asked(cache, job) or wardens.is_used():
-                    return _attach(cache, job, wardens, detach, linger_s)
-                wardens.request_stop()  # it lingers after a job that has ended, with the share that this one had
+            if not attachments.stop_requested():
+                if _fills_as_asked(cache, job) or attachments.is_used():
+                    return _attach(cache, job, attachments, detach, linger_s)
+                attachments.request_stop()  # it lingers after a job that has ended, with the share that this one had
         if time.monotonic() >= deadline:
             raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
         time.sleep(_TICK_S)
 
 
-def _attach(cache: Cache, job: Job, wardens: Attachments, detach: bool, linger_s: float) -> Worker:
+def _attach(cache: Cache, job: Job, attachments: Attachments, detach: bool, linger_s: float) -> Worker:
     _check_same_source(cache, job)
     logger.info("attached to the worker that already fills %s", cache.path)
-    return Worker(cache, _need(wardens, detach, linger_s), None, linger_s, job)
+    return Worker(cache, _need(attachments, detach, linger_s), None, linger_s, job)
 
 
 def _start(
-    cache: Cache, job: Job, wardens: Attachments, launch: Launch, detach: bool, linger_s: float
+    cache: Cache, job: Job, attachments: Attachments, launch: Launch, detach: bool, linger_s: float
 ) -> Worker:
-    wardens.clear_requests()
-    warden = _need(wardens, detach, linger_s)
+    attachments.clear_requests()
+    attachment = _need(attachments, detach, linger_s)
     try:
-        return Worker(cache, warden, launch.give(job), linger_s, job)
+        return Worker(cache, attachment, launch.give(job), linger_s, job)
     except BaseException:
-        if warden is not None:
-            _release(warden)
+        if attachment is not None:
+            _release(attachment)
         raise
 
 
-def _need(wardens: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
+def _need(attachments: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
     """Keep the worker running: for as long as this process lives, or until somebody stops it."""
     if detach:
-        wardens.detach()
+        attachments.detach()
         return None
-    warden = wardens.attach(linger_s)
-    _held.add(warden)
-    return warden
+    attachment = attachments.attach(linger_s)
+    _held.add(attachment)
+    return attachment
 
 
 def _what_is_filled(cache: Cache) -> tuple[str | None, Partition | None]:

@@ -21,22 +21,23 @@ def item(offset: int, nbytes: int = 1) -> Item:
 
 
 def offsets(found: Iterator[SampleChunk]) -> list[list[int]]:
-    return [list(lot.offsets) for lot in found]
+    return [list(chunk.offsets) for chunk in found]
 
 
 @given(st.lists(st.tuples(st.integers(1, 2 * unit_reader.MOST_BYTES), st.booleans()), max_size=200))
 def test_every_sample_comes_once_and_in_order(samples: list[tuple[int, bool]]) -> None:
-    """Some of them as lots that the source made."""
+    """Some of them as chunks that the source made."""
     given_ = [
-        SampleChunk([offset], ["key"], [offset], nbytes) if is_lot else item(offset, nbytes)
-        for offset, (nbytes, is_lot) in enumerate(samples)
+        SampleChunk([offset], ["key"], [offset], nbytes) if is_chunk else item(offset, nbytes)
+        for offset, (nbytes, is_chunk) in enumerate(samples)
     ]
     found = list(gather(iter(given_)))
-    assert [offset for lot in found for offset in lot.offsets] == list(range(len(samples)))
+    assert [offset for chunk in found for offset in chunk.offsets] == list(range(len(samples)))
     assert all(
-        len(lot.offsets) == len(lot.keys) == len(lot.samples) <= unit_reader.MOST_SAMPLES for lot in found
+        len(chunk.offsets) == len(chunk.keys) == len(chunk.samples) <= unit_reader.MOST_SAMPLES
+        for chunk in found
     )
-    assert sum(lot.nbytes for lot in found) == sum(nbytes for nbytes, _ in samples)
+    assert sum(chunk.nbytes for chunk in found) == sum(nbytes for nbytes, _ in samples)
 
 
 def test_large_samples_go_alone() -> None:
@@ -58,7 +59,7 @@ def test_what_came_before_an_error_comes_before_the_error(error: BaseException) 
 
     found: list[int] = []
     with pytest.raises(type(error)):
-        found.extend(lot.offsets[-1] for lot in gather(failing()))
+        found.extend(chunk.offsets[-1] for chunk in gather(failing()))
     assert found[-1] == 1
 
 
