@@ -1,10 +1,11 @@
-"""Samples of a source or a transform → what a shard stores: fields with a dtype and a shape."""
+"""Samples as a source or a transform gives them, and as a shard stores them: fields with a dtype and a shape."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ from cachestream.storage.shard import storage_of
 BytesLike = bytes | npt.NDArray[np.uint8]
 
 SMALL_BYTES: Final = 4096  # copied at once: strings of bytes cost less to make and to collect than arrays
+MOST_SAMPLES: Final = 64  # of a chunk
+MOST_BYTES: Final = 256 * 1024
+LONGEST_S: Final = 0.001
 _SCHEMAS: Final = 1024  # kept, of those that vary from sample to sample
 # By the dtype in the byte order of shards.
 _TORCH_NAMES: Final = {
@@ -294,3 +298,80 @@ def _column(
     stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     data = stored.reshape(-1).view(np.uint8)
     return Field(name, "tensor", dtype, len(shape), shape), data.reshape(count, len(data) // max(1, count))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleChunk:
+    """Samples of one unit, in its order: `samples[i]` is at `offsets[i]` in it, with the key `keys[i]`.
+
+    Or those of a table, which has keys of its own. They take about `nbytes` of memory.
+    """
+
+    offsets: Sequence[int]
+    keys: Sequence[str]
+    samples: Sequence[Any] | Table
+    nbytes: int
+
+
+Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
+
+
+def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
+    """`items` in chunks, as soon as they come where they are large or slow; those before an error come too."""
+    waiting: list[Item] = []
+    waiting_bytes, since_s = 0, time.monotonic()
+    try:
+        for item in items:
+            if isinstance(item, SampleChunk):
+                if waiting:
+                    yield _chunk(waiting, waiting_bytes)
+                    waiting, waiting_bytes = [], 0
+                yield item
+                continue
+            waiting.append(item)
+            waiting_bytes += item[3]
+            now_s = time.monotonic()
+            if waiting_bytes >= MOST_BYTES or now_s - since_s >= LONGEST_S or len(waiting) >= MOST_SAMPLES:
+                yield _chunk(waiting, waiting_bytes)
+                waiting, waiting_bytes, since_s = [], 0, now_s
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if waiting:
+            yield _chunk(waiting, waiting_bytes)
+        raise
+    if waiting:
+        yield _chunk(waiting, waiting_bytes)
+
+
+def _chunk(items: list[Item], nbytes: int) -> SampleChunk:
+    offsets, keys, samples, _ = zip(*items, strict=True)
+    return SampleChunk(offsets, keys, samples, nbytes)
+
+
+def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending `offsets` as ranges [start, stop)."""
+    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
+        return [(offsets[0], offsets[-1] + 1)]
+    found: list[tuple[int, int]] = []
+    for offset in offsets:
+        if found and found[-1][1] == offset:
+            found[-1] = found[-1][0], offset + 1
+        else:
+            found.append((offset, offset + 1))
+    return found
+
+
+def approximate_bytes(value: Any) -> int:
+    """About how much memory a sample takes."""
+    try:
+        nbytes = getattr(value, "nbytes", None)
+    except RuntimeError:  # a sparse tensor has none
+        nbytes = None
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(value, Mapping):
+        return sum(map(approximate_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(approximate_bytes, value))
+    return len(value) if isinstance(value, bytes | str) else sys.getsizeof(value)

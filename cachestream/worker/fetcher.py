@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cachestream.worker.unit_reader import LaterError, SampleChunk, Stall, UnitRead
+from cachestream.worker.encode import SampleChunk
+from cachestream.worker.unit_reader import LaterError, Stall, UnitRead
 
 FIRST_READS: Final = 4  # as many as soon as units come whole: then they are small
 TURN_S: Final = 0.3

@@ -17,13 +17,13 @@ from cachestream.storage.tables import PassRow
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import bounds
 from cachestream.worker.cached_units import gaps, is_covered
-from cachestream.worker.encode import Table, to_record
+from cachestream.worker.encode import SampleChunk, Table, runs, to_record
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 from cachestream.worker.packer import FirstSamples, Part, keys_of, majority
 from cachestream.worker.processes import end_if_forked
 from cachestream.worker.publisher import BEAT_S, OpenShard, Outbox, check_size
-from cachestream.worker.unit_reader import SampleChunk, UnitRead, runs, sample_generator
+from cachestream.worker.unit_reader import UnitRead, sample_generator
 
 FIRST_BYTES: Final = 256 * 1024
 FIRST_AGE_S: Final = 0.1

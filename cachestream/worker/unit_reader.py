@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import os
 import random
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -29,7 +28,7 @@ from cachestream.transport import metering
 from cachestream.transport.metering import Throttle
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.cached_units import keep_all
-from cachestream.worker.encode import Table, to_table
+from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, gather, to_table
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_if_forked
@@ -73,88 +72,6 @@ class Answers:
     def is_back(self, remote: Hashable, since_s: float) -> bool:
         """Whether an outage of `remote` has ended after `since_s`."""
         return self._back_s.get(remote, -math.inf) > since_s
-
-
-MOST_SAMPLES: Final = 64
-MOST_BYTES: Final = 256 * 1024
-LONGEST_S: Final = 0.001
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleChunk:
-    """Samples of one unit, in its order: `samples[i]` is at `offsets[i]` in it, with the key `keys[i]`.
-
-    Or those of a table, which has keys of its own. They take about `nbytes` of memory.
-    """
-
-    offsets: Sequence[int]
-    keys: Sequence[str]
-    samples: Sequence[Any] | Table
-    nbytes: int
-
-
-Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
-
-
-def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
-    """`items` in chunks, as soon as they come where they are large or slow; those before an error come too."""
-    waiting: list[Item] = []
-    waiting_bytes, since_s = 0, time.monotonic()
-    try:
-        for item in items:
-            if isinstance(item, SampleChunk):
-                if waiting:
-                    yield _chunk(waiting, waiting_bytes)
-                    waiting, waiting_bytes = [], 0
-                yield item
-                continue
-            waiting.append(item)
-            waiting_bytes += item[3]
-            now_s = time.monotonic()
-            if waiting_bytes >= MOST_BYTES or now_s - since_s >= LONGEST_S or len(waiting) >= MOST_SAMPLES:
-                yield _chunk(waiting, waiting_bytes)
-                waiting, waiting_bytes, since_s = [], 0, now_s
-    except GeneratorExit:
-        raise
-    except BaseException:
-        if waiting:
-            yield _chunk(waiting, waiting_bytes)
-        raise
-    if waiting:
-        yield _chunk(waiting, waiting_bytes)
-
-
-def _chunk(items: list[Item], nbytes: int) -> SampleChunk:
-    offsets, keys, samples, _ = zip(*items, strict=True)
-    return SampleChunk(offsets, keys, samples, nbytes)
-
-
-def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending `offsets` as ranges [start, stop)."""
-    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
-        return [(offsets[0], offsets[-1] + 1)]
-    found: list[tuple[int, int]] = []
-    for offset in offsets:
-        if found and found[-1][1] == offset:
-            found[-1] = found[-1][0], offset + 1
-        else:
-            found.append((offset, offset + 1))
-    return found
-
-
-def approximate_bytes(value: Any) -> int:
-    """About how much memory a sample takes."""
-    try:
-        nbytes = getattr(value, "nbytes", None)
-    except RuntimeError:  # a sparse tensor has none
-        nbytes = None
-    if isinstance(nbytes, int):
-        return nbytes
-    if isinstance(value, Mapping):
-        return sum(map(approximate_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(approximate_bytes, value))
-    return len(value) if isinstance(value, bytes | str) else sys.getsizeof(value)
 
 
 class LaterError(Exception):

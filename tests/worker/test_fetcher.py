@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachestream.worker.encode import SampleChunk
 from cachestream.worker.fetcher import Fetcher
-from cachestream.worker.unit_reader import LaterError, SampleChunk, Stall, UnitRead
+from cachestream.worker.unit_reader import LaterError, Stall, UnitRead
 
 DEADLINE_S = 120.0
 
