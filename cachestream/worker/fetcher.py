@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cachestream.worker.encode import SampleChunk
-from cachestream.worker.unit_reader import LaterError, Stall, UnitRead
+from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
 FIRST_READS: Final = 4  # as many as soon as units come whole: then they are small
 TURN_S: Final = 0.3
@@ -134,7 +134,6 @@ class Fetcher:
         self._order: deque[UnitRead] = deque()
         self._todo: deque[UnitRead] = deque()
         self._aside: list[UnitRead] = []
-        self._asleep: list[UnitRead] = []  # those aside that no thread reads
         self._bytes = 0
         self._stopped = False
         self.active = threads
@@ -190,18 +189,19 @@ class Fetcher:
             if unit_read.is_awaited and self._order[0] is unit_read:
                 self._order.popleft()
                 self._aside.append(unit_read)
-                unit_read.aside = True
+                unit_read.state = unit_read.state.after(UnitEvent.PUT_ASIDE)
                 self._room.notify_all()
                 self._turn.notify_all()
 
     def wake(self, is_due: Callable[[UnitRead], bool]) -> None:
         """Have those that were put aside read again whose time has come."""
         with self._lock:
-            due = [unit_read for unit_read in self._asleep if is_due(unit_read)]
-            if due:
-                self._asleep = [unit_read for unit_read in self._asleep if unit_read not in due]
-                self._todo.extendleft(due)
-                self._units.notify(len(due))
+            asleep = [unit_read for unit_read in self._aside if unit_read.state is UnitState.ASLEEP]
+            due = [unit_read for unit_read in asleep if is_due(unit_read)]
+            for unit_read in due:
+                unit_read.state = unit_read.state.after(UnitEvent.WAKE)
+            self._todo.extendleft(due)
+            self._units.notify(len(due))
 
     def use(self, threads: int) -> None:
         """Let at most `threads` threads begin further units."""
@@ -254,17 +254,14 @@ class Fetcher:
             except LaterError:
                 with self._lock:
                     self.reading -= 1
-                    unit_read.reading = False
-                    self._asleep.append(unit_read)
+                    unit_read.state = unit_read.state.after(UnitEvent.PAUSE)
                 continue
             except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
                 error = caught
             with self._lock:
                 self.reading -= 1
-                unit_read.reading = False
                 unit_read.error = error
-                unit_read.finished = True
-                self._tell(unit_read)
+                self._came(unit_read, UnitEvent.END)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
@@ -275,18 +272,18 @@ class Fetcher:
                 elif self._todo:
                     self.reading += 1
                     unit_read = self._todo.popleft()
-                    unit_read.reading = True
+                    unit_read.state = unit_read.state.after(UnitEvent.TAKE)
                     return unit_read
                 else:
                     self._units.wait()
             return None
 
-    def _tell(self, unit_read: UnitRead) -> None:
-        """Something of `unit_read` came: the taker waits for the next unit only."""
+    def _came(self, unit_read: UnitRead, event: UnitEvent) -> None:
+        """Something of `unit_read` came, or its end: wake the taker if that unit is next."""
         if unit_read.aside:
-            unit_read.aside = False
             self._aside.remove(unit_read)
             self._order.appendleft(unit_read)
+        unit_read.state = unit_read.state.after(event)
         if self._order and self._order[0] is unit_read:
             self._arrived.notify()
 
@@ -306,5 +303,5 @@ class Fetcher:
             unit_read.chunks.append(chunk)
             unit_read.waiting_bytes += chunk.nbytes
             self._bytes += chunk.nbytes
-            self._tell(unit_read)
+            self._came(unit_read, UnitEvent.ARRIVE)
             return True

@@ -43,7 +43,7 @@ from cachestream.worker.processes import name_process
 from cachestream.worker.publisher import StartAgainError
 from cachestream.worker.shard_writer import QuarantinedError, ShardWriter
 from cachestream.worker.stored_listings import Listings, keep_names
-from cachestream.worker.unit_reader import UnitRead, UnitReader
+from cachestream.worker.unit_reader import UnitRead, UnitReader, UnitState
 
 BUFFER_BYTES: Final = 64 * 2**20
 QUARANTINE_AT: Final = 12  # weights of deaths, see health.suspicions
@@ -235,7 +235,8 @@ class Sampler:
         for position, unit, (ranges, *parts) in zip(positions.tolist(), units.tolist(), cached, strict=True):
             first = claim.offset if position == claim.position else 0
             unit_read = UnitRead(position, unit, claim.id, skipper(first, ranges), ranges, parts, first)
-            unit_read.finished = unit_read.covered = is_whole(ranges)
+            if is_whole(ranges):
+                unit_read.covered, unit_read.state = True, UnitState.FINISHED
             self._todo.append(unit_read)
         return True
 
@@ -255,7 +256,7 @@ class Sampler:
             suspect = self._suspects.get(unit_read.position)
             if suspect is not None and suspect.deaths >= QUARANTINE_AT:
                 unit_read.error = QuarantinedError(f"reading it {suspect.reason}, again and again")
-                unit_read.finished = True
+                unit_read.state = UnitState.FINISHED
             elif self._is_suspect(unit_read):
                 if group or not self._fetcher.is_idle:
                     break

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 import numpy as np
@@ -78,18 +79,74 @@ class LaterError(Exception):
     """The unit was put aside: it is to be read again later, by whichever thread is free then."""
 
 
+class UnitState(Enum):
+    """The state of a unit between its submission to a fetcher and its delivery; changed by `after` alone.
+
+        QUEUED ─────TAKE─────▶ READING ─────END─────▶ FINISHED
+          │                    │     ▲                    ▲
+       PUT_ASIDE          PUT_ASIDE  ARRIVE               │
+          ▼                    ▼     │                    │
+        ASIDE ─────TAKE─────▶ READING_ASIDE ────END───────┘
+          ▲                    │
+          └──WAKE── ASLEEP ◀─PAUSE
+
+    The remote of a unit that is put aside does not answer: the units behind it are delivered first. A unit of which
+    something arrives is the next to be delivered.
+    """
+
+    QUEUED = "waits for a thread"
+    READING = "is read by a thread"
+    ASIDE = "put aside, waits for a thread"
+    READING_ASIDE = "put aside, is read by a thread"
+    ASLEEP = "put aside, is to be read again later"
+    FINISHED = "read to its end, or failed"
+
+    def after(self, event: UnitEvent) -> UnitState:
+        """The next state; raises ValueError for an event that cannot happen in this state."""
+        try:
+            return _TRANSITIONS[self, event]
+        except KeyError:
+            raise ValueError(f"{event.name} cannot happen to a unit that is {self.name}") from None
+
+
+class UnitEvent(Enum):
+    """What happens to a unit in a fetcher."""
+
+    TAKE = "a thread begins to read it"
+    PUT_ASIDE = "it has not answered for long"
+    ARRIVE = "samples came"
+    PAUSE = "an attempt failed, and the thread goes on with another unit"
+    WAKE = "the pause is over"
+    END = "all has been read, or reading failed for good"
+
+
+_TRANSITIONS: Final = {
+    (UnitState.QUEUED, UnitEvent.TAKE): UnitState.READING,
+    (UnitState.QUEUED, UnitEvent.PUT_ASIDE): UnitState.ASIDE,
+    (UnitState.READING, UnitEvent.PUT_ASIDE): UnitState.READING_ASIDE,
+    (UnitState.READING, UnitEvent.ARRIVE): UnitState.READING,
+    (UnitState.READING, UnitEvent.END): UnitState.FINISHED,
+    (UnitState.ASIDE, UnitEvent.TAKE): UnitState.READING_ASIDE,
+    (UnitState.READING_ASIDE, UnitEvent.ARRIVE): UnitState.READING,
+    (UnitState.READING_ASIDE, UnitEvent.PAUSE): UnitState.ASLEEP,
+    (UnitState.READING_ASIDE, UnitEvent.END): UnitState.FINISHED,
+    (UnitState.ASLEEP, UnitEvent.WAKE): UnitState.ASIDE,
+}
+_PUT_ASIDE: Final = frozenset({UnitState.ASIDE, UnitState.READING_ASIDE, UnitState.ASLEEP})
+
+
 @dataclass(slots=True, eq=False)
 class UnitRead:
-    """One unit to be read: `skip` says which of its samples are not wanted.
+    """One unit to be read: `skip` tells which offsets of its samples are not wanted.
 
-    One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
-    has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards, and `parts`, where samples are held out, those of the train split and of the held-out one. All before
-    the offset `done` has been dealt with.
+    A unit that is FINISHED when it is submitted is only delivered in its turn: `covered` when the cache holds all of it,
+    or with the `error` for which it is not read. `cached`: the ranges of offsets that lie in other shards; `parts`,
+    where samples are held out: those ranges of the train split and of the held-out split. All samples before the offset
+    `done` are packed, dropped or skipped.
 
-    All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent
-    nothing; 0 where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that
-    is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`. Its last try failed at `paused_at_s`.
+    All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has not answered
+    yet; 0 without one. A unit that does not answer has a `silence`, and is tried again after the `delays`, the next
+    time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put aside it gets a claim of its own.
     """
 
     position: int
@@ -102,21 +159,31 @@ class UnitRead:
     covered: bool = False
     chunks: deque[SampleChunk] = field(default_factory=deque)
     waiting_bytes: int = 0
-    finished: bool = False
+    state: UnitState = UnitState.QUEUED
     error: BaseException | None = None
     came: int = 0
-    reading: bool = False
     asked_s: float = 0.0
     silence: Stall | None = None
     delays: Iterator[float] | None = None
-    aside: bool = False
     has_own_claim: bool = False
     paused_at_s: float = 0.0
     again_at_s: float = 0.0
 
     @property
+    def finished(self) -> bool:
+        return self.state is UnitState.FINISHED
+
+    @property
+    def aside(self) -> bool:
+        return self.state in _PUT_ASIDE
+
+    @property
+    def reading(self) -> bool:
+        return self.state in (UnitState.READING, UnitState.READING_ASIDE)
+
+    @property
     def is_awaited(self) -> bool:
-        """Whether nothing of it has come that was not delivered."""
+        """True if there is nothing to deliver yet."""
         return not self.chunks and not self.finished
 
     def silent(self, now_s: float, hang_timeout_s: float) -> bool:

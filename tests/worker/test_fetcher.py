@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cachestream.worker.encode import SampleChunk
 from cachestream.worker.fetcher import Fetcher
-from cachestream.worker.unit_reader import LaterError, Stall, UnitRead
+from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
 DEADLINE_S = 120.0
 
@@ -237,7 +237,7 @@ def test_a_unit_that_is_finished_already_is_only_delivered_in_its_turn() -> None
     remote = Remote()
     with fetching(remote.read) as fetcher:
         one, two, three = remote.of(0, 1, 2)
-        two.finished = two.covered = True
+        two.state, two.covered = UnitState.FINISHED, True
         fetcher.submit([one, two, three])
         remote.give(2, None)
         remote.give(0, None)
@@ -329,3 +329,35 @@ def test_everything_comes_once_and_in_order_whatever_the_sizes(
             fetcher.submit([unit_read(unit) for unit in range(len(units))[start : start + group]])
         found = drain(fetcher)
     assert found == [(i, list(range(len(sizes))), None) for i, sizes in enumerate(units)]
+
+
+# What may happen in each state, and what comes of it: everything else is refused.
+TRANSITIONS = {
+    "QUEUED": {"TAKE": "READING", "PUT_ASIDE": "ASIDE"},
+    "READING": {"PUT_ASIDE": "READING_ASIDE", "ARRIVE": "READING", "END": "FINISHED"},
+    "ASIDE": {"TAKE": "READING_ASIDE"},
+    "READING_ASIDE": {"ARRIVE": "READING", "PAUSE": "ASLEEP", "END": "FINISHED"},
+    "ASLEEP": {"WAKE": "ASIDE"},
+    "FINISHED": {},
+}
+
+
+@pytest.mark.parametrize("state", UnitState)
+@pytest.mark.parametrize("event", UnitEvent)
+def test_every_event_in_every_state_leads_to_one_state_or_is_refused(
+    state: UnitState, event: UnitEvent
+) -> None:
+    expected = TRANSITIONS[state.name].get(event.name)
+    if expected is None:
+        with pytest.raises(ValueError, match=state.name):
+            state.after(event)
+    else:
+        assert state.after(event) is UnitState[expected]
+
+
+def test_a_unit_in_any_state_can_still_be_finished() -> None:
+    for state in UnitState:
+        reached = {state}
+        while more := {UnitState[to] for one in reached for to in TRANSITIONS[one.name].values()} - reached:
+            reached |= more
+        assert UnitState.FINISHED in reached
