@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import logging
 import os
 import secrets
@@ -23,7 +22,13 @@ from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.fork_server import Forked, ForkServer
 from cachestream.worker.health import Death, Suspicion, hanging_positions, suspicions
 from cachestream.worker.job import read_frame, write_frame
-from cachestream.worker.processes import die_with_parent, end_group, end_group_of_dead, is_stopped
+from cachestream.worker.processes import (
+    die_with_parent,
+    end_group,
+    end_group_of_dead,
+    is_stopped,
+    start_python,
+)
 
 EXIT_FATAL: Final = 3
 EXIT_RESTART: Final = 4
@@ -32,35 +37,6 @@ GRACE_S: Final = 3.0
 _NICE: Final = 5
 _LAST_WORDS_BYTES: Final = 8192
 logger = logging.getLogger("cachestream.worker")
-# The child imports from where its parent does, and leaves the cores to the trainer's own threads.
-_BOOT: Final = (
-    "import os, sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
-    "from {module} import main; main()"
-)
-
-
-def import_path() -> tuple[str, ...]:
-    """Where this process imports from, as another one can: what is no text, as a Path, Python passes over."""
-    here, entries = _current_folder(), list[object](sys.path)
-    return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
-
-
-def _current_folder() -> str:
-    """Empty where it has been removed: nothing can be imported from there."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
-
-
-def start_python(
-    module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start `main()` of `module` in a Python of its own: no fork of our state, no main guard needed."""
-    command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
-    # In a folder that is gone Python 3.13.0 cannot import its own modules.
-    return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
 
 
 def start_sampling(

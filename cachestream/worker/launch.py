@@ -26,11 +26,16 @@ from cachestream.storage.cache import Cache
 from cachestream.storage.layout import remove_if_there
 from cachestream.storage.locks import HeldFile, lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError, translated_disk_errors
-from cachestream.worker.child import import_path, start_python
 from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.job import Job, frame, read_frame, unpack, write_frame
 from cachestream.worker.passes import begin
-from cachestream.worker.processes import begin_clean, let_go_of_terminal, name_process
+from cachestream.worker.processes import (
+    begin_clean,
+    import_path,
+    let_go_of_terminal,
+    name_process,
+    start_python,
+)
 from cachestream.worker.supervisor import Supervisor
 
 START_TIMEOUT_S: Final = 60.0

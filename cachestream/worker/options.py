@@ -18,10 +18,10 @@ from cachestream.storage.layout import overhead_bytes
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.transport.remote import Remote
-from cachestream.worker.child import import_path
 from cachestream.worker.job import Job, Payload, pack, pack_sampler
 from cachestream.worker.order import Partition, check_curriculum, check_weights, parse_partition
 from cachestream.worker.passes import parts_of_last_pass
+from cachestream.worker.processes import import_path
 
 CONCURRENCY: Final = 16
 HANG_TIMEOUT_S: Final = 30.0

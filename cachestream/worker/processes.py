@@ -1,15 +1,57 @@
-"""Processes on Linux: what a background process takes from its parent, when it dies with it, and its name and group."""
+"""Processes on Linux: how a background process is started, named, tied to its parent, and ended with all of its group."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+# The child imports from where its parent does, and leaves the cores to the trainer's own threads.
+_BOOT: Final = (
+    "import os, sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
+    "from {module} import main; main()"
+)
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_GRACE_S: Final = 1.0
+_TICK_S: Final = 0.01
+_TURN_S: Final = 0.05
+_GRACE_TURNS: Final = 20
+_MOST_TURNS = 200  # on a machine that is busy, a process takes long to die
+_ended: dict[int, float] = {}  # leaders of groups that were to end, and since when
+
+
+def import_path() -> tuple[str, ...]:
+    """Where this process imports from, as another one can: what is no text, as a Path, Python passes over."""
+    here, entries = _current_folder(), list[object](sys.path)
+    return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
+
+
+def _current_folder() -> str:
+    """Empty where it has been removed: nothing can be imported from there."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def start_python(
+    module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start `main()` of `module` in a Python of its own: no fork of our state, no main guard needed."""
+    command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
+    # In a folder that is gone Python 3.13.0 cannot import its own modules.
+    return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
 
 
 def begin_clean() -> None:
@@ -35,17 +77,6 @@ def let_go_of_terminal() -> None:
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     os.close(nothing)
-
-
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_NAME: Final = 15
-_PR_SET_CHILD_SUBREAPER: Final = 36
-_GRACE_S: Final = 1.0
-_TICK_S: Final = 0.01
-_TURN_S: Final = 0.05
-_GRACE_TURNS: Final = 20
-_MOST_TURNS = 200  # on a machine that is busy, a process takes long to die
-_ended: dict[int, float] = {}  # leaders of groups that were to end, and since when
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -20,7 +20,8 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.child import import_path, words_of
+from cachestream.worker.child import words_of
+from cachestream.worker.processes import import_path
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     DEADLINE_S,
