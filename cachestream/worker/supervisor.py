@@ -26,7 +26,7 @@ from cachestream.storage.os_errors import DiskFailedError
 from cachestream.storage.status import RESTS, WAITS, describe_skipped, shortage_of_disk
 from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, Child
+from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, SamplingProcess
 from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.health import (
     START_DEADLINE_S,
@@ -76,7 +76,8 @@ class Supervisor:
         server.load(job.protocols)
         job_fd = share(job)
         self._children = [
-            Child(server, job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)
+            SamplingProcess(server, job_fd, job.sys_path, index, self._board)
+            for index in range(job.num_workers)
         ]
         self._lister = Lister(job, server, job_fd, Listings(cache.directory))
         self._look_for_changes = False
@@ -217,7 +218,7 @@ class Supervisor:
         if not self._resting:
             self._say(*self._how_full(now_s))
 
-    def _reap(self, child: Child, now_s: float) -> None:
+    def _reap(self, child: SamplingProcess, now_s: float) -> None:
         ended = child.reap(now_s)
         if ended is None:
             return
@@ -389,7 +390,7 @@ class Supervisor:
                 child.reap(time.monotonic())
             time.sleep(0.01)
         for child in self._children:
-            child.kill()
+            child.end()
         end_orphans()
         self._attachments.clear_requests()
         try:
