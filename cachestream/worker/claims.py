@@ -1,4 +1,4 @@
-"""Claims on units: runs of positions handed to processes, and taken over from those that died."""
+"""Claims on units: runs of positions that are handed to processes, and taken over from processes that died."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARES = 16
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A claim, the pass it belongs to, and the positions in it that killed a process before."""
+    """A claim, its pass, and the positions in it that have killed a process."""
 
     claim: Claim
     row: PassRow
@@ -25,11 +25,11 @@ class Assignment:
 
 
 class NotYetError(Exception):
-    """All that is listed is claimed, and the listing goes on."""
+    """All listed units are claimed, and the listing continues."""
 
 
 def block_size(length: int | None, num_workers: int) -> int:
-    """Positions in a claim: few enough that all processes have work until the end, many enough to be rare."""
+    """The number of positions in a claim: small enough to keep all processes busy until the end, and large enough to be rare."""
     if length is None:
         return 256
     return max(1, min(MOST_POSITIONS, length // (num_workers * SHARES)))
