@@ -94,11 +94,11 @@ def test_a_pass_takes_up_what_is_an_eighth_more_or_the_end() -> None:
     assert not ended.takes_up(2000, is_complete=True)
 
 
-@pytest.mark.parametrize("module", ["supervisor", "process"])
+@pytest.mark.parametrize("module", ["supervisor", "sampler"])
 def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_source_does_not_bring(
     module: str,
 ) -> None:
-    code = f"import sys, cachestream.sampling.{module}; print({{'fsspec', 'torch'}} & set(sys.modules))"
+    code = f"import sys, cachestream.worker.{module}; print({{'fsspec', 'torch'}} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180
     )

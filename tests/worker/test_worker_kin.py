@@ -113,9 +113,9 @@ def test_what_a_transform_has_started_goes_with_a_supervisor_that_is_killed(
 
 SESSIONS = """
 import os, signal, subprocess, sys
-from cachestream.sampling import kinship
+from cachestream.worker import processes
 
-kinship._MOST_TURNS = 50  # how long one is waited for that does not end
+processes._MOST_TURNS = 50  # how long one is waited for that does not end
 deaf = "trap '' TERM; echo; while :; do sleep 1; done"
 starts = f"({deaf}) & read line; exit"
 led = subprocess.Popen(["sh", "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -125,7 +125,7 @@ for process in (led, alive, other):
     process.stdout.readline()
 led.stdin.close()
 led.wait()
-kinship.end_sessions([led.pid, alive.pid])
+processes.end_sessions([led.pid, alive.pid])
 print(led.stdout.read(), alive.poll(), other.poll())
 alive.kill()
 other.kill()
