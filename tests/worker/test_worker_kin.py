@@ -275,8 +275,8 @@ CALLER = """
 import os, signal, sys
 from pathlib import Path
 import cachestream as cs
-from tests.sampling.sources import Numbers
-from tests.sampling.support import supervisor_pid
+from tests.worker.sources import Numbers
+from tests.worker.support import supervisor_pid
 
 {before}
 cache = cs.Cache(sys.argv[1])

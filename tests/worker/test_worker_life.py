@@ -104,7 +104,7 @@ def test_an_interactive_session_starts_a_worker_with_functions_typed_there(
 ATTACHING = """
 import sys, threading
 import cachestream as cs
-from tests.sampling.sources import Numbers
+from tests.worker.sources import Numbers
 worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1)
 print("attached" if worker.attached else "started", flush=True)
 sys.stdin.readline()

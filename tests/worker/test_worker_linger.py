@@ -23,7 +23,7 @@ LONG_S: Final = 600.0
 JOB: Final = """
 import sys
 import cachestream as cs
-from tests.sampling.sources import Numbers
+from tests.worker.sources import Numbers
 worker = cs.start_worker(sys.argv[1], Numbers(100_000, pause_s=0.01), num_workers=1, linger_s=float(sys.argv[2]))
 print("there", flush=True)
 exec(sys.stdin.readline())

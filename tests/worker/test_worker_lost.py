@@ -161,7 +161,7 @@ def test_a_resting_supervisor_that_is_killed_is_replaced_too(cache: Cache) -> No
 ATTACHED: Final = """
 import sys
 import cachestream as cs
-from tests.sampling.sources import Numbers
+from tests.worker.sources import Numbers
 worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1, detach="detach" in sys.argv)
 print("there", flush=True)
 sys.stdin.readline()
