@@ -42,7 +42,7 @@ START_TIMEOUT_S: Final = 60.0
 
 
 class Launch:
-    """A supervisor's Python that waits for its job; `protocols` name the fsspec drivers that it loads meanwhile."""
+    """A Python for a supervisor, which waits for its job and loads the fsspec drivers of `protocols` meanwhile."""
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._sys_path = import_path()
@@ -52,13 +52,13 @@ class Launch:
             *protocols,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is for the trainer; the end of its life is for both
+            start_new_session=True,  # Ctrl-C in the terminal is for the trainer, whose end ends the worker
         )
 
     def give(self, job: Job) -> subprocess.Popen[bytes]:
-        """Hand over the job, and wait for the answer: the process, which fills the cache from now on.
+        """Hand over the job and wait for the answer; returns the process, which fills the cache from now on.
 
-        Raises what the supervisor could not start for, or WorkerError if it says nothing.
+        Raises the error of a supervisor that could not start, or WorkerError if it does not answer.
         """
         process, self._process = self._process, None
         assert process is not None
@@ -73,7 +73,7 @@ class Launch:
         return process
 
     def close(self) -> None:
-        """End the Python that got no job."""
+        """End a Python that got no job."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -85,7 +85,7 @@ class Launch:
 
 @contextmanager
 def head_start(cache: Cache, protocols: Collection[str]) -> Iterator[Launch | None]:
-    """A Launch, unless a worker runs already or another process is about to start one; ended if it is not used."""
+    """Yield a Launch, closed at the end; None if a worker runs already, or another process is about to start one."""
     lock = None if cache.has_worker() else lock_file(cache.directory.worker_file("launch.lock"))
     if lock is None:
         yield None
@@ -109,7 +109,7 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        # Outside: closing the pipe to a dead process sends what is left in the buffer, and fails again.
+        # Inside the `try`: closing the pipe to a dead process flushes its buffer, and fails again.
         with process.stdin, process.stdout:
             deadline_s = time.monotonic() + START_TIMEOUT_S
             if _send(process.stdin.fileno(), frame(job), deadline_s) and _is_ready(
@@ -123,7 +123,7 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
 
 
 def _send(fd: int, data: bytes, deadline_s: float) -> bool:
-    """Write all of `data`; False at the deadline: a job is larger than a pipe, and who is to read it may be stopped."""
+    """Write all of `data`; False at the deadline. A job may be larger than the pipe, and its reader may be stopped."""
     os.set_blocking(fd, False)
     view = memoryview(data)
     while view:
@@ -135,7 +135,7 @@ def _send(fd: int, data: bytes, deadline_s: float) -> bool:
 
 
 def _is_ready(fd: int, event: int, deadline_s: float) -> bool:
-    """Wait until `fd` can be read, written, or is at its end; False at the deadline."""
+    """Wait until `fd` is ready for `event` or closed at the other end; False at the deadline."""
     waiter = select.poll()  # select() takes no descriptor above 1023
     waiter.register(fd, event)
     return bool(waiter.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))
@@ -148,25 +148,25 @@ logger = logging.getLogger("cachestream.worker")
 
 
 def main() -> None:
-    """The supervisor's main: the job comes through stdin, one answer goes to stdout."""
+    """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
     name_process("cs-supervisor")
     begin_clean()
-    server = ForkServer(sys.argv[1:])  # first of all: it must not have what is opened and locked below
+    server = ForkServer(sys.argv[1:])  # first: it must not inherit the files and locks below
     try:
         supervisor = _begin(server)
         code = 0 if supervisor is None else supervisor.run()
     finally:
         server.close()
     logging.shutdown()
-    os._exit(code)  # the lock goes with the process: who sees it free knows that nothing of it is left
+    os._exit(code)  # the lock is released with the process: a free lock means that nothing of it is left
 
 
 def _begin(server: ForkServer) -> Supervisor | None:
-    """Take the job, start its processes and answer; None if nothing came of it."""
+    """Take the job, start its processes and answer; None if there is nothing to supervise."""
     try:
         job: Job = read_frame(sys.stdin.buffer)
     except EOFError:
-        return None  # started ahead of a source that could not be opened, or by a process that has died
+        return None  # the source could not be opened, or the caller has died
     answer = sys.stdout.buffer
     try:
         cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
@@ -177,7 +177,7 @@ def _begin(server: ForkServer) -> Supervisor | None:
         supervisor = Supervisor(job, cache, lock, server)
         try:
             has_more = begin(cache, job, supervisor.draw)
-        except CatalogueDamagedError:  # which has it rebuilt by the next use
+        except CatalogueDamagedError:  # the next use rebuilds the catalogue
             has_more = begin(cache, job, supervisor.draw)
         supervisor.start(is_complete=not has_more)
         write_frame(answer, "ready")
@@ -200,14 +200,14 @@ def _become_the_supervisor(cache: Cache) -> HeldFile:
 
 
 def _forget_debts(cache: Cache) -> None:
-    """What was fetched under an earlier limit on the bandwidth is not paid for at this one's rate: it may have been mistyped."""
+    """Drop what is still to be paid under an earlier bandwidth limit: that limit may have been mistyped."""
     budget = cache.directory.worker_file("budget")
     with translated_disk_errors(budget, "removing it"):
         remove_if_there(budget)
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log that only its owner can read: it tells what transforms print."""
+    """A log file that only its owner can read, because it holds the output of transforms."""
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
