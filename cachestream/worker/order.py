@@ -30,7 +30,7 @@ _WEIGHT_KEY: Final = 2
 _CURRICULUM_KEY: Final = 4
 _KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 STEPS: Final = 100
-_LAST: Final = 1e6  # above the logarithm of any number: what has no weight comes after all that has
+_LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
 MOST_NODES: Final = 1_000_000
 _TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 
@@ -48,7 +48,7 @@ class Partition:
     count: int
 
     def length(self, num_units: int) -> int:
-        """How many of `num_units` units are in the share."""
+        """The number of units in the share, of `num_units`."""
         runs, rest = divmod(num_units, self.count)
         return runs + int(self._offsets(np.array([runs]))[0] < rest)
 
@@ -58,12 +58,12 @@ class Partition:
         return units
 
     def places(self, units: IntArray) -> IntArray:
-        """Where `units` lie in the share; -1 for those of other nodes."""
+        """The places of `units` in the share; -1 for units of other nodes."""
         runs = units // self.count
         return np.where(units % self.count == self._offsets(runs), runs, -1)
 
     def _offsets(self, runs: IntArray) -> IntArray:
-        """Which unit of each run is in the share: all shares are turned by the same hash."""
+        """The offset of the share's unit in each run: the index, rotated by a hash of the run that all shares have in common."""
         turned = _splitmix(runs.astype(np.uint64)) % np.uint64(self.count)
         offsets: IntArray = (turned.astype(np.int64) + self.index) % self.count
         return offsets
@@ -103,7 +103,7 @@ def _splitmix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class Segments:
     """A permutation of `ends[-1]` numbers that keeps every number within its segment, `ends[i - 1]` to `ends[i]`.
 
-    Another end at the end changes nothing of what lies before it: so a pass can grow.
+    A further segment changes nothing before it, so that a pass can grow.
     """
 
     def __init__(self, ends: Sequence[int], seed: int, ordinal: int) -> None:
@@ -118,7 +118,7 @@ class Segments:
         return self._by_segment(indices, inverse=False)
 
     def inverse(self, numbers: IntArray) -> IntArray:
-        """Where `numbers` lie; -1 for those past the last segment."""
+        """The indices of `numbers`; -1 for numbers past the last segment."""
         return self._by_segment(numbers, inverse=True)
 
     def _by_segment(self, values: IntArray, *, inverse: bool) -> IntArray:
@@ -156,7 +156,7 @@ def check_curriculum(
 def draw_curriculum(
     curriculum: Curriculum, units: IntArray, num_units: int, *, seed: int, ordinal: int
 ) -> IntArray:
-    """All of `units` in the order of pass `ordinal`; the curriculum is asked up to 100 times.
+    """All of `units` in the order of pass `ordinal`; calls the curriculum up to 100 times.
 
     At each point the next unit is drawn among those left with probabilities in proportion to their
     weights; units of weight 0 come last, in uniform order. Drawing without replacement takes the smallest of
@@ -181,16 +181,16 @@ def draw_curriculum(
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass over a remote of `num_units` units (None: endless), as the catalogue and the shards record it.
+    """One pass over a source of `num_units` units (None: endless), as recorded in the catalogue and in shards.
 
     `kind`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
-    `listing` is the digest of the units' names: positions of another listing mean other units.
-    `length` is the number of positions (as many as the node's share has units, or as a sampler draws).
-    `rule` names the function of a curriculum.
+    `listing`: the digest of the names of the units; under another listing the same positions mean other units.
+    `length`: the number of positions (the units in the share of the node, or the number that a sampler draws).
+    `rule`: the name of the function of a curriculum.
 
-    `segments`: of a pass that began before all units were listed, how many were each time that it took up
-    what had been listed since; the last is `num_units`. Units of one segment come before those of the next.
-    `growing` while the listing may bring more.
+    `segments`: for a pass that began before all units were listed, the number of listed units each time the pass was
+    extended; the last is `num_units`. The units of one segment come before those of the next.
+    `growing`: the listing may bring more units.
     """
 
     kind: str
@@ -218,7 +218,7 @@ class PassPlan:
     def from_json(cls, text: str) -> PassPlan:
         try:
             values: list[Any] = json.loads(text)
-            # Passes of the whole source, by one node alone, have none of the last ones.
+            # The last values are left out for passes of the whole source by a single node.
             values += [None, "", [], False][len(values) - 6 :]
             kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
             partition = None if share is None else Partition(*share)
@@ -233,19 +233,19 @@ class PassPlan:
 
     @property
     def share(self) -> int | None:
-        """How many units this node reads; None for an endless source."""
+        """The number of units that this node reads; None for an endless source."""
         if self.num_units is None or self.partition is None:
             return self.num_units
         return self.partition.length(self.num_units)
 
     def grown(self, num_units: int, listing: str, *, is_complete: bool) -> PassPlan:
-        """The same pass with all that is listed by now: positions that there were keep their units."""
+        """The same pass extended to all units that are listed by now; earlier positions keep their units."""
         segments = self.segments if num_units == self.num_units else (*self.segments, num_units)
         plan = replace(self, num_units=num_units, listing=listing, segments=segments, growing=not is_complete)
         return replace(plan, length=plan.share)
 
     def takes_up(self, num_units: int, *, is_complete: bool) -> bool:
-        """Whether enough is listed by now to go on with: by segments of an eighth there are few, whatever comes."""
+        """True if enough units are listed to extend the pass: growth by an eighth at least keeps the segments few."""
         known = self.num_units or 0
         return self.growing and (is_complete or num_units - known > known // 8)
 
@@ -257,20 +257,20 @@ class PassPlan:
 
     @property
     def is_permutation(self) -> bool:
-        """Whether each unit of the share comes exactly once."""
+        """True if each unit of the share comes exactly once."""
         return self.kind in ("shuffle", "sequential", "curriculum")
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the units of a pass are drawn when it begins, and kept in a file."""
+        """True if the units of a pass are drawn when it begins, and kept in a file."""
         return self.kind in ("sampler", "curriculum")
 
 
 class UnitOrder:
     """The units of one pass, by position; O(1) memory for the named orders.
 
-    `weights` (float `[num_units]`, any scale) belong to the kind "weighted": units are drawn with
-    replacement. `drawn` (int `[length]`) belongs to "sampler" and "curriculum": the units in their order.
+    `weights` (float `[num_units]`, any scale): for the kind "weighted", which draws units with replacement.
+    `drawn` (int `[length]`): for the kinds "sampler" and "curriculum", the units in their order.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class UnitOrder:
         return places if self.plan.partition is None else self.plan.partition.units(places)
 
     def positions(self, units: IntArray) -> IntArray:
-        """Where `units` lie in the pass, -1 where they do not, nor may be of it; only for permutations."""
+        """The positions of `units` in the pass, -1 for units outside of it; only for permutations."""
         if self._drawn is not None:
             return self._find(self._drawn, units)
         if self.plan.partition is not None:
@@ -320,7 +320,7 @@ class UnitOrder:
 
     def _weighted(self, positions: IntArray) -> IntArray:
         assert self._cumulative is not None
-        # A position's number in [0, 1) comes from a permutation of 2⁵³: no generator state to resume.
+        # The uniform number of a position comes from a permutation of 2⁵³: there is no generator state to resume.
         key = mix_key(_WEIGHT_KEY, self.plan.seed, self.plan.ordinal)
         uniform = Permutation(1 << 53, key).at(positions) / float(1 << 53)
         found = np.searchsorted(self._cumulative, uniform * self._cumulative[-1], side="right")
@@ -329,14 +329,14 @@ class UnitOrder:
 
 
 def _cumulative(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The sums of `weights` from the first on; in another scale where there are no numbers for them."""
+    """The cumulative sums of `weights`, scaled down if they would overflow."""
     with np.errstate(over="ignore"):
         sums = np.cumsum(weights)
     return sums if np.isfinite(sums[-1]) else np.cumsum(weights / weights.max())
 
 
 def share_of(values: npt.ArrayLike, partition: Partition | None) -> npt.NDArray[np.float64]:
-    """Those of `values` (float `[num_units]`) that belong to the units of a share."""
+    """The elements of `values` (float `[num_units]`) that belong to the units of a share."""
     array = np.asarray(values, np.float64)
     return array if partition is None else array[all_units(len(array), partition)]
 
@@ -351,7 +351,7 @@ def all_units(num_units: int, partition: Partition | None) -> IntArray:
 def check_weights(
     weights: Sequence[float], num_units: int | None, partition: Partition | None = None
 ) -> list[float]:
-    """`weights` as floats; raises ConfigError unless there is one a unit, none negative, not all 0."""
+    """Convert `weights` to floats; raises ConfigError unless there is one for each unit, none negative, not all 0."""
     try:
         values = [float(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError) as error:
@@ -379,7 +379,7 @@ def _numbers(drawn: Iterable[Any]) -> Iterator[int]:
 
 
 def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
-    """What a sampler gives, but for other nodes' units; raises ConfigError for none, or units not there."""
+    """The units of this share that a sampler draws; raises ConfigError if it draws none, or numbers that are no units."""
     units: IntArray = np.fromiter(_numbers(drawn), np.int64)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
