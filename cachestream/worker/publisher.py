@@ -1,4 +1,4 @@
-"""Publishing beside packing: full shards go to a thread of their own, one at a time, each with the progress of its units."""
+"""Publishing beside packing: a thread publishes full shards one at a time, each with the progress of its units."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StartAgainError(Exception):
 
 
 class Tally:
-    """Grows sample by sample, becomes a Progress, and is cleared once that is committed."""
+    """The progress of units since the last commit: it grows sample by sample, and is cleared when it is committed."""
 
     def __init__(self) -> None:
         self._claims: dict[int, tuple[int, int]] = {}
@@ -56,20 +56,20 @@ class Tally:
 
     @property
     def spans(self) -> list[Span]:
-        """What the open shard holds, or would if it had not been dropped or skipped."""
+        """The samples of the open shard, with those that were dropped or skipped."""
         return [Span(start, stop) for start, stop in self._spans]
 
     def passed(self, claim_id: int, position: int, start: int, stop: int) -> None:
-        """The samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
+        """Note that the samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
         self._claims[claim_id] = (position, stop)
         self.done += stop - start
         self._extend((position, start), (position, stop))
 
     def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
-        """The unit at `position` is done; `rest`: ranges of offsets in which it turned out to have no more.
+        """Note that the unit at `position` is done; `rest`: ranges of offsets in which it has no further samples.
 
-        Only these count as held by the open shard, besides what `passed`: a span over samples that lie in
-        another shard would hide it when that one is evicted.
+        The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span over
+        samples in another shard would hide their loss when that shard is evicted.
         """
         self._claims[claim_id] = (position + 1, 0)
         for start, stop in rest:
@@ -84,8 +84,8 @@ class Tally:
     def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
         """Count samples that were skipped because of `error`.
 
-        Messages begin with the place as a rule ("s3://bucket/a.jpg: truncated"): the place becomes the example, so
-        that those of one reason are counted together.
+        Most messages begin with the place ("s3://bucket/a.jpg: truncated"). The place becomes the example, so that
+        errors of one reason are counted together.
         """
         text, example = redact_text(str(error).strip()) or "no message", redact_text(example)
         place, colon, rest = text.partition(": ")
@@ -113,13 +113,15 @@ class Tally:
 
 
 class OpenShard:
-    """Samples that are not published yet, and what is to be committed with them."""
+    """Samples that are not published yet, and the progress to be committed with them."""
 
     def __init__(self) -> None:
         self.packer = Packer()
-        self.holdout: float | None = None  # where samples are held out: these lie in a shard of their own
+        self.holdout: float | None = (
+            None  # the share, if samples are held out: these get a shard of their own
+        )
         self.held_out = Packer()
-        # The splits of which samples were left out, because other shards hold them.
+        # The splits of which samples were left out because other shards hold them.
         self.elsewhere: set[int] = set()
         self.tally = Tally()
         self.row: PassRow | None = None
@@ -139,7 +141,7 @@ class OpenShard:
 
     @property
     def schema(self) -> Schema | None:
-        """Of samples that are there: the others are to fit them."""
+        """The schema of the samples so far, which further samples have to fit; None without samples."""
         packer = self.packer if self.packer.num_samples else self.held_out
         return packer.schema if packer.num_samples else None
 
@@ -176,7 +178,7 @@ class OpenShard:
                 "held_out": packer.num_samples if part == HELD_OUT else 0,
                 "part": WHOLE if is_whole else part,
             }
-            found.append(packer.content(split | fill))  # manifests tell spans last
+            found.append(packer.content(split | fill))  # spans come last in a manifest
         return found
 
     def clear(self) -> None:
@@ -203,9 +205,9 @@ class Outbox:
         self.schema: Schema | None = cache.schema
 
     def send(self, shard: OpenShard) -> OpenShard:
-        """Publish `shard`; returns an empty one to go on with. Waits until the one before is done.
+        """Publish `shard` in the background; returns an empty shard. Waits until the shard before is published.
 
-        Raises what that one failed with: CacheError (CatalogueReplacedError), StartAgainError.
+        Raises the error of the shard before: CacheError (CatalogueReplacedError), StartAgainError.
         """
         self.settle()
         spare, self._spare = self._spare, shard
@@ -213,7 +215,7 @@ class Outbox:
         return spare
 
     def settle(self) -> None:
-        """Wait until nothing is being published; raises what it failed with."""
+        """Wait until nothing is being published; raises the error of the last shard."""
         while self._sent is not None:
             self._slot["beat_s"] = time.monotonic()
             try:
@@ -223,22 +225,22 @@ class Outbox:
                 continue
 
     def close(self) -> None:
-        """Let the thread end, once what it publishes is done or given up."""
+        """Let the thread end after the current shard."""
         self._thread.shutdown()
 
     def _publish_or_commit(self, shard: OpenShard) -> None:
         begun_s = time.monotonic()
         assert shard.row is not None
         if self._gave_up:
-            return  # progress of what came later would pass over the shard that was given up
+            return  # later progress would pass over the shard that was given up
         try:
             if shard.num_samples:
                 self._publish(shard, shard.row)
             else:
                 self._commit(shard, shard.row)
         except SchemaMismatchError as error:
-            # Another process published samples of another kind first: what ours began with is the odd one,
-            # and what was skipped because of that may fit.
+            # Another process published samples of another schema first: the samples of this shard do not fit,
+            # and samples that were skipped because of them may fit.
             raise StartAgainError from error
         except SampleError as error:
             shard.tally.skipped("sample", error, "the only sample of a shard", shard.num_samples)
@@ -250,7 +252,7 @@ class Outbox:
         self._slot["publish_s"] += time.monotonic() - begun_s
 
     def _publish(self, shard: OpenShard, row: PassRow) -> None:
-        """Write the shard as soon as there is space, or not at all when told to stop before that."""
+        """Write the shard as soon as there is space; not at all if the process is stopped before that."""
         contents = shard.contents(self._fill(shard.tally, row))
         progress = shard.tally.progress(row.id)
         may_evict = self._job.when_full == "evict"
@@ -277,7 +279,7 @@ class Outbox:
         self._insist(commit, lambda: None)
 
     def _insist(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Try until there is space; False when told to stop before that. `check` raises where there never will be."""
+        """Try until there is space; False if stopped before that. `check` raises if there can never be enough space."""
         wait_s, longest_s = _SPACE_WAITS_S
         while True:
             self._slot["state"] = WRITING
@@ -285,7 +287,10 @@ class Outbox:
             try:
                 if attempt():
                     return True
-            except (CacheFullError, DiskFailedError) as error:  # as good as no space, until that is over
+            except (
+                CacheFullError,
+                DiskFailedError,
+            ) as error:  # treated like a lack of space, until it is over
                 refusal = str(error)
             finally:
                 self._tell(refusal)
@@ -299,7 +304,7 @@ class Outbox:
             wait_s = min(longest_s, 2 * wait_s)
 
     def _wait_for_space(self, until_s: float) -> bool:
-        """Wait until then, or until an epoch begins or ends, which makes room; whether to stop."""
+        """Wait until `until_s`, or until an epoch begins or ends, which may make room; True if the process is to stop."""
         leases = self._cache.directory.leases
         with translated_disk_errors(leases):
             seen_ns = os.stat(leases).st_mtime_ns
@@ -309,7 +314,7 @@ class Outbox:
         return self._stop.is_set()
 
     def _tell(self, refusal: str) -> None:
-        """Let all know what the disk says: on the board, which takes it also where there is no space, and once in the log."""
+        """Show the error of the disk on the board, which needs no space, and once in the log."""
         if refusal and not self._slot["refusal"]:
             sys.stderr.write(f"{refusal}; it is tried again until then\n")
         self._slot["refusal"] = board_text(refusal)
@@ -319,7 +324,7 @@ class Outbox:
         return {"source": self._job.fingerprint, "plan": row.plan, "length": row.length, "spans": spans}
 
     def _check_fits(self, content: ShardContent) -> None:
-        """Raise unless space for a shard of this size can ever be had."""
+        """Raise unless a shard of this size can ever fit the cache."""
         limit_bytes = self._cache.size_limit
         if disk_footprint(content.data_bytes) <= limit_bytes // 2:
             return
@@ -329,7 +334,7 @@ class Outbox:
 
 
 def check_size(nbytes: int, limit_bytes: int) -> None:
-    """Raise SampleError for one sample of `nbytes` that a cache of `limit_bytes` has no room for, however empty it is."""
+    """Raise SampleError if even an empty cache of `limit_bytes` has no room for one sample of `nbytes`."""
     if disk_footprint(nbytes) > limit_bytes - MIN_LIMIT_BYTES // 2:
         raise SampleError(
             f"one sample of {format_size(nbytes)} is larger than the limit of "

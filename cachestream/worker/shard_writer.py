@@ -1,4 +1,4 @@
-"""Samples into the open shard, shards into the cache, and with each of them the progress of the pass."""
+"""Samples into the open shard: transformed, split, packed, and handed over when the shard is full or old enough."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ FIRST_BYTES: Final = 256 * 1024
 FIRST_AGE_S: Final = 0.1
 USUAL_AGE_S: Final = 2.0
 LONGEST_AGE_S: Final = 60.0
-_AGE_GROWTH: Final = 0.02  # of the time since the start: later the cache is large, and freshness relative
+_AGE_GROWTH: Final = 0.02  # of the time since the start: in a large cache fresh samples matter less
 _RAMP_S: Final = 10.0
 
 
 def target_bytes(published: int, shard_bytes: int, share_bytes: int) -> int:
-    """The size at which a process publishes its shard, after `published` ones before it.
+    """The size at which a process publishes its shard, after `published` shards before it.
 
-    Doubles from 256 KiB up to `shard_bytes`, and takes no more than an eighth of the process's share of the
-    limit: shards being written are no good to anybody, and eviction needs something to choose from.
+    The size doubles from 256 KiB up to `shard_bytes`. It is at most an eighth of the process's share of the limit: shards
+    that are being written cannot be read, and eviction needs several shards to choose from.
     """
     ramp = FIRST_BYTES << min(published, 40)
     return max(1, min(ramp, shard_bytes, share_bytes // 8))
 
 
 def max_age_s(elapsed_s: float) -> float:
-    """How long a sample waits in an open shard, `elapsed_s` after the worker started."""
+    """The longest time that a sample waits in an open shard, `elapsed_s` after the start of the process."""
     young = FIRST_AGE_S + (USUAL_AGE_S - FIRST_AGE_S) * min(1.0, elapsed_s / _RAMP_S)
     return min(LONGEST_AGE_S, max(young, _AGE_GROWTH * elapsed_s))
 
 
 def is_due(size_bytes: int, age_s: float, target: int, elapsed_s: float) -> bool:
-    """Whether an open shard of `size_bytes`, whose first sample came `age_s` ago, is to be published."""
+    """True if an open shard of `size_bytes`, whose first sample came `age_s` ago, is to be published."""
     return size_bytes >= target or age_s >= max_age_s(elapsed_s)
 
 
 _FATAL_FAILURES: Final = 1000
-_USUAL: Final = 40  # shards published: then they are of the usual size
+_USUAL: Final = 40  # after so many shards their size does not grow any more
 _MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
 class QuarantinedError(SampleError):
-    """A unit whose reading killed the process too often."""
+    """A unit that has killed the process too often."""
 
 
 class ShardWriter:
-    """Packs the samples of one process, in the order they are given. `row` is the pass that they belong to, `plan` its plan."""
+    """Packs the samples of one process in the order in which they come; `row` and `plan` are those of the current pass."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ShardWriter:
     # --- samples
 
     def add(self, unit_read: UnitRead, chunk: SampleChunk) -> bool:
-        """Add the samples of `chunk`; False when told to stop before the last of them."""
+        """Add the samples of `chunk`; False if the process is to stop before the last of them."""
         if isinstance(chunk.samples, Table):
             return self._add_table(unit_read, chunk, chunk.samples)
         room_bytes = 0
@@ -111,7 +111,7 @@ class ShardWriter:
         return True
 
     def _add(self, unit_read: UnitRead, offset: int, key: object, sample: Any) -> None:
-        if not isinstance(key, str):  # a source may be anybody's
+        if not isinstance(key, str):  # sources are user code
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
             self._skip("sample", error, f"unit {unit_read.unit}: {key!r}")
             return
@@ -161,7 +161,7 @@ class ShardWriter:
         self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes
 
     def _is_wanted(self, unit_read: UnitRead, part: int, offset: int, key: str) -> bool:
-        """Whether a sample of a split is to be cached: not what another shard holds, nor more than can be kept."""
+        """True if a sample of a split is to be cached: no other shard holds it, and there is room for it."""
         if unit_read.parts and is_covered(unit_read.parts[part - 1], offset):
             self._open.elsewhere.add(part)
             return False
@@ -189,11 +189,11 @@ class ShardWriter:
 
     @property
     def _schema(self) -> Schema | None:
-        """The schema that samples have to fit: that of the cache, or of the other split's samples that wait with them."""
+        """The schema that samples have to fit: that of the cache, or else of the samples in the open shard."""
         return self._outbox.schema or self._open.schema
 
     def _add_table(self, unit_read: UnitRead, chunk: SampleChunk, table: Table) -> bool:
-        """Samples that came in columns, as many at a time as the open shard takes."""
+        """Add samples that came in columns, as many at a time as the open shard takes."""
         each_bytes = max(1, chunk.nbytes // len(table))
         start = 0
         while start < len(table):
@@ -214,7 +214,7 @@ class ShardWriter:
         return True
 
     def _take(self, part: Part, nbytes: int) -> None:
-        """Pack `part`, or hold it back while the fields of the cache's samples are undecided."""
+        """Pack `part`, or hold it back while the schema of the cache is undecided."""
         if self._is_large(nbytes):
             try:
                 check_size(nbytes, self._limit_bytes)
@@ -230,11 +230,11 @@ class ShardWriter:
             self._first.add(part, time.monotonic())
 
     def _is_large(self, nbytes: int) -> bool:
-        """Whether so much needs a shard of its own: an open one holds up to an eighth of the limit."""
+        """True if a sample of `nbytes` needs a shard of its own: an open shard holds up to an eighth of the limit."""
         return nbytes > self._limit_bytes // 4
 
     def _pack(self, part: Part) -> None:
-        """Add `part` to the open shard; count what does not fit in."""
+        """Add `part` to the open shard; count samples that do not fit as skipped."""
         try:
             self._open.pack(part, self._schema)
             self._slot["samples"] += len(part) if isinstance(part, Table) else 1
@@ -244,12 +244,12 @@ class ShardWriter:
                 self._skip(kind, error, key)
 
     def _undecided_s(self) -> float:
-        """For how long samples may still be held back until the next step; 0 where that is due, or none are held."""
+        """The time until the next step on the samples held back; 0 if the step is due, or none are held back."""
         first = self._first
         return 0.0 if first is None else first.due_in_s(time.monotonic(), self._target_bytes(_USUAL))
 
     def _decide_if_due(self) -> bool:
-        """Go on to the next step if it is due; whether no samples are held back any more."""
+        """Take the next step on the samples held back if it is due; True if no samples are held back any more."""
         if self._first is not None and not self._undecided_s():
             if self._first.parts and self._first.others is None:
                 self._vote(self._first)
@@ -258,7 +258,7 @@ class ShardWriter:
         return self._first is None or not self._first.parts
 
     def _decide(self) -> None:
-        """Pack what was held back, as it fits to what is cached by now, or to the majority."""
+        """Pack the samples held back, by the schema of the cache or else of the majority."""
         if self._first is not None and self._first.parts:
             first = self._first
             self._vote(first)
@@ -277,8 +277,8 @@ class ShardWriter:
         self._open.tally.passed(unit_read.claim_id, unit_read.position, start, stop)
 
     def _make_room(self) -> int:
-        """Begin a shard if the open one is full; returns how many more bytes it takes, above 0."""
-        # Before a sample and not after: so the end of a unit lies in the shard of its last sample.
+        """Begin a new shard if the open one is full; returns the number of further bytes that it takes, above 0."""
+        # Called before a sample and not after it: the end of a unit lies in the shard of its last sample.
         target_bytes = self._target_bytes()
         self._decide_if_due()
         if self._open.size_bytes >= target_bytes:
@@ -286,7 +286,7 @@ class ShardWriter:
             target_bytes = self._target_bytes()
         self._open_up()
         if not self._open.num_samples:
-            self._look_at_held_out()  # for each shard: shards may come faster than the limit is looked at
+            self._look_at_held_out()  # for each shard: shards may come faster than the limit is refreshed
             self._open.holdout = self._holdout
         return target_bytes - self._open.size_bytes
 
@@ -312,7 +312,7 @@ class ShardWriter:
             kind = "quarantined" if isinstance(unit_read.error, QuarantinedError) else kind
             self._skip(kind, unit_read.error, f"unit {unit_read.unit}")
             self._open.tally.done += kind != "quarantined"
-        # What failed is not held by any shard: the next pass tries it again.
+        # No shard holds a unit that failed: the next pass tries it again.
         rest = (
             [] if unit_read.covered or unit_read.error is not None else gaps(unit_read.cached, unit_read.done)
         )
@@ -339,7 +339,7 @@ class ShardWriter:
             self._open.since_s, self._open.row = time.monotonic(), self.row
 
     def due_in_s(self) -> float:
-        """How long the open shard may still wait for more samples, as it is."""
+        """The time for which the open shard may still wait for more samples."""
         if self._open.since_s is None or not self._open.has_news:
             return math.inf
         now_s = time.monotonic()
@@ -347,7 +347,7 @@ class ShardWriter:
         return max(0.0, due_in_s, self._undecided_s())
 
     def flush_if_due(self) -> None:
-        """Hand the open shard over if it has waited, or grown, for long enough."""
+        """Hand over the open shard if it is old or large enough."""
         since_s = self._open.since_s
         if since_s is None:
             return
@@ -359,17 +359,17 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand over the open shard, or just the progress, to be published."""
+        """Hand over the open shard, or only its progress, to be published."""
         self._decide()
         if self._open.has_news:
             self._open = self._outbox.send(self._open)
 
     def split_claim(self, unit_read: UnitRead) -> int:
-        """Give the unit that is next a claim of its own; its id."""
+        """Give the next unit a claim of its own; returns the id of the claim."""
         return self._outbox.publisher.split_claim(unit_read.claim_id, unit_read.position, unit_read.done)
 
     def settle(self) -> None:
-        """Publish all there is, and wait until that is done."""
+        """Publish all samples and progress, and wait until that is done."""
         first = self._first
         if first is not None and first.parts and first.others is None:
             self._vote(first)

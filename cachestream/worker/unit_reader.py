@@ -1,7 +1,4 @@
-"""One unit, read from the remote: seeded, counted, held to the bandwidth, tried again, and given up when it stalls.
-
-Threads wake each other up, and count, more slowly than small samples come.
-"""
+"""Reading one unit from the remote: seeded, counted, throttled, tried again after errors, and given up if it stalls."""
 
 from __future__ import annotations
 
@@ -39,44 +36,44 @@ _AWAY_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A unit has brought nothing since `since_s`, for the `reason` that it gave last."""
+    """A unit has brought nothing since `since_s`; `reason` is its last error."""
 
     since_s: float
     reason: str
 
     def is_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """Whether those behind it are not to wait any longer: they come, if it is not the remote as a whole."""
+        """True if the units behind it are not to wait any longer: they may come, unless the whole remote is away."""
         return now_s - self.since_s >= hang_timeout_s / 3
 
     def is_too_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """Whether it is to be left out, if its remote does answer."""
+        """True if the unit is to be left out, provided that its remote answers."""
         return now_s - self.since_s >= 4 * hang_timeout_s
 
 
 @dataclass(slots=True)
 class Answers:
-    """When the remotes of a source answered last, and when one did again after an outage: nobody waits longer then."""
+    """The times at which the remotes of a source last answered, and last answered again after an outage."""
 
     _last_s: dict[Hashable, float] = field(default_factory=dict)
     _back_s: dict[Hashable, float] = field(default_factory=dict)
 
     def heard(self, remote: Hashable, now_s: float) -> None:
-        """Something came from `remote`."""
+        """Note that something came from `remote`."""
         if self.is_away(remote, now_s):
             self._back_s[remote] = now_s
         self._last_s[remote] = now_s
 
     def is_away(self, remote: Hashable, now_s: float) -> bool:
-        """Whether nothing has come from `remote` lately, whatever was asked of it."""
+        """True if nothing has come from `remote` lately."""
         return now_s - self._last_s.get(remote, -math.inf) > _AWAY_S
 
     def is_back(self, remote: Hashable, since_s: float) -> bool:
-        """Whether an outage of `remote` has ended after `since_s`."""
+        """True if an outage of `remote` has ended after `since_s`."""
         return self._back_s.get(remote, -math.inf) > since_s
 
 
 class LaterError(Exception):
-    """The unit was put aside: it is to be read again later, by whichever thread is free then."""
+    """The unit was put aside, and its thread is free: the unit is to be read again later, by any thread."""
 
 
 class UnitState(Enum):
@@ -187,14 +184,14 @@ class UnitRead:
         return not self.chunks and not self.finished
 
     def silent(self, now_s: float, hang_timeout_s: float) -> bool:
-        """Whether it has not answered for long: in its attempts so far, or in the one that goes on."""
+        """True if the unit has not answered for long, in its attempts so far or in the current one."""
         if self.silence is None and self.asked_s:
             since = Stall(self.asked_s, f"unit {self.unit}: no answer yet")
             self.silence = since if since.is_long(now_s, hang_timeout_s) else None
         return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
 
     def heard(self, chunk: SampleChunk) -> None:
-        """The remote answers."""
+        """Note that `chunk` came: the remote answers."""
         self.came = chunk.offsets[-1] + 1
         self.silence = self.delays = None
 
@@ -202,15 +199,15 @@ class UnitRead:
 _UNIT_KEY = 3
 _SAMPLE_KEY = 5
 BEAT_S: Final = 0.001
-_PROBE_S: Final = 5.0  # of a remote that is away: within that, one of its units is tried again
-REQUEST_S: Final = 0.05  # of the bandwidth, in one request
+_PROBE_S: Final = 5.0  # one unit of a remote that is away is tried again within this time
+REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
 LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 class UnitReader:
-    """Reads units in any thread; keeps the process's slot on the board alive while it does.
+    """Reads units in any thread, and shows life in the process's slot on the board meanwhile.
 
-    `in_rows`: samples may come in columns, because nobody looks at each of them.
+    `in_rows`: samples may come in columns, because no transform takes them one by one.
     """
 
     def __init__(
@@ -228,12 +225,12 @@ class UnitReader:
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
             source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
         )
-        # Of several remotes in a mix, one may be away while the others answer.
+        # Of the remotes of a mix, one may be away while the others answer.
         self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
-        self._witnesses: dict[Hashable, int] = {}  # of each remote the first unit that came whole
+        self._witnesses: dict[Hashable, int] = {}  # the first unit of each remote that came whole
         self._answers = Answers()
         self._probe: UnitRead | None = None  # the unit that finds out whether a remote is back
-        self._is_reported = False  # whether the source says what it fetches
+        self._is_reported = False  # the source reports the bytes that it fetches
         self._hang_timeout_s = job.hang_timeout_s
         self._slot = slot
         self._stop = stop
@@ -243,21 +240,21 @@ class UnitReader:
         budget = directory.worker_file("budget")
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
-        self.throttled = False  # since whoever asks has set it to False
-        # What one request asks for is on its way at once, whether it is read or not: sockets have buffers.
+        self.throttled = False  # since the sampler last set it to False
+        # All that one request asks for is sent at once, read or not: sockets have buffers.
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
         metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
 
     def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
-        """Yield the unit's samples that are wanted.
+        """Yield the samples of the unit that are wanted.
 
-        A remote that does not answer is tried again for ever, with full-jitter back-off, and goes on
-        after the samples that came through: a unit gives the same samples again. One that was put aside ends by
-        LaterError then; one that does not answer while its remote gives others, by SampleError in the end.
+        A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues after the
+        samples that came through, as a unit always gives the same samples. Raises LaterError while a unit that was put
+        aside does not answer, and in the end SampleError if its remote gives other units.
         """
         self._local.number, self._local.unit_read = number, unit_read
         slot = self._slot
-        self.beat(number)  # before the position is seen: the last beat of an idle thread may be old
+        self.beat(number)  # before the position is shown: the last beat of an idle thread may be old
         slot["flights"][number] = unit_read.position + 1
         try:
             while True:
@@ -284,10 +281,7 @@ class UnitReader:
             slot["flights"][number] = 0
 
     def _fell_silent(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
-        """An attempt that began at `began_s` has failed: for how long to wait before the next one.
-
-        Raises SampleError where there had better be none.
-        """
+        """The pause after a failed attempt that began at `began_s`; raises SampleError if the unit is to be left out."""
         before, now_s = unit_read.silence, time.monotonic()
         unit_read.silence = silence = Stall(began_s if before is None else before.since_s, reason)
         if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
@@ -295,19 +289,19 @@ class UnitReader:
         ):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
         was_back = self._answers.is_back(self._remote_of(unit_read.unit), unit_read.paused_at_s)
-        if unit_read.delays is None or was_back:  # made when needed: seeding costs more than many a read
+        if unit_read.delays is None or was_back:  # made when needed: seeding may cost more than a read
             unit_read.delays = backoff_delays(random.Random())
         return next(unit_read.delays)
 
     def _does_answer(self, remote: Hashable) -> bool:
-        """Whether a unit that came from `remote` before comes again, from there and not from the source's memory."""
+        """True if a unit that came from `remote` before comes again, from there and not from a cache in the source."""
         unit, self._local.fetched = self._witnesses.get(remote), 0
         if unit is None or self.plan is None:
             return False
         try:
             next(iter(self._read(unit, unit_generator(self.plan, unit))), None)
         except SampleError:
-            return True  # that it is gone, say
+            return True  # an answer, such as "not found"
         except Exception:  # noqa: BLE001  whatever a source raises: it did not answer
             return False
         return bool(self._local.fetched) or not self._is_reported
@@ -315,7 +309,7 @@ class UnitReader:
     def _wanted(
         self, unit_read: UnitRead, number: int, first: int
     ) -> Generator[Item | SampleChunk, None, None]:
-        """The samples that are wanted, from the offset `first` on."""
+        """Yield the samples that are wanted from the offset `first` on."""
         assert self.plan is not None
         rng = unit_generator(self.plan, unit_read.unit)
         self._local.fetched = 0
@@ -339,7 +333,7 @@ class UnitReader:
             offset += 1
 
     def _table(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
-        """The wanted ones of `rows`, the first of which is at `offset` in its unit."""
+        """The wanted samples of `rows`, the first of which is at `offset` in its unit; None if none are wanted."""
         table = to_table(rows)
         self._count(table.nbytes)
         offsets: Sequence[int] = range(offset, offset + len(table))
@@ -350,7 +344,7 @@ class UnitReader:
         return SampleChunk(offsets, (), table, table.nbytes) if offsets else None
 
     def _count(self, nbytes: int) -> None:
-        """A sample of `nbytes` came: what a source gives that reports no bytes itself is what it fetched."""
+        """Count `nbytes` of a sample as fetched, unless the source reports its bytes itself."""
         if not self._local.fetched:
             self._on_fetched(nbytes)
             self._local.fetched = 0
@@ -366,7 +360,7 @@ class UnitReader:
     def _on_fetched(self, nbytes: int) -> None:
         number = getattr(self._local, "number", None)
         if number is None:
-            return  # a thread of the user's own, or of the transform
+            return  # a thread of the user, or of the transform
         self.beat(number)
         if not nbytes:
             return
@@ -380,7 +374,7 @@ class UnitReader:
             self._throttle.spend(nbytes - paid, lambda: self.beat(number))
 
     def _on_asking(self, nbytes: int) -> None:
-        """Pay before the bytes are on the wire: what many readers have in flight would else be over the limit."""
+        """Pay for bytes before they are on the wire: else all that many readers have in flight would exceed the limit."""
         number = getattr(self._local, "number", None)
         if self._throttle is not None and number is not None:
             self._local.paid = getattr(self._local, "paid", 0) + nbytes
@@ -389,7 +383,7 @@ class UnitReader:
             self._local.unit_read.asked_s = self._local.unit_read.asked_s or time.monotonic()
 
     def _refund(self) -> None:
-        """Give back what was paid for bytes that never came."""
+        """Refund what was paid for bytes that never came."""
         paid = getattr(self._local, "paid", 0)
         if self._throttle is not None and paid:
             self._local.paid = 0
@@ -399,7 +393,7 @@ class UnitReader:
         self.throttled = True
 
     def _pause(self, unit_read: UnitRead, delay_s: float) -> None:
-        """Wait, not longer than an outage; raises LaterError where others are to be read meanwhile."""
+        """Wait for the next attempt, or the end of an outage; raises LaterError if the unit is put aside."""
         unit_read.paused_at_s = time.monotonic()
         unit_read.again_at_s = unit_read.paused_at_s + delay_s
         while not self.may_try_again(unit_read, time.monotonic()):
@@ -410,7 +404,7 @@ class UnitReader:
             self.beat(self._local.number)
 
     def may_try_again(self, unit_read: UnitRead, now_s: float) -> bool:
-        """Whether the pause of a unit is over: its time has come, or its remote is back, which one of them finds out sooner."""
+        """True if the pause of a unit is over, or its remote is back; one probing unit of a remote that is away is tried sooner."""
         remote = self._remote_of(unit_read.unit)
         if self._answers.is_back(remote, unit_read.paused_at_s):
             return True
@@ -425,12 +419,12 @@ class UnitReader:
 
 
 def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
-    """What `unit` is read with in a pass: always the same, so that it gives the same samples again."""
+    """The generator with which `unit` is read in a pass: the same on every attempt, for the same samples."""
     key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def sample_generator(plan: PassPlan, unit: int, offset: int) -> np.random.Generator:
-    """What the sample at `offset` of `unit` is transformed with in a pass, whichever process does it, on a retry too."""
+    """The generator with which the sample at `offset` of `unit` is transformed in a pass: the same on every attempt."""
     key = mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset)
     return np.random.Generator(np.random.Philox(key=key))
