@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from cachestream.storage.telemetry import Slot
 from cachestream.worker.encode import SampleChunk
+from cachestream.worker.job import Job
 from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
 FIRST_READS: Final = 4  # reached at once when units come whole: they are small
@@ -306,3 +308,48 @@ class Fetcher:
             self._bytes += chunk.nbytes
             self._came(unit_read, UnitEvent.ARRIVE)
             return True
+
+
+class ReadTuner:
+    """Sets the number of units that `fetcher` reads at once, turn by turn, by what the last turn brought."""
+
+    def __init__(self, fetcher: Fetcher, slot: Slot, job: Job) -> None:
+        self._fetcher, self._slot = fetcher, slot
+        self._most = job.concurrency
+        self._is_limited = job.bandwidth_bytes_per_s is not None
+        self._concurrency = Concurrency(1, 1)
+        fetcher.use(1)
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._bytes, self._since_s = int(self._slot["fetched_bytes"]), time.monotonic()
+        self._waited_s, self._worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
+
+    def tick(self, take_throttled: Callable[[], bool]) -> None:
+        """Begin the next turn if this one is over; `take_throttled()`: a remote asked to slow down since the last call."""
+        if self._concurrency.active < min(self._concurrency.settled, self._fetcher.reading):
+            self._begin_turn()  # the rate of fewer reads can be measured once the others have ended
+            return
+        elapsed_s = time.monotonic() - self._since_s
+        if elapsed_s < TURN_S:
+            return
+        self._use(
+            self._concurrency.next(
+                (int(self._slot["fetched_bytes"]) - self._bytes) / elapsed_s,
+                (float(self._slot["fetch_wait_s"]) - self._waited_s) / elapsed_s,
+                self._most,
+                busy=(time.process_time() - self._worked_s) / elapsed_s,
+                throttled=take_throttled(),
+            )
+        )
+
+    def came(self) -> None:
+        """Note that a unit came whole; under a bandwidth limit only the turns decide."""
+        concurrency = self._concurrency.came(self._most)
+        if concurrency is not self._concurrency and not self._is_limited:
+            self._use(concurrency)
+
+    def _use(self, concurrency: Concurrency) -> None:
+        self._concurrency = concurrency
+        self._fetcher.use(concurrency.active)
+        self._begin_turn()

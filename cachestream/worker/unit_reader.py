@@ -240,7 +240,7 @@ class UnitReader:
         budget = directory.worker_file("budget")
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
-        self.throttled = False  # since the sampler last set it to False
+        self._throttled = False
         # All that one request asks for is sent at once, read or not: sockets have buffers.
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
         metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
@@ -390,7 +390,12 @@ class UnitReader:
             self._throttle.reserve(-paid)
 
     def _on_slow_down(self) -> None:
-        self.throttled = True
+        self._throttled = True
+
+    def take_throttled(self) -> bool:
+        """True if a remote asked to slow down since the last call."""
+        throttled, self._throttled = self._throttled, False
+        return throttled
 
     def _pause(self, unit_read: UnitRead, delay_s: float) -> None:
         """Wait for the next attempt, or the end of an outage; raises LaterError if the unit is put aside."""
