@@ -1,7 +1,4 @@
-"""`start_worker`: fill a cache in the background, from scripts, notebooks, and every rank of a job.
-
-A guess by the code of the function itself: what it calls, closes over or reads from files may have changed unseen.
-"""
+"""`start_worker`: fill a cache in the background, from scripts, notebooks, and every rank of a job."""
 
 from __future__ import annotations
 
@@ -57,7 +54,10 @@ def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
 
 
 def likeness(transform: Callable[..., Any] | None) -> str:
-    """What is the same for transforms of the same code, also in another process; "" where there is none to see."""
+    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
+
+    Changes in functions that the transform calls, in what it closes over, and in files that it reads go unnoticed.
+    """
     while isinstance(transform, functools.partial):
         transform = transform.func
     version = "{}.{}".format(*sys.version_info)
@@ -78,22 +78,22 @@ def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return _parts(value)
     if isinstance(value, frozenset):
-        return sorted(map(repr, value))  # its own order depends on the process
+        return sorted(map(repr, value))  # the order of a frozenset depends on the process
     if isinstance(value, tuple):
         return tuple(map(_constant, value))
     return value
 
 
 _TICK_S: Final = 0.05
-_OPENING_S: Final = 8.0  # of a source: after that the caller is told what it waits for
+_OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
 logger = logging.getLogger("cachestream")
 
 
 class Worker:
     """The background worker of a cache, as seen from one of the processes that use it.
 
-    As a context manager it lets the worker go at the end: the worker stops when nobody needs it. One that is killed meanwhile is
-    replaced within seconds, by a process that has such a Worker.
+    A context manager that lets the worker go at the end: the worker stops when no process needs it. A worker that is
+    killed meanwhile is replaced within seconds by one of these processes.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Worker:
         self.linger_s = linger_s
         self._attachment = attachment
         self._attachments = Attachments(cache.directory)
-        self.attached = process is None  # whether the worker was running already when this was made
+        self.attached = process is None  # the worker was already running
         self._watch = None if job is None else WorkerMonitor(cache, job, process, self._need())
 
     def _need(self) -> Callable[[], bool]:
-        """Tell whether this process needs the worker still; does not keep this alive."""
+        """Return a predicate: this process still needs the worker. It does not keep this object alive."""
         if self._attachment is not None:
             attachment = self._attachment
             return lambda: attachment.held
@@ -120,20 +120,20 @@ class Worker:
         return lambda: this() is not None
 
     def status(self) -> CacheStatus:
-        """What the cache holds and what the worker does."""
+        """The contents of the cache and the activity of the worker."""
         return self.cache.status()
 
     def is_alive(self) -> bool:
-        """Whether the worker runs (resting after a complete pass counts)."""
+        """True if the worker runs (resting after a complete pass counts)."""
         return self.cache.has_worker()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is nothing to do: the pass over the remote is complete, or the cache is full and rests (see
-        `status`: the rest comes as epochs use what there is, or the limit is raised). False if the worker ended before that.
+        """Wait until there is nothing to do: the pass over the remote is complete, or the cache is full and the worker rests.
 
-        The next pass, over what was evicted, may be under way then. Logs a warning if more than 1 % of the samples were
-        skipped. Raises WorkerTimeoutError at the deadline, and WorkerError, with the traceback from the background, if the
-        worker crashed.
+        A full cache is filled further as epochs use its samples, or if its limit is raised, see `status`. The next pass,
+        over evicted samples, may be under way on return. Returns False if the worker ended before. Logs a warning if
+        more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the deadline, and WorkerError with the
+        traceback from the background if the worker crashed.
         """
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -176,28 +176,27 @@ class Worker:
         raise WorkerError(f"the worker of {self.cache.path} failed: {message}", str(words))
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop the worker, for everybody, and wait until it is gone: what it has sampled stays.
+        """Stop the worker for all processes, and wait until it is gone; the samples stay cached.
 
-        Raises WorkerError if it is still there at the deadline.
+        Raises WorkerError if the worker is still there at the deadline.
         """
         check_seconds("timeout_s", timeout_s)
         directory = self.cache.directory
         if self.cache.has_worker() or lost_worker(directory) is not None:
-            self._attachments.request_stop()  # which keeps others from starting another in the place of one that was killed
+            self._attachments.request_stop()  # keeps others from replacing a worker that was killed
             self._wait_until_gone(timeout_s)
             if lost_worker(directory) is not None:
                 with _released(self._attachments.attach_lock()):
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
-                self._attachments.clear_requests()  # it may have been ending by itself, and not have seen this one
+                self._attachments.clear_requests()  # a worker that was about to end may not have seen this request
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
             _release(held)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker go: it stops unless another process needs it, or it is detached.
 
-        That takes up to 5 s, and longer on a machine that is busy; raises WorkerError if it is still there at the
-        deadline.
+        This takes up to 5 s, longer on a busy machine; raises WorkerError if the worker is still there at the deadline.
         """
         if self._watch is not None:
             self._watch.close()
@@ -220,7 +219,7 @@ class Worker:
                 )
             time.sleep(_TICK_S)
         if self._watch is not None:
-            self._watch.end(timeout_s)  # the worker has let go of its lock, and is about to be gone
+            self._watch.end(timeout_s)  # the worker has released its lock, and is about to end
 
     def __enter__(self) -> Self:
         return self
@@ -238,7 +237,7 @@ _held: set[HeldFile] = set()
 
 
 def _let_go_at_exit() -> None:
-    """A process that ends in order needs no worker any more; one that ends by an error may come again."""
+    """Let all workers go if the process ends in order; after an error, a restarted job may need them again."""
     if not hasattr(sys, "last_value"):
         for attachment in list(_held):
             _release(attachment)
@@ -322,7 +321,7 @@ def start_worker(
 
 @contextmanager
 def _told_if_slow(cache: Cache) -> Iterator[None]:
-    """Warn, while the source is still being opened after a while."""
+    """Log a warning if the block, which opens the source, takes long."""
     told = (
         f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
         "or it lists slowly"
@@ -337,7 +336,7 @@ def _told_if_slow(cache: Cache) -> Iterator[None]:
 
 
 def _leave_to_source(options: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option of the source, which is open, or is opened as it is."""
+    """Raise ConfigError for an option that belongs to the source."""
     for name in options:
         if name in SOURCE_OPTIONS:
             raise ConfigError(
@@ -363,11 +362,11 @@ def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool
             running = cache.has_worker()
             if not running:
                 return _start(cache, job, attachments, launch or Launch(), detach, linger_s)
-            # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
+            # A worker that was asked to stop cannot be attached to; it needs the attach lock to leave.
             if not attachments.stop_requested():
                 if _fills_as_asked(cache, job) or attachments.is_used():
                     return _attach(cache, job, attachments, detach, linger_s)
-                attachments.request_stop()  # it lingers after a job that has ended, with the share that this one had
+                attachments.request_stop()  # it lingers after a job that has ended, for another source or share
         if time.monotonic() >= deadline:
             raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
         time.sleep(_TICK_S)
@@ -393,7 +392,7 @@ def _start(
 
 
 def _need(attachments: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
-    """Keep the worker running: for as long as this process lives, or until somebody stops it."""
+    """Keep the worker running for as long as this process lives; None if it is to run until it is stopped."""
     if detach:
         attachments.detach()
         return None
