@@ -1,10 +1,11 @@
 """Attachments to a worker: the processes that started it or attached to it, and requests to stop.
 
-Each of these processes holds a locked file for as long as it lives. The attach lock makes "is a worker there?" and "I
-need it" one step: no process attaches to a worker that is about to leave because no process needs it.
+Each of these processes holds a locked file for as long as it lives. The attach lock makes "is a worker
+there?" and "I need it" one step: no process attaches to a worker that is about to leave because no process
+needs it.
 
-A process that lets the worker go removes its file. A process that dies leaves the file; its name says for how long the
-worker is then to go on, so that a job that is started again finds it at work. All files are empty.
+A process that lets the worker go removes its file. A process that dies leaves the file; its name says for how
+long the worker is then to go on, so that a job that is started again finds it at work. All files are empty.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Attachments:
         self._directory = directory
 
     def attach_lock(self, timeout_s: float = ATTACH_TIMEOUT_S) -> HeldFile:
-        """Return the lock to hold while deciding whether a worker is there; raises CacheLockedError at the deadline."""
+        """Return the lock to hold while deciding whether a worker is there.
+
+        Raises CacheLockedError at the deadline.
+        """
         path = self._directory.worker_file("attach.lock")
         lock = lock_file(path, timeout_s=timeout_s)
         if lock is None:
@@ -50,14 +54,17 @@ class Attachments:
         return held
 
     def is_needed(self) -> bool:
-        """True if the worker is detached, or a process that needs it lives or died less than its `linger_s` ago.
+        """True if the worker is detached, or a process that needs it lives or lingers.
 
         Removes the files of dead processes.
         """
         return self.is_used() or self._lingers()
 
     def is_used(self) -> bool:
-        """True if the worker is detached or a process that needs it lives; removes the files of dead processes."""
+        """True if the worker is detached or a process that needs it lives.
+
+        Removes the files of dead processes.
+        """
         return not self._nobody_left() or self._is_detached()
 
     def _nobody_left(self) -> bool:

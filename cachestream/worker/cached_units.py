@@ -32,7 +32,7 @@ class EarlierNames:
         self._hashes = hashes[self._places]
 
     def places(self, names: list[str]) -> IntArray:
-        """The place of each of `names`; -1 for a name that is not in the listing, or is there more than once."""
+        """The place of each of `names`; -1 for a name that is missing, or is there more than once."""
         hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
         first, after = (np.searchsorted(self._hashes, hashes, side) for side in ("left", "right"))
         found = np.full(len(names), -1, np.int64)
@@ -224,7 +224,7 @@ class KnownOrders:
         return None
 
     def _is_known(self, plan: PassPlan) -> bool:
-        """True if the order of `plan` can still be told: files of drawn orders do not outlive the catalogue."""
+        """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
         return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
 
 

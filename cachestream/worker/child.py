@@ -1,4 +1,7 @@
-"""A background process from both sides: the supervisor starts, watches and reaps it; the process itself stops with the supervisor."""
+"""A background process from both sides: the supervisor starts, watches and reaps it.
+
+The process itself stops with the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +43,19 @@ logger = logging.getLogger("cachestream.worker")
 
 
 def words_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The output of a process line by line, without the secrets of URLs; a line without end comes in pieces."""
+    """The lines that a process prints, without the secrets of URLs; an endless line comes in pieces."""
     for line in iter(lambda: stream.readline(_LAST_WORDS_BYTES), b""):
         yield redact_text(line.decode("utf-8", "replace")).encode()
 
 
 class ChildProcess:
-    """A process that runs `main()` of `module` and gets its orders through a pipe; it can be started again after its end.
+    """A process that runs `main()` of `module` and gets its orders through a pipe.
 
-    All that it prints goes to the log, under `name`; its last lines are kept. An empty line is a sign of life only.
-    `job_fd` is the shared job, see `job.share`. The process is forked by `server`, or is a Python of its own if there is
-    no fork server any more.
+    It can be started again after its end.
+
+    All that it prints goes to the log, under `name`; its last lines are kept. An empty line is a sign of life
+    only. `job_fd` is the shared job, see `job.share`. The process is forked by `server`, or is a Python of
+    its own if there is no fork server any more.
     """
 
     def __init__(
@@ -209,7 +214,10 @@ class SamplingProcess:
     def kill_if_hanging(
         self, now_s: float, resumed_s: float, timeout_s: float, start_deadline_s: float
     ) -> None:
-        """Kill the process if it shows no life; time before `resumed_s`, when all went on after a stop, does not count."""
+        """Kill the process if it shows no life.
+
+        Time before `resumed_s`, when all went on after a stop, does not count.
+        """
         if not self.running or self._hung is not None:
             return
         if int(self._slot["state"]) == STARTING:
@@ -224,7 +232,10 @@ class SamplingProcess:
             self._process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
-        """The death of the process, the positions that it leaves under suspicion, and their pass; None while it runs."""
+        """The death of the process, the positions that it leaves under suspicion, and their pass.
+
+        None while it runs.
+        """
         code = self._process.reap()
         if code is None:
             return None
@@ -257,7 +268,10 @@ class SamplingProcess:
 
 
 def live_with_parent(stop: threading.Event) -> Any:
-    """Tie this process to the supervisor: die with it, and set `stop` when it asks for that. Returns its first message."""
+    """Tie this process to the supervisor: die with it, and set `stop` when it asks for that.
+
+    Returns its first message.
+    """
     faulthandler.enable()
     die_with_parent()
     signal.signal(
@@ -281,8 +295,8 @@ def live_with_parent(stop: threading.Event) -> Any:
 def _be_ordinary() -> None:
     """Restore the default signal handlers in a process that the user's code has forked, and unblock SIGTERM.
 
-    A multiprocessing pool waits for ever for a process that ignores SIGTERM. The signal is blocked during the fork: our
-    handler would take it, in a process that has nothing to stop.
+    A multiprocessing pool waits for ever for a process that ignores SIGTERM. The signal is blocked during the
+    fork: our handler would take it, in a process that has nothing to stop.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -297,8 +311,12 @@ def end_now(code: int) -> None:
 
 
 def _watch_parent(fd: int, stop: threading.Event) -> None:
-    """Wait for the end of the pipe from the supervisor, then set `stop`; end the process if it still runs after a grace time."""
-    # Not through sys.stdin: a process that the user's code forks would hold its lock for ever, and multiprocessing closes it.
+    """Wait for the end of the pipe from the supervisor, then set `stop`.
+
+    End the process if it still runs after a grace time.
+    """
+    # Not through sys.stdin: a process that the user's code forks would hold its lock for ever, and
+    # multiprocessing closes it.
     with suppress(OSError):
         while os.read(fd, 1):
             pass

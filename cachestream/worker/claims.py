@@ -1,4 +1,4 @@
-"""Claims on units: runs of positions that are handed to processes, and taken over from processes that died."""
+"""Claims on units: runs of positions, handed to processes and taken over from those that died."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NotYetError(Exception):
 
 
 def block_size(length: int | None, num_workers: int) -> int:
-    """The number of positions in a claim: small enough to keep all processes busy until the end, and large enough to be rare."""
+    """The number of positions in a claim: all processes are busy until the end, and claims are rare."""
     if length is None:
         return 256
     return max(1, min(MOST_POSITIONS, length // (num_workers * SHARES)))

@@ -1,4 +1,4 @@
-"""Samples as a source or a transform gives them, and as a shard stores them: fields with a dtype and a shape."""
+"""Samples as sources and transforms give them, and as shards store them: fields of one dtype."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _TORCH_NAMES: Final = {
 class EncodedSample:
     """One sample, ready to be stored.
 
-    `values[i]`: the bytes of field i of `schema`, or a uint8 array `[nbytes]` of them, which may share the memory of the
-    sample. `shapes[i]`: the shape of the value of a tensor field, () for str and bytes.
+    `values[i]`: the bytes of field i of `schema`, or a uint8 array `[nbytes]` of them, which may share the
+    memory of the sample. `shapes[i]`: the shape of the value of a tensor field, () for str and bytes.
     """
 
     schema: Schema
@@ -199,7 +199,10 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[int, str]]]:
-    """`schema` with floats in place of integers where `wanted` has floats, and the changed fields: index, dtype before."""
+    """`schema` with floats in place of integers where `wanted` has floats.
+
+    Also returns the changed fields: index, dtype before.
+    """
     if schema.names != wanted.names:
         return schema, []
     pairs = list(zip(schema.fields, wanted.fields, strict=True))
@@ -211,7 +214,7 @@ def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[i
 
 
 def as_floats(data: npt.NDArray[np.uint8], before: str, dtype: str) -> npt.NDArray[np.uint8]:
-    """Convert stored integers `data` (uint8 `[…, nbytes]`) of torch dtype `before` to the float dtype `dtype`."""
+    """Convert stored integers of torch dtype `before` to the float dtype `dtype`; uint8 `[…, nbytes]`."""
     numbers = np.ascontiguousarray(data).view(np.dtype(before).newbyteorder("<"))
     return numbers.astype(np.dtype(dtype).newbyteorder("<")).view(np.uint8)
 
@@ -226,7 +229,10 @@ _Column = npt.NDArray[np.uint8] | list[bytes]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Samples of one schema: `columns[i]` holds field i of all samples, uint8 `[n, nbytes]`, or a list for str and bytes."""
+    """Samples of one schema, column by column.
+
+    `columns[i]`: field i of all samples, uint8 `[n, nbytes]`, or a list for str and bytes.
+    """
 
     schema: Schema
     keys: list[bytes]

@@ -1,9 +1,9 @@
 """Several units in flight, delivered in order: latency does not limit the speed, and progress is one number.
 
-Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the order in which
-the units were submitted. The bytes that wait are bounded. The next unit to be delivered has a bound of its own: if it
-could not continue, no unit could. A unit that does not answer can be put aside; it becomes the next one as soon as
-samples of it arrive.
+Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
+order in which the units were submitted. The bytes that wait are bounded. The next unit to be delivered has a
+bound of its own: if it could not continue, no unit could. A unit that does not answer can be put aside; it
+becomes the next one as soon as samples of it arrive.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpre
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """The number of units that a process reads at once, found by trial: it is doubled for as long as that pays.
+    """The number of units that a process reads at once, found by trial: doubled while that pays.
 
-    If latency limits the speed, twice the reads bring nearly twice the samples; if the processor, the disk or the
-    bandwidth does, further threads only compete for the interpreter. A process that keeps a processor busy therefore
-    tries half as many, too, and keeps to that if the rate is as high. The rate counts bytes that are fetched, not samples
-    that are packed: large units that share a slow network come late, all at once. `settled` reads brought `rate`;
-    `active` reads are being tried; the next trial is `rest` turns away. The first number is 1: with n large units on
-    a slow network the first sample would take n times as long.
+    If latency limits the speed, twice the reads bring nearly twice the samples; if the processor, the disk or
+    the bandwidth does, further threads only compete for the interpreter. A process that keeps a processor
+    busy therefore tries half as many, too, and keeps to that if the rate is as high. The rate counts bytes
+    that are fetched, not samples that are packed: large units that share a slow network come late, all at
+    once. `settled` reads brought `rate`; `active` reads are being tried; the next trial is `rest` turns away.
+    The first number is 1: with n large units on a slow network the first sample would take n times as long.
 
-    A remote that asks to slow down (503, 429) gets half as many reads at once, and then one more a second up to `goal`,
-    the number before. Such additive increase and multiplicative decrease leads all who share the remote to equal shares
-    (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance in Computer Networks",
-    1989; TCP's, RFC 5681).
+    A remote that asks to slow down (503, 429) gets half as many reads at once, and then one more a second up
+    to `goal`, the number before. Such additive increase and multiplicative decrease leads all who share the
+    remote to equal shares (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion
+    Avoidance in Computer Networks", 1989; TCP's, RFC 5681).
     """
 
     active: int
@@ -58,8 +58,8 @@ class Concurrency:
     ) -> Concurrency:
         """The numbers for the next turn, after one that brought `rate` bytes a second.
 
-        `waiting`: the share of the turn in which the packing waited for samples. `busy`: the processors that the process
-        kept busy. `throttled`: the remote asked to slow down.
+        `waiting`: the share of the turn in which the packing waited for samples. `busy`: the processors that
+        the process kept busy. `throttled`: the remote asked to slow down.
         """
         # Requests that were under way when the number was halved may still be refused in the next turn.
         if throttled and not (self.goal and self.rest == RECOVERY_TURNS):
@@ -162,7 +162,10 @@ class Fetcher:
             return self._aside.copy()
 
     def silences(self) -> tuple[list[Stall], bool]:
-        """The stalls of units that do not answer, the next unit first; and True if all other units wait for these."""
+        """The stalls of units that do not answer, the next unit first.
+
+        And True if all other units wait for these.
+        """
         with self._lock:
             waiting = [unit_read for unit_read in self._aside if unit_read.silence is not None]
             all_wait = not self._order and bool(waiting)
@@ -173,7 +176,10 @@ class Fetcher:
 
     @property
     def is_idle(self) -> bool:
-        """True if no unit is being read, or waits to be read or delivered; units that are asleep do not count."""
+        """True if no unit is being read, or waits to be read or delivered.
+
+        Units that are asleep do not count.
+        """
         with self._lock:
             return not self._order and not self._todo and not self.reading
 
@@ -186,7 +192,7 @@ class Fetcher:
             self._units.notify(len(unread))
 
     def put_aside(self, unit_read: UnitRead) -> None:
-        """Let the units behind `unit_read` be delivered before it, if it is still the next one and nothing of it has arrived."""
+        """Deliver the units behind `unit_read` first, if it is still the next one and nothing of it came."""
         with self._lock:
             # A unit that was put aside earlier may have arrived meanwhile, and be next.
             if unit_read.is_awaited and self._order[0] is unit_read:
@@ -259,7 +265,7 @@ class Fetcher:
                     self.reading -= 1
                     unit_read.state = unit_read.state.after(UnitEvent.PAUSE)
                 continue
-            except BaseException as caught:  # noqa: BLE001  whatever a source raises is delivered with its unit
+            except BaseException as caught:  # noqa: BLE001  delivered with the unit
                 error = caught
             with self._lock:
                 self.reading -= 1
@@ -291,7 +297,10 @@ class Fetcher:
             self._arrived.notify()
 
     def _has_room(self, unit_read: UnitRead) -> bool:
-        """True if samples of `unit_read` may be kept; the next unit has a bound of its own, so that it can always continue."""
+        """True if samples of `unit_read` may be kept.
+
+        The next unit has a bound of its own, so that it can always continue.
+        """
         if not self._order or self._order[0] is unit_read:
             return unit_read.waiting_bytes < self._max_bytes
         return self._bytes < self._max_bytes
@@ -326,7 +335,10 @@ class ReadTuner:
         self._waited_s, self._worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
 
     def tick(self, take_throttled: Callable[[], bool]) -> None:
-        """Begin the next turn if this one is over; `take_throttled()`: a remote asked to slow down since the last call."""
+        """Begin the next turn if this one is over.
+
+        `take_throttled()`: a remote asked to slow down since the last call.
+        """
         if self._concurrency.active < min(self._concurrency.settled, self._fetcher.reading):
             self._begin_turn()  # the rate of fewer reads can be measured once the others have ended
             return

@@ -1,8 +1,9 @@
 """A fork server: sampling processes are forked from a process that has loaded the modules that they need.
 
-A fork takes milliseconds and shares memory; a new Python takes up to a second of a processor, most of it to import the
-driver of the remote. The fork server has one thread, runs no code of the user and holds no lock: it is safe to fork. It
-forks twice, and the supervisor adopts the orphan: each sampling process is a child of the supervisor.
+A fork takes milliseconds and shares memory; a new Python takes up to a second of a processor, most of it to
+import the driver of the remote. The fork server has one thread, runs no code of the user and holds no lock:
+it is safe to fork. It forks twice, and the supervisor adopts the orphan: each sampling process is a child of
+the supervisor.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _OURS: Final = ("cachestream.worker.sampler", "cachestream.sources.open")
 class Forked:
     """A process started by a fork server, with the interface of `subprocess.Popen`; used by the supervisor.
 
-    `pid` is None until the fork server has reported it. A process that is lost with the fork server counts as killed.
+    `pid` is None until the fork server has reported it. A process that is lost with the fork server counts as
+    killed.
     """
 
     def __init__(self, server: ForkServer, stdin: IO[bytes], stdout: IO[bytes]) -> None:
@@ -105,7 +107,10 @@ class Forked:
 
 
 class ForkServer:
-    """The supervisor's side of the fork server; to be made before the supervisor has threads, locks or children."""
+    """The supervisor's side of the fork server.
+
+    To be made before the supervisor has threads, locks or children.
+    """
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,7 +135,9 @@ class ForkServer:
         self._send({"protocols": list(protocols)})
 
     def start(self, module: str, job_fd: int) -> Forked | None:
-        """Run `main()` of `module` in a process with pipes to its stdin and from its output; None if the fork server is gone.
+        """Run `main()` of `module` in a process with pipes to its stdin and from its output.
+
+        None if the fork server is gone.
 
         The process inherits the descriptor `job_fd` under the same number.
         """
@@ -168,7 +175,10 @@ class ForkServer:
             self.close()
 
     def give_up_if_stopped(self, now_s: float) -> bool:
-        """End a fork server that has been stopped (SIGSTOP) if a process waits for it; True if so. To be called every second."""
+        """End a fork server that has been stopped (SIGSTOP) if a process waits for it; True if so.
+
+        To be called every second.
+        """
         if self._is_gone or not self._waiting or not is_stopped(self._pid):
             self._stopped_since_s = None
         elif self._stopped_since_s is None:
@@ -207,7 +217,7 @@ class ForkServer:
 
 
 def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
-    """The main of the fork server: serve until the supervisor is gone, then end the sessions of its processes."""
+    """The main of the fork server: serve until the supervisor is gone, then end all sessions."""
     ours, parent, sessions = os.getpid(), os.getppid(), set[int]()
 
     def leave(_number: int, _frame: FrameType | None) -> None:
@@ -223,7 +233,10 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
 
 
 def _is_orphaned(parent: int) -> bool:
-    """True if `parent` is gone. The signal comes with the end of its main thread; other threads may take a moment longer."""
+    """True if `parent` is gone. The signal comes with the end of its main thread.
+
+    Other threads may take a moment longer.
+    """
     for _ in range(_ORPHANED_TURNS):
         if os.getppid() != parent:
             return True
@@ -232,7 +245,7 @@ def _is_orphaned(parent: int) -> bool:
 
 
 def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, sessions: set[int]) -> None:
-    """Fork the processes that are requested, until the socket closes. Each process leads one of `sessions`."""
+    """Fork the requested processes until the socket closes; each leads one of `sessions`."""
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     let_go_of_terminal()  # this also closes the pipes of the supervisor to its caller

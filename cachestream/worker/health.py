@@ -1,4 +1,4 @@
-"""Judging the deaths of processes: which units are suspected, how long to wait, and when to give up (pure functions)."""
+"""Judging the deaths of processes: suspects, pauses and giving up (pure functions)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TROUBLE_S: Final = 60.0
 _QUIET_S: Final = 5.0  # the housekeeping, in which most can fail, comes more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
-# Weights of a death (a sum of 12 quarantines a position): with other positions in flight, or alone. A SIGKILL may well
-# have come from outside, from a person or from the kernel's out-of-memory killer.
+# Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A SIGKILL
+# may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
 
 
@@ -26,9 +26,9 @@ _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
 class Death:
     """The end of a sampling process; `returncode` as in subprocess (-9: by SIGKILL).
 
-    `hanging`: the watchdog killed it; `stopped`: it hung because it had been stopped (SIGSTOP). `orderly`: it ended by
-    itself and said so: no unit is to blame. `progressed`: it had committed something since its start. `suspects`: the
-    number of positions that it was working on.
+    `hanging`: the watchdog killed it; `stopped`: it hung because it had been stopped (SIGSTOP). `orderly`: it
+    ended by itself and said so: no unit is to blame. `progressed`: it had committed something since its
+    start. `suspects`: the number of positions that it was working on.
     """
 
     at_s: float
@@ -68,7 +68,7 @@ def _signal_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """System errors that follow one another closely: a moment without descriptors, or a disk that fails for good."""
+    """System errors that follow one another closely: no descriptors for a moment, or a disk that fails."""
 
     since_s: float = -math.inf
     last_s: float = -math.inf
@@ -109,8 +109,8 @@ def hanging_positions(
 ) -> list[int] | None:
     """The positions on which a process hangs (empty if it hangs elsewhere); None if it is alive.
 
-    `main`: the last beat of the main thread, and the position that it transforms. `flights`: the last beats of the
-    fetching threads, and the positions that they read.
+    `main`: the last beat of the main thread, and the position that it transforms. `flights`: the last beats
+    of the fetching threads, and the positions that they read.
     """
     hanging = [position for beat_s, position in flights if now_s - beat_s > timeout_s]
     main_hangs = now_s - main[0] > timeout_s
@@ -120,7 +120,7 @@ def hanging_positions(
 
 
 def was_away(gap_s: float, timeout_s: float) -> bool:
-    """True if a gap between two ticks of the supervisor means that all processes were stopped, itself included.
+    """True if a gap between two ticks of the supervisor means that all processes were stopped.
 
     A tick may take long by itself: a gap much shorter than `timeout_s` changes nothing.
     """
@@ -130,8 +130,8 @@ def was_away(gap_s: float, timeout_s: float) -> bool:
 def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool:
     """True if it is time to give up: too many recent deaths of processes that had not committed anything.
 
-    More deaths are allowed if they narrow down a bad unit, as each process may meet bad units first, and still more if
-    they are kills from outside.
+    More deaths are allowed if they narrow down a bad unit, as each process may meet bad units first, and
+    still more if they are kills from outside.
     """
     recent: list[Death] = []
     for death in reversed(deaths):
@@ -149,7 +149,7 @@ def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool
 
 
 def longest_pause_s(deaths: Sequence[Death]) -> float:
-    """The longest pause before the process that died last is restarted; the pause itself is drawn below that."""
+    """The longest pause before the last process is restarted; the pause itself is drawn below that."""
     if deaths[-1].progressed or deaths[-1].isolates:
         return _FIRST_PAUSE_S
     failures = 0

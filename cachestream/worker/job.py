@@ -1,6 +1,7 @@
 """The job of a worker, sent from the caller to the supervisor and on to the sampling processes.
 
-A job travels through pipes and shared memory only: its source may hold credentials, which never touch the disk.
+A job travels through pipes and shared memory only: its source may hold credentials, which never touch the
+disk.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class Packed:
 class Job:
     """The options of a worker, checked and complete. Sizes in bytes, times in seconds.
 
-    `payload`: the user's objects, pickled. `sampler`: the sampler or curriculum, which only the supervisor needs, pickled
-    by itself because it may import torch.
+    `payload`: the user's objects, pickled. `sampler`: the sampler or curriculum, which only the supervisor
+    needs, pickled by itself because it may import torch.
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
     `rounds`: see DivisibleSource: each round reads one part of every divided unit.
-    `listing`: the digest of the names of the source; of its first `num_units` names only if the source is `growing`.
+    `listing`: the digest of the names of the source; of its first `num_units` names only if the source is
+    `growing`.
     `label_names`: the names that the labels of the source are indices of, if it has any.
     `protocols`: the names of the fsspec drivers that read the source.
     """
@@ -82,7 +84,9 @@ class Payload:
 
 
 def pack(payload: Payload, see: Callable[[Any], None] = lambda _: None) -> Packed:
-    """Pickle `payload`, including lambdas and closures; raises ConfigError that names the object that does not pickle.
+    """Pickle `payload`, including lambdas and closures.
+
+    Raises ConfigError that names the object that does not pickle.
 
     `see` is called with each object in the payload.
     """
@@ -155,8 +159,8 @@ def _loaded(data: bytes, what: str, buffers: Sequence[bytes | memoryview] = ()) 
 def share(job: Job) -> int:
     """Write the job to memory that children inherit; returns a descriptor for `load_shared`.
 
-    The job is pickled once, whatever the number of processes and restarts. Through a pipe, a large listing would block
-    the supervisor until each child has started.
+    The job is pickled once, whatever the number of processes and restarts. Through a pipe, a large listing
+    would block the supervisor until each child has started.
     """
     fd = os.memfd_create("cachestream-job", os.MFD_CLOEXEC)
     sizes = [len(buffer) for buffer in job.payload.buffers]
@@ -170,7 +174,10 @@ def share(job: Job) -> int:
 
 
 def load_shared(fd: int) -> Job:
-    """Load the job from a descriptor of `share`, and close the descriptor; the buffers are mapped, not copied."""
+    """Load the job from a descriptor of `share`, and close the descriptor.
+
+    The buffers are mapped, not copied.
+    """
     try:
         memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:

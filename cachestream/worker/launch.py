@@ -1,8 +1,8 @@
 """The start of a supervisor, from both sides.
 
-The caller starts a Python for the supervisor while the source is still being opened (`head_start`), hands over the job
-and waits for the answer (`Launch.give`). The supervisor's process (`main`) loads what it needs meanwhile, takes the job,
-becomes the supervisor of the cache, answers, and supervises.
+The caller starts a Python for the supervisor while the source is still being opened (`head_start`), hands
+over the job and waits for the answer (`Launch.give`). The supervisor's process (`main`) loads what it needs
+meanwhile, takes the job, becomes the supervisor of the cache, answers, and supervises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ START_TIMEOUT_S: Final = 60.0
 
 
 class Launch:
-    """A Python for a supervisor, which waits for its job and loads the fsspec drivers of `protocols` meanwhile."""
+    """A Python for a supervisor: it loads the fsspec drivers of `protocols` and waits for its job."""
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._sys_path = import_path()
@@ -85,7 +85,10 @@ class Launch:
 
 @contextmanager
 def head_start(cache: Cache, protocols: Collection[str]) -> Iterator[Launch | None]:
-    """Yield a Launch, closed at the end; None if a worker runs already, or another process is about to start one."""
+    """Yield a Launch, closed at the end.
+
+    None if a worker runs already, or another process is about to start one.
+    """
     lock = None if cache.has_worker() else lock_file(cache.directory.worker_file("launch.lock"))
     if lock is None:
         yield None
@@ -123,7 +126,10 @@ def _ask(process: subprocess.Popen[bytes], job: Job) -> Any:
 
 
 def _send(fd: int, data: bytes, deadline_s: float) -> bool:
-    """Write all of `data`; False at the deadline. A job may be larger than the pipe, and its reader may be stopped."""
+    """Write all of `data`; False at the deadline.
+
+    A job may be larger than the pipe, and its reader may be stopped.
+    """
     os.set_blocking(fd, False)
     view = memoryview(data)
     while view:

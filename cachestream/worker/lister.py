@@ -1,7 +1,7 @@
-"""Listing in the background: the supervisor starts and watches a process that lists page by page into the cache.
+"""Listing in the background: a process lists page by page into the cache, watched by the supervisor.
 
-The process may be killed at any point: the next one continues after the last name that is stored. It prints empty
-lines as signs of life.
+The process may be killed at any point: the next one continues after the last name that is stored. It prints
+empty lines as signs of life.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Lister:
             self._start(is_next=True)
 
     def promote(self) -> bool:
-        """Replace the current listing by the new one if they differ. To be called while no sampling process runs."""
+        """Replace the current listing by the new one if they differ.
+
+        To be called while no sampling process runs.
+        """
         if not self.has_changed:
             return False
         self._listings.promote()
@@ -119,7 +122,7 @@ class Lister:
         return now_s - max(self.life_s, resumed_s) > max(_LEAST_PATIENCE_S, self._hang_timeout_s)
 
     def stop(self) -> None:
-        """End the process. The next one continues the current listing, and begins a listing for changes anew."""
+        """End the process; the next one continues the current listing, or restarts a listing for changes."""
         if self._process.running:
             self._process.end()
             self._process.reap()

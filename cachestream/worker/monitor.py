@@ -1,7 +1,7 @@
 """The monitor of a worker: it replaces a worker that was killed, for as long as this process needs one.
 
-A supervisor that the out-of-memory killer ends, or that ends with its container, cannot tell anybody; training would
-go on for ever over what was cached by then.
+A supervisor that the out-of-memory killer ends, or that ends with its container, cannot tell anybody;
+training would go on for ever over what was cached by then.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ logger = logging.getLogger("cachestream")
 class WorkerMonitor:
     """Checks the worker of `cache` every second in a thread, while `is_needed()` and until `close`.
 
-        runs ─ killed ─▶ lost ─ pause ─▶ replaced with `job`, by the first monitor to get the attach lock ─▶ runs
+        runs ─ killed ─▶ lost ─ pause ─▶ replaced by the first monitor to get the attach lock ─▶ runs
         runs ─ stopped, done or failed ─▶ over: it is not replaced
         lost ─ the fifth time in ten minutes, soon after the start ─▶ failed, for all monitors
 
-    The pause is random; at most 0.5 s, doubled with each death soon after a start. `process` is the worker if this
-    process has started it: the monitor reaps it.
+    The pause is random; at most 0.5 s, doubled with each death soon after a start. `process` is the worker if
+    this process has started it: the monitor reaps it.
     """
 
     def __init__(

@@ -63,7 +63,10 @@ class WorkerOptions:
         _kind_of(self.order)
 
     def job(self, cache: Cache, source: Source) -> Job:
-        """The job of the worker that fills `cache` from `source`; raises ConfigError for options that cannot work."""
+        """The job of the worker that fills `cache` from `source`.
+
+        Raises ConfigError for options that cannot work.
+        """
         self.check()
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
@@ -111,7 +114,10 @@ class WorkerOptions:
         )
 
     def _divided(self, cache: Cache, source: Source) -> Source:
-        """The source in parts so small that its cache holds samples of many units; in the parts of its last pass if it had one."""
+        """The source in parts so small that its cache holds samples of many units.
+
+        In the parts of its last pass if it had one.
+        """
         is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
         divisible = as_divisible(source)
         if divisible is None or divisible.rounds > 1 or not is_shuffled:
@@ -167,7 +173,10 @@ def _order(
 
 
 def _kind_of(order: Any) -> str:
-    """The kind of `order`: "shuffle", "sequential", "weighted", "sampler" or "curriculum"; raises ConfigError."""
+    """The kind of `order`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
+
+    Raises ConfigError.
+    """
     if isinstance(order, str):
         if order not in _GROWING:
             raise ConfigError(f"order={order!r}: choose 'shuffle' or 'sequential', or give {_ORDERS}")

@@ -1,7 +1,8 @@
 """The order of units in a pass: pure functions from a plan and positions to units.
 
-A pass goes over the positions 0, 1, …; its plan says which unit lies at each position. The inverse, from units to
-positions, tells what is still cached from an earlier pass. Of several nodes each reads a partition of the units.
+A pass goes over the positions 0, 1, …; its plan says which unit lies at each position. The inverse, from
+units to positions, tells what is still cached from an earlier pass. Of several nodes each reads a partition
+of the units.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ _TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Share `index` of `count`: disjoint and complete, whatever order, seed and pass each node has; O(1) memory.
+    """Share `index` of `count`: disjoint and complete, whatever order, seed and pass each node has.
 
-    Of every run of `count` units each node reads one; a hash of the run's number says which one, so that a period in
-    the order of the units (pairs of files, sources that alternate) does not become the share of one node. Places in
-    a share ascend with the units.
+    O(1) memory.
+
+    Of every run of `count` units each node reads one; a hash of the run's number says which one, so that a
+    period in the order of the units (pairs of files, sources that alternate) does not become the share of one
+    node. Places in a share ascend with the units.
     """
 
     index: int
@@ -63,7 +66,7 @@ class Partition:
         return np.where(units % self.count == self._offsets(runs), runs, -1)
 
     def _offsets(self, runs: IntArray) -> IntArray:
-        """The offset of the share's unit in each run: the index, rotated by a hash of the run that all shares have in common."""
+        """The offset of the share's unit in each run: the index, rotated by a hash of the run."""
         turned = _splitmix(runs.astype(np.uint64)) % np.uint64(self.count)
         offsets: IntArray = (turned.astype(np.int64) + self.index) % self.count
         return offsets
@@ -101,7 +104,7 @@ def _splitmix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Segments:
-    """A permutation of `ends[-1]` numbers that keeps every number within its segment, `ends[i - 1]` to `ends[i]`.
+    """A permutation that keeps every number within its segment, `ends[i - 1]` to `ends[i]`.
 
     A further segment changes nothing before it, so that a pass can grow.
     """
@@ -181,15 +184,17 @@ def draw_curriculum(
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass over a source of `num_units` units (None: endless), as recorded in the catalogue and in shards.
+    """One pass over `num_units` units (None: endless), as recorded in the catalogue and in shards.
 
     `kind`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
-    `listing`: the digest of the names of the units; under another listing the same positions mean other units.
-    `length`: the number of positions (the units in the share of the node, or the number that a sampler draws).
+    `listing`: the digest of the names of the units; under another listing the same positions mean other
+    units.
+    `length`: the number of positions (the units in the share of the node, or the number that a sampler
+    draws).
     `rule`: the name of the function of a curriculum.
 
-    `segments`: for a pass that began before all units were listed, the number of listed units each time the pass was
-    extended; the last is `num_units`. The units of one segment come before those of the next.
+    `segments`: for a pass that began before all units were listed, the number of listed units each time the
+    pass was extended; the last is `num_units`. The units of one segment come before those of the next.
     `growing`: the listing may bring more units.
     """
 
@@ -245,7 +250,10 @@ class PassPlan:
         return replace(plan, length=plan.share)
 
     def takes_up(self, num_units: int, *, is_complete: bool) -> bool:
-        """True if enough units are listed to extend the pass: growth by an eighth at least keeps the segments few."""
+        """True if enough units are listed to extend the pass.
+
+        Growth by at least an eighth keeps the segments few.
+        """
         known = self.num_units or 0
         return self.growing and (is_complete or num_units - known > known // 8)
 
@@ -320,7 +328,7 @@ class UnitOrder:
 
     def _weighted(self, positions: IntArray) -> IntArray:
         assert self._cumulative is not None
-        # The uniform number of a position comes from a permutation of 2⁵³: there is no generator state to resume.
+        # The uniform number of a position comes from a permutation of 2⁵³: no generator state to resume.
         key = mix_key(_WEIGHT_KEY, self.plan.seed, self.plan.ordinal)
         uniform = Permutation(1 << 53, key).at(positions) / float(1 << 53)
         found = np.searchsorted(self._cumulative, uniform * self._cumulative[-1], side="right")
@@ -351,7 +359,10 @@ def all_units(num_units: int, partition: Partition | None) -> IntArray:
 def check_weights(
     weights: Sequence[float], num_units: int | None, partition: Partition | None = None
 ) -> list[float]:
-    """Convert `weights` to floats; raises ConfigError unless there is one for each unit, none negative, not all 0."""
+    """Convert `weights` to floats.
+
+    Raises ConfigError unless there is one for each unit, none negative, not all 0.
+    """
     try:
         values = [float(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError) as error:
@@ -379,7 +390,10 @@ def _numbers(drawn: Iterable[Any]) -> Iterator[int]:
 
 
 def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
-    """The units of this share that a sampler draws; raises ConfigError if it draws none, or numbers that are no units."""
+    """The units of this share that a sampler draws.
+
+    Raises ConfigError if it draws none, or numbers that are no units.
+    """
     units: IntArray = np.fromiter(_numbers(drawn), np.int64)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Samples into the columns of an open shard, in buffers that are reused from shard to shard.
 
-The first samples of an empty cache decide the fields of all others: they are held back until most of them agree.
+The first samples of an empty cache decide the fields of all others: they are held back until most of them
+agree.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ MIXED_S: Final = 3.0
 
 
 class _GrowingBytes:
-    """A buffer that grows at the end; `clear` keeps its memory, so that only the first shard pays page faults."""
+    """A buffer that grows at the end.
+
+    `clear` keeps its memory, so that only the first shard pays page faults.
+    """
 
     def __init__(self) -> None:
         self._data = np.empty(_FIRST_BYTES, np.uint8)
@@ -93,7 +97,7 @@ class _GrowingBytes:
 
 
 class _ColumnBuilder:
-    """One field of the open shard: its values one after another, with the run lengths of their sizes and shapes."""
+    """One field of the open shard: its values, and the run lengths of their sizes and shapes."""
 
     def __init__(self) -> None:
         self._data = _GrowingBytes()
@@ -177,7 +181,10 @@ class Packer:
         self.size_bytes = 0
 
     def take(self, part: Part, known: Schema | None) -> None:
-        """Add `part`, with integers converted to floats where `known`, the schema of the cache, has floats; raises as `add`."""
+        """Add `part`, with integers converted to floats where `known`, the schema of the cache, has floats.
+
+        Raises as `add`.
+        """
         try:
             self._add_part(part, known)
         except SchemaMismatchError:
@@ -193,7 +200,9 @@ class Packer:
             self.add(*part, known)
 
     def add(self, key: str, record: EncodedSample, known: Schema | None) -> None:
-        """Add a sample; raises SchemaMismatchError unless it fits the shard and `known`, the schema of the cache.
+        """Add a sample.
+
+        Raises SchemaMismatchError unless it fits the shard and `known`, the schema of the cache.
 
         After any error, a MemoryError too, the shard is as it was before.
         """

@@ -1,4 +1,4 @@
-"""Processes on Linux: how a background process is started, named, tied to its parent, and ended with all of its group."""
+"""Processes on Linux: started, named, tied to their parents, and ended with their groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _ended: dict[int, float] = {}  # leaders of groups that were asked to end, and t
 
 
 def import_path() -> tuple[str, ...]:
-    """The entries of `sys.path` that another process can use; as Python does, leaves out entries that are not str."""
+    """The entries of `sys.path` that another process can use.
+
+    As Python does, leaves out entries that are not str.
+    """
     here, entries = _current_folder(), list[object](sys.path)
     return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
 
@@ -48,28 +51,28 @@ def _current_folder() -> str:
 def start_python(
     module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `main()` of `module` in a new Python: it inherits no state of this process, and needs no main guard."""
+    """Start `main()` of `module` in a new Python: without inherited state, without a main guard."""
     command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
     # In a folder that has been removed, Python 3.13.0 cannot import its own modules.
     return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
 
 
 def begin_clean() -> None:
-    """Restore what a process may inherit from its caller: ignored or blocked signals, closed standard files."""
+    """Undo what a process may inherit: ignored or blocked signals, closed standard files."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     have_standard_files()
 
 
 def have_standard_files() -> None:
-    """Open /dev/null in place of standard files that are closed: else the next file opened would take their number."""
+    """Open /dev/null in place of closed standard files: the next file opened would take their number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(fd, True)  # a Python that is started without standard error has no sys.stderr
     os.close(fd)
 
 
 def let_go_of_terminal() -> None:
-    """Redirect the standard files to /dev/null: the worker outlives the terminal from which it was started."""
+    """Redirect the standard files to /dev/null: the worker outlives the terminal of its caller."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -82,7 +85,10 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of descendants whose own parent ends (a subreaper); False if the system cannot do that."""
+    """Become the parent of descendants whose own parent ends (a subreaper).
+
+    False if the system cannot do that.
+    """
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -92,10 +98,13 @@ def name_process(name: str) -> None:
 
 
 def end_group(pid: int) -> None:
-    """Send SIGTERM to the group that the child `pid` leads; `look_after_orphans` kills what is left of it a moment later.
+    """Send SIGTERM to the group that the child `pid` leads.
 
-    To be called before the child is waited for: after that its id may belong to another process. The group is not killed
-    at once, because the resource tracker of multiprocessing first removes what the group has left in /dev/shm.
+    `look_after_orphans` kills what is left of it a moment later.
+
+    To be called before the child is waited for: after that its id may belong to another process. The group is
+    not killed at once, because the resource tracker of multiprocessing first removes what the group has left
+    in /dev/shm.
     """
     _ended[pid] = time.monotonic()
     with suppress(ProcessLookupError, PermissionError):
@@ -110,7 +119,10 @@ def end_group_of_dead(pid: int) -> None:
 
 
 def end_if_forked(pid: int) -> None:
-    """End this process if it is a fork of `pid` that has returned from the user's code: it would do the work a second time."""
+    """End this process if it is a fork of `pid` that has returned from the user's code.
+
+    It would do the work a second time.
+    """
     if os.getpid() != pid:
         os.write(
             2, b"a process that a transform or a source had forked came back from it; end it with os._exit\n"
@@ -119,10 +131,12 @@ def end_if_forked(pid: int) -> None:
 
 
 def look_after_orphans(but: Collection[int]) -> int:
-    """Wait for adopted processes that have ended, as no other code does; children in `but` are waited for elsewhere.
+    """Wait for adopted processes that have ended, as no other code does.
 
-    Children in our own session are not adopted: each process that may leave orphans has a session of its own. Kills
-    processes of groups that were asked to end a moment ago, and returns how many of these are left.
+    Children in `but` are waited for elsewhere.
+
+    Children in our own session are not adopted: each process that may leave orphans has a session of its own.
+    Kills processes of groups that were asked to end a moment ago, and returns how many of these are left.
     """
     try:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
@@ -143,7 +157,10 @@ def look_after_orphans(but: Collection[int]) -> int:
 
 
 def is_there(pid: int) -> bool:
-    """True if there is a process `pid`, which may not lead a group yet, or any process in the group that it led."""
+    """True if there is a process `pid`, or any process in the group that it led.
+
+    A new process may not lead its group yet.
+    """
     for look in (os.kill, os.killpg):
         try:
             look(pid, 0)
@@ -172,10 +189,11 @@ def end_orphans() -> None:
 
 
 def end_sessions(leaders: Collection[int]) -> None:
-    """Send SIGTERM to all processes in the sessions that `leaders` led, and kill those that are left a moment later.
+    """End all processes in the sessions that `leaders` led, by SIGTERM and a moment later by SIGKILL.
 
-    The leaders themselves are about to end, and are only waited for. While a process with the id of a leader exists, it
-    may be an unrelated one; once there is none, the id cannot be reused as long as its session has a member.
+    The leaders themselves are about to end, and are only waited for. While a process with the id of a leader
+    exists, it may be an unrelated one; once there is none, the id cannot be reused as long as its session has
+    a member.
     """
     asked: dict[int, int] = {}
     for turn in range(_MOST_TURNS):  # counts turns, not time: this process may be stopped meanwhile

@@ -1,4 +1,4 @@
-"""Publishing beside packing: a thread publishes full shards one at a time, each with the progress of its units."""
+"""Publishing beside packing: a thread publishes full shards, each with the progress of its units."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _LEASES_S: Final = 0.05  # between two looks at the leases
 
 
 class StartAgainError(Exception):
-    """The open shard does not fit the cache any more, but its samples may: a new process is to read them again."""
+    """The open shard does not fit the cache any more: a new process is to read its samples again."""
 
 
 class Tally:
-    """The progress of units since the last commit: it grows sample by sample, and is cleared when it is committed."""
+    """The progress of units since the last commit, to be committed with the open shard."""
 
     def __init__(self) -> None:
         self._claims: dict[int, tuple[int, int]] = {}
@@ -66,10 +66,12 @@ class Tally:
         self._extend((position, start), (position, stop))
 
     def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
-        """Note that the unit at `position` is done; `rest`: ranges of offsets in which it has no further samples.
+        """Note that the unit at `position` is done.
 
-        The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span over
-        samples in another shard would hide their loss when that shard is evicted.
+        `rest`: ranges of offsets in which it has no further samples.
+
+        The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span
+        over samples in another shard would hide their loss when that shard is evicted.
         """
         self._claims[claim_id] = (position + 1, 0)
         for start, stop in rest:
@@ -84,8 +86,8 @@ class Tally:
     def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
         """Count samples that were skipped because of `error`.
 
-        Most messages begin with the place ("s3://bucket/a.jpg: truncated"). The place becomes the example, so that
-        errors of one reason are counted together.
+        Most messages begin with the place ("s3://bucket/a.jpg: truncated"). The place becomes the example, so
+        that errors of one reason are counted together.
         """
         text, example = redact_text(str(error).strip()) or "no message", redact_text(example)
         place, colon, rest = text.partition(": ")
@@ -205,7 +207,9 @@ class Outbox:
         self.schema: Schema | None = cache.schema
 
     def send(self, shard: OpenShard) -> OpenShard:
-        """Publish `shard` in the background; returns an empty shard. Waits until the shard before is published.
+        """Publish `shard` in the background; returns an empty shard.
+
+        Waits until the shard before is published.
 
         Raises the error of the shard before: CacheError (CatalogueReplacedError), StartAgainError.
         """
@@ -279,7 +283,10 @@ class Outbox:
         self._insist(commit, lambda: None)
 
     def _insist(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Try until there is space; False if stopped before that. `check` raises if there can never be enough space."""
+        """Try until there is space; False if stopped before that.
+
+        `check` raises if there can never be enough space.
+        """
         wait_s, longest_s = _SPACE_WAITS_S
         while True:
             self._slot["state"] = WRITING
@@ -304,7 +311,10 @@ class Outbox:
             wait_s = min(longest_s, 2 * wait_s)
 
     def _wait_for_space(self, until_s: float) -> bool:
-        """Wait until `until_s`, or until an epoch begins or ends, which may make room; True if the process is to stop."""
+        """Wait until `until_s`, or until an epoch begins or ends, which may make room.
+
+        True if the process is to stop.
+        """
         leases = self._cache.directory.leases
         with translated_disk_errors(leases):
             seen_ns = os.stat(leases).st_mtime_ns

@@ -1,6 +1,7 @@
-"""A sampling process: it claims, fetches, transforms, packs and publishes until there is nothing left to claim.
+"""A sampling process: it claims, fetches, transforms, packs and publishes until the pass is over.
 
-All that a sampling process has done is in the catalogue, or did not happen: the process may be killed at any point.
+All that a sampling process has done is in the catalogue, or did not happen: the process may be killed at any
+point.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ _INTAKES: Final = {
 
 
 class Sampler:
-    """Fills the cache from one process; `slot` is its part of the board, `owner` its name in the catalogue."""
+    """Fills the cache from one process: `slot` of the board, `owner` in the catalogue."""
 
     def __init__(
         self, job: Job, payload: Payload, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event
@@ -150,14 +151,17 @@ class Sampler:
         self._writer.flush_if_due()
 
     def _fetching(self) -> int:
-        """The state of the process while it waits for the next unit; shows on the board which unit does not answer."""
+        """The state of the process while it waits for the next unit.
+
+        Shows on the board which unit does not answer.
+        """
         silences, all_wait = self._fetcher.silences()
         quiet = "" if silences else self._quiet()
         self._slot["silence"] = board_text(silences[0].reason if silences else quiet)
         return NO_REMOTE if all_wait or quiet else FETCHING
 
     def _quiet(self) -> str:
-        """A message on the next unit if nothing has come for long, though no attempt has failed yet; else ""."""
+        """A message if nothing of the next unit has come for long, though no attempt has failed yet."""
         now_s, fetched, unit_read = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
         if unit_read is None or fetched != self._heard_bytes:
             self._heard_s, self._heard_bytes = now_s, fetched
@@ -182,7 +186,10 @@ class Sampler:
                 self._end_alone(unit_read)
 
     def _give_own_claim(self, unit_read: UnitRead) -> bool:
-        """Give the next unit a claim of its own, so that progress behind it can be committed; False if that has to wait."""
+        """Give the next unit a claim of its own, so that progress behind it can be committed.
+
+        False if that has to wait.
+        """
         if not unit_read.has_own_claim and not self._refused:
             self._writer.settle()
             if not self._stop.is_set():  # a stop may have given up a shard that comes before the unit
@@ -304,12 +311,12 @@ class Sampler:
         self._writer.finish(unit_read, was_suspect=unit_read.position in self._suspects)
 
     def _end_alone(self, unit_read: UnitRead) -> None:
-        """Submit further units again if `unit_read`, which is finished or put aside, is the one that is read alone."""
+        """Submit further units again if `unit_read`, which is finished or put aside, was read alone."""
         if unit_read is self._alone:
             self._alone, self._intake = None, self._intake.after(IntakeEvent.END_ALONE)
 
     def _refuse(self, unit_read: UnitRead) -> None:
-        """Hold back a unit that the remote refused: if the remote refuses the next units, too, none of them is done."""
+        """Hold back a unit that the remote refused: if it refuses many in a row, none of them is done."""
         self._refused.append(unit_read)
         errors = [unit_read.error for unit_read in self._refused if unit_read.error is not None]
         if len(errors) >= _FATAL_REFUSALS:

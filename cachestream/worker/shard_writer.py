@@ -1,4 +1,4 @@
-"""Samples into the open shard: transformed, split, packed, and handed over when the shard is full or old enough."""
+"""Samples into the open shard: transformed, split, packed, and handed over for publication."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _RAMP_S: Final = 10.0
 def target_bytes(published: int, shard_bytes: int, share_bytes: int) -> int:
     """The size at which a process publishes its shard, after `published` shards before it.
 
-    The size doubles from 256 KiB up to `shard_bytes`. It is at most an eighth of the process's share of the limit: shards
-    that are being written cannot be read, and eviction needs several shards to choose from.
+    The size doubles from 256 KiB up to `shard_bytes`. It is at most an eighth of the process's share of the
+    limit: shards that are being written cannot be read, and eviction needs several shards to choose from.
     """
     ramp = FIRST_BYTES << min(published, 40)
     return max(1, min(ramp, shard_bytes, share_bytes // 8))
@@ -64,7 +64,10 @@ class QuarantinedError(SampleError):
 
 
 class ShardWriter:
-    """Packs the samples of one process in the order in which they come; `row` and `plan` are those of the current pass."""
+    """Packs the samples of one process in the order in which they come.
+
+    `row` and `plan` are those of the current pass.
+    """
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class ShardWriter:
             record = to_record(sample)
         except SampleError as error:
             self._skip("sample", error, key)
-        except BaseException as error:  # noqa: BLE001  the user's transform may raise anything; signals raise nothing here
+        except BaseException as error:  # noqa: BLE001  transforms raise anything; signals raise nothing here
             self._skip("transform", error, key)
         else:
             self._take((key, record), record.nbytes)
@@ -189,7 +192,7 @@ class ShardWriter:
 
     @property
     def _schema(self) -> Schema | None:
-        """The schema that samples have to fit: that of the cache, or else of the samples in the open shard."""
+        """The schema that samples have to fit: of the cache, or else of the open shard."""
         return self._outbox.schema or self._open.schema
 
     def _add_table(self, unit_read: UnitRead, chunk: SampleChunk, table: Table) -> bool:
@@ -230,7 +233,7 @@ class ShardWriter:
             self._first.add(part, time.monotonic())
 
     def _is_large(self, nbytes: int) -> bool:
-        """True if a sample of `nbytes` needs a shard of its own: an open shard holds up to an eighth of the limit."""
+        """True if a sample needs a shard of its own: an open shard holds up to an eighth of the limit."""
         return nbytes > self._limit_bytes // 4
 
     def _pack(self, part: Part) -> None:
@@ -244,12 +247,15 @@ class ShardWriter:
                 self._skip(kind, error, key)
 
     def _undecided_s(self) -> float:
-        """The time until the next step on the samples held back; 0 if the step is due, or none are held back."""
+        """The time until the next step on the samples held back; 0 if it is due, or none are held."""
         first = self._first
         return 0.0 if first is None else first.due_in_s(time.monotonic(), self._target_bytes(_USUAL))
 
     def _decide_if_due(self) -> bool:
-        """Take the next step on the samples held back if it is due; True if no samples are held back any more."""
+        """Take the next step on the samples held back if it is due.
+
+        True if no samples are held back any more.
+        """
         if self._first is not None and not self._undecided_s():
             if self._first.parts and self._first.others is None:
                 self._vote(self._first)
@@ -277,7 +283,10 @@ class ShardWriter:
         self._open.tally.passed(unit_read.claim_id, unit_read.position, start, stop)
 
     def _make_room(self) -> int:
-        """Begin a new shard if the open one is full; returns the number of further bytes that it takes, above 0."""
+        """Begin a new shard if the open one is full.
+
+        Returns the number of further bytes that it takes, above 0.
+        """
         # Called before a sample and not after it: the end of a unit lies in the shard of its last sample.
         target_bytes = self._target_bytes()
         self._decide_if_due()

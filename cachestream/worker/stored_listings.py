@@ -59,7 +59,7 @@ class Listings:
         return mark is not None and mark.is_complete
 
     def is_of(self, job: Job) -> bool:
-        """True if the current listing is of the source of the job, and begins with the names that it has now."""
+        """True if the current listing is of the job's source, and begins with the names that it has now."""
         return self.begins(job.fingerprint, job.num_units or 0, job.listing)
 
     def begins(self, fingerprint: str, count: int, digest: str) -> bool:
@@ -192,8 +192,8 @@ class Store:
 def list_all(source: GrowingSource, cache: Cache) -> Source:
     """Complete the stored listing of `source`, and return the source over all its names.
 
-    For filling the cache without a worker. Raises CacheFullError if there is no space for the names, and the errors of
-    `more_names`.
+    For filling the cache without a worker. Raises CacheFullError if there is no space for the names, and the
+    errors of `more_names`.
     """
     listings, first = Listings(cache.directory), source.first_names
     if not listings.begins(source.fingerprint, len(first), first.digest):
@@ -270,7 +270,9 @@ def open_store(
 
 
 def store_rest(source: GrowingSource, store: Store, stop: threading.Event) -> None:
-    """Store the names after the last one, until their end or until told to stop; raises the errors of `more_names`.
+    """Store the names after the last one, until their end or until told to stop.
+
+    Raises the errors of `more_names`.
 
     The first page is stored at once, others in groups, every half second at most.
     """

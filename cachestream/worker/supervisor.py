@@ -139,7 +139,7 @@ class Supervisor:
             logger.exception("the end could not be recorded")  # the children die with this process
 
     def start(self, *, is_complete: bool) -> None:
-        """Start the sampling processes; if the last pass `is_complete`, look for changes of the remote first."""
+        """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
         self._look_for_changes = is_complete and self._job.growing
         self._set_looking(self._look_for_changes)
         self._say("filling")
@@ -299,7 +299,7 @@ class Supervisor:
             self._is_looking = looking
 
     def _left_out(self) -> str:
-        """A message if the cache has fewer samples than the remote: skipped ones, or all dropped by the transform."""
+        """A message on samples that the cache lacks: skipped ones, or all dropped by the transform."""
         with self._cache.catalogue.reading() as tables:
             skipped, have = describe_skipped(tables.failures()), tables.totals()[1]
         dropped = self._board.totals().dropped

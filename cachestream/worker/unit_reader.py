@@ -1,4 +1,4 @@
-"""Reading one unit from the remote: seeded, counted, throttled, tried again after errors, and given up if it stalls."""
+"""Reading one unit from the remote: seeded, counted, throttled, retried, and given up if it stalls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stall:
     reason: str
 
     def is_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """True if the units behind it are not to wait any longer: they may come, unless the whole remote is away."""
+        """True if the units behind it are not to wait any longer, unless the whole remote is away."""
         return now_s - self.since_s >= hang_timeout_s / 3
 
     def is_too_long(self, now_s: float, hang_timeout_s: float) -> bool:
@@ -87,8 +87,8 @@ class UnitState(Enum):
           ▲                    │
           └──WAKE── ASLEEP ◀─PAUSE
 
-    The remote of a unit that is put aside does not answer: the units behind it are delivered first. A unit of which
-    something arrives is the next to be delivered.
+    The remote of a unit that is put aside does not answer: the units behind it are delivered first. A unit of
+    which something arrives is the next to be delivered.
     """
 
     QUEUED = "waits for a thread"
@@ -136,14 +136,15 @@ _PUT_ASIDE: Final = frozenset({UnitState.ASIDE, UnitState.READING_ASIDE, UnitSta
 class UnitRead:
     """One unit to be read: `skip` tells which offsets of its samples are not wanted.
 
-    A unit that is FINISHED when it is submitted is only delivered in its turn: `covered` when the cache holds all of it,
-    or with the `error` for which it is not read. `cached`: the ranges of offsets that lie in other shards; `parts`,
-    where samples are held out: those ranges of the train split and of the held-out split. All samples before the offset
-    `done` are packed, dropped or skipped.
+    A unit that is FINISHED when it is submitted is only delivered in its turn: `covered` when the cache holds
+    all of it, or with the `error` for which it is not read. `cached`: the ranges of offsets that lie in other
+    shards; `parts`, where samples are held out: those ranges of the train split and of the held-out split.
+    All samples before the offset `done` are packed, dropped or skipped.
 
-    All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has not answered
-    yet; 0 without one. A unit that does not answer has a `silence`, and is tried again after the `delays`, the next
-    time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put aside it gets a claim of its own.
+    All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has
+    not answered yet; 0 without one. A unit that does not answer has a `silence`, and is tried again after the
+    `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put
+    aside it gets a claim of its own.
     """
 
     position: int
@@ -248,9 +249,9 @@ class UnitReader:
     def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
         """Yield the samples of the unit that are wanted.
 
-        A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues after the
-        samples that came through, as a unit always gives the same samples. Raises LaterError while a unit that was put
-        aside does not answer, and in the end SampleError if its remote gives other units.
+        A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues
+        after the samples that came through, as a unit always gives the same samples. Raises LaterError while
+        a unit that was put aside does not answer, and in the end SampleError if its remote gives other units.
         """
         self._local.number, self._local.unit_read = number, unit_read
         slot = self._slot
@@ -281,7 +282,10 @@ class UnitReader:
             slot["flights"][number] = 0
 
     def _fell_silent(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
-        """The pause after a failed attempt that began at `began_s`; raises SampleError if the unit is to be left out."""
+        """The pause after a failed attempt that began at `began_s`.
+
+        Raises SampleError if the unit is to be left out.
+        """
         before, now_s = unit_read.silence, time.monotonic()
         unit_read.silence = silence = Stall(began_s if before is None else before.since_s, reason)
         if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
@@ -294,7 +298,7 @@ class UnitReader:
         return next(unit_read.delays)
 
     def _does_answer(self, remote: Hashable) -> bool:
-        """True if a unit that came from `remote` before comes again, from there and not from a cache in the source."""
+        """True if a unit that came from `remote` before comes again, and not from a cache in the source."""
         unit, self._local.fetched = self._witnesses.get(remote), 0
         if unit is None or self.plan is None:
             return False
@@ -333,7 +337,10 @@ class UnitReader:
             offset += 1
 
     def _table(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
-        """The wanted samples of `rows`, the first of which is at `offset` in its unit; None if none are wanted."""
+        """The wanted samples of `rows`, the first of which is at `offset` in its unit.
+
+        None if none are wanted.
+        """
         table = to_table(rows)
         self._count(table.nbytes)
         offsets: Sequence[int] = range(offset, offset + len(table))
@@ -374,7 +381,10 @@ class UnitReader:
             self._throttle.spend(nbytes - paid, lambda: self.beat(number))
 
     def _on_asking(self, nbytes: int) -> None:
-        """Pay for bytes before they are on the wire: else all that many readers have in flight would exceed the limit."""
+        """Pay for bytes before they are on the wire.
+
+        Else all that many readers have in flight would exceed the limit.
+        """
         number = getattr(self._local, "number", None)
         if self._throttle is not None and number is not None:
             self._local.paid = getattr(self._local, "paid", 0) + nbytes
@@ -409,7 +419,10 @@ class UnitReader:
             self.beat(self._local.number)
 
     def may_try_again(self, unit_read: UnitRead, now_s: float) -> bool:
-        """True if the pause of a unit is over, or its remote is back; one probing unit of a remote that is away is tried sooner."""
+        """True if the pause of a unit is over, or its remote is back.
+
+        One probing unit of a remote that is away is tried sooner.
+        """
         remote = self._remote_of(unit_read.unit)
         if self._answers.is_back(remote, unit_read.paused_at_s):
             return True
@@ -430,6 +443,6 @@ def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
 
 
 def sample_generator(plan: PassPlan, unit: int, offset: int) -> np.random.Generator:
-    """The generator with which the sample at `offset` of `unit` is transformed in a pass: the same on every attempt."""
+    """The generator for the transform of the sample at `offset` of `unit`: the same on every attempt."""
     key = mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset)
     return np.random.Generator(np.random.Philox(key=key))

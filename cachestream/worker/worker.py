@@ -56,7 +56,8 @@ def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
 def likeness(transform: Callable[..., Any] | None) -> str:
     """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
 
-    Changes in functions that the transform calls, in what it closes over, and in files that it reads go unnoticed.
+    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
+    unnoticed.
     """
     while isinstance(transform, functools.partial):
         transform = transform.func
@@ -92,8 +93,8 @@ logger = logging.getLogger("cachestream")
 class Worker:
     """The background worker of a cache, as seen from one of the processes that use it.
 
-    A context manager that lets the worker go at the end: the worker stops when no process needs it. A worker that is
-    killed meanwhile is replaced within seconds by one of these processes.
+    A context manager that lets the worker go at the end: the worker stops when no process needs it. A worker
+    that is killed meanwhile is replaced within seconds by one of these processes.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ class Worker:
         return self.cache.has_worker()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is nothing to do: the pass over the remote is complete, or the cache is full and the worker rests.
+        """Wait until the pass over the remote is complete, or the cache is full and the worker rests.
 
-        A full cache is filled further as epochs use its samples, or if its limit is raised, see `status`. The next pass,
-        over evicted samples, may be under way on return. Returns False if the worker ended before. Logs a warning if
-        more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the deadline, and WorkerError with the
-        traceback from the background if the worker crashed.
+        A full cache is filled further as epochs use its samples, or if its limit is raised, see `status`. The
+        next pass, over evicted samples, may be under way on return. Returns False if the worker ended before.
+        Logs a warning if more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the
+        deadline, and WorkerError with the traceback from the background if the worker crashed.
         """
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
@@ -189,14 +190,15 @@ class Worker:
                 with _released(self._attachments.attach_lock()):
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
-                self._attachments.clear_requests()  # a worker that was about to end may not have seen this request
+                self._attachments.clear_requests()  # a worker that was ending may not have seen it
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
             _release(held)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker go: it stops unless another process needs it, or it is detached.
 
-        This takes up to 5 s, longer on a busy machine; raises WorkerError if the worker is still there at the deadline.
+        This takes up to 5 s, longer on a busy machine; raises WorkerError if the worker is still there at the
+        deadline.
         """
         if self._watch is not None:
             self._watch.close()
@@ -237,7 +239,7 @@ _held: set[HeldFile] = set()
 
 
 def _let_go_at_exit() -> None:
-    """Let all workers go if the process ends in order; after an error, a restarted job may need them again."""
+    """Let all workers go if the process ends in order; after an error a restarted job may need them."""
     if not hasattr(sys, "last_value"):
         for attachment in list(_held):
             _release(attachment)
@@ -278,8 +280,9 @@ def start_worker(
         cache: a Cache, or the path of one.
         source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4).
-        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or `fn(sample, rng)`,
-            with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same draws on every attempt.
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or
+            `fn(sample, rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same draws on
+            every attempt.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
         order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler over
             units, or a curriculum: weights as a function of the progress in passes, by which units come once a pass.
@@ -288,8 +291,9 @@ def start_worker(
         when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64.
-        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not answer for a
-            third of that lets others go first; after four times that it is left out, if its remote does answer.
+        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not
+            answer for a third of that lets others go first; after four times that it is left out, if its remote
+            does answer.
         partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
             end in order): a job that is started again finds it at work.
@@ -366,7 +370,7 @@ def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool
             if not attachments.stop_requested():
                 if _fills_as_asked(cache, job) or attachments.is_used():
                     return _attach(cache, job, attachments, detach, linger_s)
-                attachments.request_stop()  # it lingers after a job that has ended, for another source or share
+                attachments.request_stop()  # it lingers, for another source or share
         if time.monotonic() >= deadline:
             raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
         time.sleep(_TICK_S)
