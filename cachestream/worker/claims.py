@@ -17,7 +17,7 @@ SHARES = 16
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A claim, its pass, and the positions in it that have killed a process."""
+    """A claim, the pass it belongs to, and the positions in it that killed a process before."""
 
     claim: Claim
     row: PassRow

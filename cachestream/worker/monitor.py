@@ -147,8 +147,8 @@ class WorkerMonitor:
             lock.release()
 
     def _tell_of_failure(self) -> None:
-        """Log once that the worker has failed, and training goes on without it."""
-        if os.path.exists(self._cache.catalogue.path):  # a removed cache is not to be created again
+        """Training goes on without: it is told, once."""
+        if os.path.exists(self._cache.catalogue.path):  # who has removed the cache wants no new one there
             with self._cache.catalogue.reading() as tables:
                 state, message = tables.meta("fill_state"), tables.meta("fill_message", "")
             if state == "failed":

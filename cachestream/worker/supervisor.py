@@ -299,7 +299,7 @@ class Supervisor:
             self._is_looking = looking
 
     def _left_out(self) -> str:
-        """A message on samples that the cache lacks: skipped ones, or all dropped by the transform."""
+        """Why there is less in the cache than in the remote; transforms leave samples out on purpose, but not all."""
         with self._cache.catalogue.reading() as tables:
             skipped, have = describe_skipped(tables.failures()), tables.totals()[1]
         dropped = self._board.totals().dropped
@@ -328,9 +328,10 @@ class Supervisor:
             return self._state, self._message
         evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
         with self._cache.catalogue.reading() as tables:
-            # Others use the disk: the shortage may be over at any time.
-            is_short = bool(shortage_of_disk(self._cache.directory, tables))
-            has_room = tables.meta("fill_state") != self._state  # set by the process that made room
+            is_short = bool(
+                shortage_of_disk(self._cache.directory, tables)
+            )  # by others: it may be over at any time
+            has_room = tables.meta("fill_state") != self._state  # whoever made some has said so
             is_used = evicts and self._cache.admission.leases.count() > 0
         if is_short or has_room or is_used:
             self._short_s = now_s
