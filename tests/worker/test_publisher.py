@@ -56,7 +56,7 @@ class Process:
         self.open = self.outbox.send(self.open)
 
     def waits(self) -> bool:
-        """Whether it has waited for space."""
+        """True if the process has waited for space."""
         return bool(self.slot["space_wait_s"] > 0)
 
     def is_done_or_waits(self, count: int) -> bool:

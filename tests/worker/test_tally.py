@@ -1,4 +1,4 @@
-"""What is committed with a shard: how far the claims are, and which samples the shard answers for."""
+"""The progress committed with a shard: of its claims, and the spans of its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real workers read of a shared source, by a curriculum, and in a pass after the first."""
+"""Real workers read a shared source: their shares, curricula, and passes after the first."""
 
 from __future__ import annotations
 
