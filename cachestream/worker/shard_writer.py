@@ -31,6 +31,9 @@ USUAL_AGE_S: Final = 2.0
 LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: in a large cache fresh samples matter less
 _RAMP_S: Final = 10.0
+_FATAL_FAILURES: Final = 1000
+_USUAL: Final = 40  # after so many shards their size does not grow any more
+_MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
 def target_bytes(published: int, shard_bytes: int, share_bytes: int) -> int:
@@ -52,11 +55,6 @@ def max_age_s(elapsed_s: float) -> float:
 def is_due(size_bytes: int, age_s: float, target: int, elapsed_s: float) -> bool:
     """True if an open shard of `size_bytes`, whose first sample came `age_s` ago, is to be published."""
     return size_bytes >= target or age_s >= max_age_s(elapsed_s)
-
-
-_FATAL_FAILURES: Final = 1000
-_USUAL: Final = 40  # after so many shards their size does not grow any more
-_MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
 class QuarantinedError(SampleError):

@@ -32,6 +32,12 @@ from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_if_forked
 
 _AWAY_S: Final = 5.0
+_UNIT_KEY: Final = 3
+_SAMPLE_KEY: Final = 5
+BEAT_S: Final = 0.001
+_PROBE_S: Final = 5.0  # one unit of a remote that is away is tried again within this time
+REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
+LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ class UnitState(Enum):
 
 
 class UnitEvent(Enum):
-    """What happens to a unit in a fetcher."""
+    """Events that change the state of a unit in a fetcher."""
 
     TAKE = "a thread begins to read it"
     PUT_ASIDE = "it has not answered for long"
@@ -195,14 +201,6 @@ class UnitRead:
         """Note that `chunk` came: the remote answers."""
         self.came = chunk.offsets[-1] + 1
         self.silence = self.delays = None
-
-
-_UNIT_KEY = 3
-_SAMPLE_KEY = 5
-BEAT_S: Final = 0.001
-_PROBE_S: Final = 5.0  # one unit of a remote that is away is tried again within this time
-REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
-LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 class UnitReader:
