@@ -85,7 +85,7 @@ def _constant(value: Any) -> Any:
     return value
 
 
-_TICK_S: Final = 0.05
+_POLL_S: Final = 0.05
 _OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
 logger = logging.getLogger("cachestream")
 
@@ -138,9 +138,8 @@ class Worker:
         """
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         first = 0
-        while True:
+        for _ in _polls(math.inf if timeout_s is None else timeout_s):
             alive = self.is_alive()
             state, last = self._progress()
             first = min(first, last) or max(first, last)  # a catalogue made anew counts from 1 again
@@ -151,11 +150,11 @@ class Worker:
                 return True
             if not (alive or self.is_alive() or (self._watch is not None and self._watch.will_replace())):
                 break
-            if time.monotonic() >= deadline:
-                raise WorkerTimeoutError(
-                    f"{self.status()}: not complete within {timeout_s:g} s; wait longer, or train on what there is"
-                )
-            time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
+        else:
+            raise WorkerTimeoutError(
+                f"{self.status()}: not complete within {timeout_s:g} s; "
+                "wait longer, or train on what there is"
+            )
         if state == "filling" or lost_worker(self.cache.directory) is not None:
             raise WorkerError(
                 f"the worker of {self.cache.path} ended without a word: it was killed, or could not write (what it still "
@@ -209,17 +208,17 @@ class Worker:
         self._wait_until_gone(timeout_s, unless_needed=True)
 
     def _wait_until_gone(self, timeout_s: float, *, unless_needed: bool = False) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive():
+        for _ in _polls(timeout_s):
+            if not self.is_alive():
+                break
             if unless_needed and self._attachments.is_needed():
                 return
-            if time.monotonic() >= deadline:
-                pid = self.cache.status().worker
-                raise WorkerError(
-                    f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
-                    f"{timeout_s:.0f} s; kill that process: the cache stays sound"
-                )
-            time.sleep(_TICK_S)
+        else:
+            pid = self.cache.status().worker
+            raise WorkerError(
+                f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
+                f"{timeout_s:.0f} s; kill that process: the cache stays sound"
+            )
         if self._watch is not None:
             self._watch.end(timeout_s)  # the worker has released its lock, and is about to end
 
@@ -232,6 +231,15 @@ class Worker:
     def __repr__(self) -> str:
         how = "attached" if self.attached else "owner"
         return f"<Worker of {self.cache.path}: {self.cache.fill_state()}, {how}>"
+
+
+def _polls(timeout_s: float) -> Iterator[None]:
+    """Yield at once, every `_POLL_S`, and a last time after `timeout_s`: SQLite and locks cannot notify."""
+    deadline_s = time.monotonic() + timeout_s
+    yield
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        time.sleep(min(_POLL_S, left_s))
+        yield
 
 
 # A worker lives as long as the process that started it, also when the caller dropped the Worker.
@@ -360,8 +368,7 @@ def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> No
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
     attachments = Attachments(cache.directory)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
+    for _ in _polls(START_TIMEOUT_S):
         with _released(attachments.attach_lock()):
             running = cache.has_worker()
             if not running:
@@ -371,9 +378,7 @@ def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool
                 if _fills_as_asked(cache, job) or attachments.is_used():
                     return _attach(cache, job, attachments, detach, linger_s)
                 attachments.request_stop()  # it lingers, for another source or share
-        if time.monotonic() >= deadline:
-            raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
-        time.sleep(_TICK_S)
+    raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
 
 
 def _attach(cache: Cache, job: Job, attachments: Attachments, detach: bool, linger_s: float) -> Worker:
