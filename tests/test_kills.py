@@ -42,8 +42,8 @@ LAST_LIMIT: Final = 60 * MB
 ROLES: Final = {"sampling process": 5, "fork server": 1, "supervisor": 3, "trainer": 2}
 NAMES: Final = {b"cs-sampler": "sampling process", b"cs-forkserver": "fork server"}
 COMMANDS: Final = {
-    b"cachestream.worker.sampling_process": "sampling process",
-    b"cachestream.worker.background": "supervisor",
+    b"cachestream.worker.sampler": "sampling process",
+    b"cachestream.worker.launch": "supervisor",
     b"tests.kills.trainer": "trainer",
 }
 TRAINERS: Final = ("epochs", "slow", "loader")

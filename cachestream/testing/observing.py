@@ -17,8 +17,8 @@ import numpy as np
 from cachestream.sources.base import Source
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
-from cachestream.worker.child import import_path, start_python
 from cachestream.worker.job import read_frame, write_frame
+from cachestream.worker.processes import import_path, start_python
 
 __all__ = [
     "NumberedSource",

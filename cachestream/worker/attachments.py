@@ -1,10 +1,11 @@
 """Attachments to a worker: the processes that started it or attached to it, and requests to stop.
 
-Each holds a locked file for as long as it lives. The attach lock makes "is a worker there?" and "I need
-it" one step, so that nobody attaches to a worker that is just leaving because nobody needs it.
+Each of these processes holds a locked file for as long as it lives. The attach lock makes "is a worker
+there?" and "I need it" one step: no process attaches to a worker that is about to leave because no process
+needs it.
 
-A process that lets the worker go removes its file. One that dies leaves it, and in its name how long the worker
-shall then go on: a job that is started again finds it at work. All files are empty, and take no space.
+A process that lets the worker go removes its file. A process that dies leaves the file; its name says for how
+long the worker is then to go on, so that a job that is started again finds it at work. All files are empty.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Attachments:
         self._directory = directory
 
     def attach_lock(self, timeout_s: float = ATTACH_TIMEOUT_S) -> HeldFile:
-        """Held while deciding whether a worker is there; raises CacheLockedError past the deadline."""
+        """Return the lock to hold while deciding whether a worker is there.
+
+        Raises CacheLockedError at the deadline.
+        """
         path = self._directory.worker_file("attach.lock")
         lock = lock_file(path, timeout_s=timeout_s)
         if lock is None:
@@ -41,23 +45,26 @@ class Attachments:
         return lock
 
     def attach(self, linger_s: float = 0.0) -> HeldFile:
-        """Need the worker until the file is released, or `linger_s` longer than this process lives."""
+        """Need the worker until the file is released, or until `linger_s` after the death of this process."""
         name = f"{os.getpid()}-{secrets.token_hex(6)}-{1000 * linger_s:.0f}{_SUFFIX}"
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
-        self._linger_no_more()  # whom the worker waited for has come
+        self._linger_no_more()  # the job that the worker waited for is here
         return held
 
     def is_needed(self) -> bool:
-        """Whether the worker is detached, or somebody who needs it lives, or died a moment ago.
+        """True if the worker is detached, or a process that needs it lives or lingers.
 
-        Clears away the files of the dead.
+        Removes the files of dead processes.
         """
         return self.is_used() or self._lingers()
 
     def is_used(self) -> bool:
-        """Whether the worker is detached, or somebody who needs it lives; clears away the files of the dead."""
+        """True if the worker is detached or a process that needs it lives.
+
+        Removes the files of dead processes.
+        """
         return not self._nobody_left() or self._is_detached()
 
     def _nobody_left(self) -> bool:
@@ -74,15 +81,15 @@ class Attachments:
         return not anybody
 
     def _linger(self, linger_s: float) -> None:
-        """Have the worker go on until `linger_s` from now."""
+        """Have the worker go on for `linger_s` from now."""
         if linger_s > 0:
-            with suppress(OSError):  # a full disk: then it does not
+            with suppress(OSError):  # the disk is full: the worker does not linger
                 self._ask(f"{_LINGER}{1000 * (time.monotonic() + min(linger_s, LINGER_AT_MOST_S)):.0f}")
 
     def _lingers(self) -> bool:
         names = [name for name in os.listdir(self._directory.worker) if name.startswith(_LINGER)]
         left_s = [_milliseconds(name) / 1000 - time.monotonic() for name in names]
-        # One that lies further ahead is from before the machine was started again.
+        # A time further ahead was set before the machine was restarted.
         return any(0 < left <= LINGER_AT_MOST_S for left in left_s)
 
     def request_stop(self) -> None:
@@ -93,14 +100,14 @@ class Attachments:
         return os.path.exists(self._directory.worker_file("stop"))
 
     def detach(self) -> None:
-        """Ask the worker to go on when nobody needs it any more."""
+        """Ask the worker to go on when no process needs it any more."""
         self._ask("detached")
 
     def _is_detached(self) -> bool:
         return os.path.exists(self._directory.worker_file("detached"))
 
     def clear_requests(self) -> None:
-        """Forget what was asked of the worker before."""
+        """Remove earlier requests to the worker."""
         self._linger_no_more()
         for name in ("stop", "detached"):
             remove_if_there(self._directory.worker_file(name))
@@ -116,6 +123,6 @@ class Attachments:
 
 
 def _milliseconds(name: str) -> int:
-    """The number at the end of a file's name; 0 where there is none."""
+    """The number at the end of a file name; 0 if there is none."""
     digits = name.removesuffix(_SUFFIX).rpartition("-")[2]
     return int(digits) if digits.isdecimal() else 0

@@ -23,7 +23,7 @@ from cachestream.worker.stored_listings import Listings, is_over
 
 
 class EarlierNames:
-    """Where names stand in an earlier listing: 16 bytes for each of its names."""
+    """The places of names in an earlier listing; takes 16 bytes of memory for each of its names."""
 
     def __init__(self, names: AnyNames) -> None:
         self._names = names
@@ -32,7 +32,7 @@ class EarlierNames:
         self._hashes = hashes[self._places]
 
     def places(self, names: list[str]) -> IntArray:
-        """The place of each of `names`; -1 for those that are not there, or more than once."""
+        """The place of each of `names`; -1 for a name that is missing, or is there more than once."""
         hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
         first, after = (np.searchsorted(self._hashes, hashes, side) for side in ("left", "right"))
         found = np.full(len(names), -1, np.int64)
@@ -44,13 +44,13 @@ class EarlierNames:
 
 
 class EarlierOrder:
-    """The order of a pass over an earlier listing, asked by the units of the listing `names`."""
+    """The order of a pass over an earlier listing, looked up by the units of the listing `names`."""
 
     def __init__(self, order: UnitOrder, earlier: EarlierNames, names: AnyNames) -> None:
         self._order, self._earlier, self._names = order, earlier, names
 
     def positions(self, units: IntArray) -> IntArray:
-        """Where `units` lay in that pass, -1 where they did not."""
+        """The positions of `units` in that pass; -1 for units that were not part of it."""
         return self._order.positions(self._earlier.places([self._names[unit] for unit in units.tolist()]))
 
 
@@ -65,7 +65,7 @@ Offsets = Sequence[tuple[int, int]]
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
-    """`spans` in order, those that touch or overlap joined."""
+    """Sort `spans`, and join those that touch or overlap."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.start <= merged[-1].stop:
@@ -76,12 +76,12 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 class _PassCoverage:
-    """The spans of one pass, asked by position."""
+    """The spans of one pass, looked up by position."""
 
     def __init__(self, order: AnyOrder, spans: list[Span]) -> None:
         self._order = order
         merged = merge_spans(spans)
-        # Positions that are covered from their first sample to their last, as ranges.
+        # Ranges of positions that are covered from their first sample to their last.
         starts = [span.start[0] + (span.start[1] > 0) for span in merged]
         self._starts = np.array(starts, np.int64)
         self._stops = np.array([span.stop[0] for span in merged], np.int64)
@@ -108,13 +108,13 @@ class _PassCoverage:
 
 
 class Coverage:
-    """Which samples of a unit the cache holds, from whichever pass they came."""
+    """The samples of a unit that the cache holds, whichever pass they came from."""
 
     def __init__(self, passes: Mapping[UnitOrder, list[Span]] | Mapping[AnyOrder, list[Span]]) -> None:
         self._passes = [_PassCoverage(order, spans) for order, spans in passes.items()]
 
     def of(self, units: IntArray) -> list[Offsets]:
-        """For each unit the ranges [start, stop) of its samples' offsets that are cached."""
+        """For each unit, the ranges [start, stop) of sample offsets that are cached."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(len(units))]
         for covered in self._passes:
             covered.add(units, found)
@@ -122,12 +122,12 @@ class Coverage:
 
 
 def is_whole(ranges: Offsets) -> bool:
-    """Whether the ranges together are the whole unit."""
+    """True if the ranges together cover the whole unit."""
     return not gaps(ranges, 0)
 
 
 def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
-    """What of a unit lies outside the ranges, from the offset `start` on."""
+    """The ranges of a unit from the offset `start` on that lie outside `ranges`."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if first > start:
@@ -144,7 +144,7 @@ def in_both(one: Offsets, other: Offsets) -> Offsets:
 
 
 def is_covered(ranges: Offsets, offset: int) -> bool:
-    """Whether the sample at `offset` lies in one of the ranges."""
+    """True if the sample at `offset` lies in one of the ranges."""
     return any(start <= offset < stop for start, stop in ranges)
 
 
@@ -152,7 +152,7 @@ _COVERAGE_AGE_S: Final = 10.0
 
 
 class KnownOrders:
-    """The orders of this pass and of those whose shards are still cached."""
+    """The orders of the current pass and of passes whose shards are still cached."""
 
     def __init__(self, payload: Payload, cache: Cache) -> None:
         self._payload = payload
@@ -173,9 +173,9 @@ class KnownOrders:
         return order
 
     def cached(self, row: PassRow, plan: PassPlan, units: IntArray) -> list[tuple[Offsets, ...]]:
-        """For each of `units` what is cached of it, from earlier passes or before the catalogue was lost.
+        """For each of `units`, the ranges of its offsets that are cached.
 
-        Where samples are held out, then also what is cached of the train split, and of the other one.
+        Where samples are held out, the ranges of the train split and of the held-out split follow.
         """
         now = time.monotonic()
         if plan.is_permutation and now >= self._load_at_s:
@@ -204,12 +204,12 @@ class KnownOrders:
         return Coverage(found)
 
     def _names_same(self, plan: PassPlan, current: PassPlan) -> bool:
-        """Whether its units are those of the current pass, or the first of them."""
+        """True if the units of `plan` are those of the current pass, or the first of them."""
         same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
         return same or begins_with(self._payload.source, plan.num_units, plan.listing)
 
     def _earlier(self, plan: PassPlan) -> EarlierOrder | None:
-        """The order of a pass over an earlier listing, if its names are kept and those of this one are known."""
+        """The order of a pass over an earlier listing; None unless the names of both listings are known."""
         names = getattr(self._payload.source, "first_names", None)
         if not isinstance(names, Names | StoredNames):
             return None
@@ -221,7 +221,7 @@ class KnownOrders:
         return None
 
     def _is_known(self, plan: PassPlan) -> bool:
-        """Whether its order is there still: files of drawn orders do not outlive the catalogue."""
+        """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
         return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
 
 
@@ -231,7 +231,7 @@ def keep_all(_: int) -> bool:
 
 
 def skipper(first: int, ranges: Offsets) -> Callable[[int], bool]:
-    """Which offsets of a unit are not wanted: those before `first`, and those cached."""
+    """Return a predicate of offsets that are not wanted: those before `first`, and those in `ranges`."""
     if not ranges:
         return (lambda offset: offset < first) if first else keep_all
     return lambda offset: offset < first or is_covered(ranges, offset)

@@ -1,117 +1,72 @@
-"""One sampling process seen from the supervisor: started, watched, its last words kept."""
+"""A background process from both sides: the supervisor starts, watches and reaps it.
+
+The process itself stops with the supervisor.
+"""
 
 from __future__ import annotations
 
-import json
+import faulthandler
+import functools
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, Any, Final
 
 from cachestream.storage.telemetry import ENDED, STARTING, Board
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.fork_server import Forked, ForkServer
 from cachestream.worker.health import Death, Suspicion, hanging_positions, suspicions
-from cachestream.worker.job import write_frame
-from cachestream.worker.processes import end_group, end_group_of_dead, is_stopped
-
-_LAST_WORDS_BYTES: Final = 8192
-logger = logging.getLogger("cachestream.worker")
-# The child imports from where its parent does, and leaves the cores to the trainer's own threads.
-_BOOT: Final = (
-    "import os, sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
-    "from {module} import main; main()"
+from cachestream.worker.job import read_frame, write_frame
+from cachestream.worker.processes import (
+    die_with_parent,
+    end_group,
+    end_group_of_dead,
+    is_stopped,
+    start_python,
 )
 
-
-def import_path() -> tuple[str, ...]:
-    """Where this process imports from, as another one can: what is no text, as a Path, Python passes over."""
-    here, entries = _current_folder(), list[object](sys.path)
-    return tuple(path or here for path in entries if isinstance(path, str) and (path or here))
-
-
-def _current_folder() -> str:
-    """Empty where it has been removed: nothing can be imported from there."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
-
-
-def start_python(
-    module: str, sys_path: tuple[str, ...], *arguments: str, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start `main()` of `module` in a Python of its own: no fork of our state, no main guard needed."""
-    command = [sys.executable, "-c", _BOOT.format(module=module), json.dumps(sys_path), *arguments]
-    # In a folder that is gone Python 3.13.0 cannot import its own modules.
-    return subprocess.Popen(command, close_fds=True, cwd=None if _current_folder() else "/", **options)
-
-
-def start_sampling(
-    module: str, server: ForkServer | None, sys_path: tuple[str, ...], job_fd: int
-) -> subprocess.Popen[bytes] | Forked:
-    """Start `main()` of `module` with pipes to and from it; in a Python of its own if there is no fork server any more."""
-    forked = None if server is None else server.start(module, job_fd)
-    return forked or start_python(
-        module,
-        sys_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(job_fd,),
-        start_new_session=True,  # as the fork server gives them
-    )
-
-
-def poll_process(process: subprocess.Popen[bytes] | Forked) -> int | None:
-    """Its exit code, None while it runs. What it started goes with it, but for what has a session of its own."""
-    if process.pid is not None and process.returncode is None:
-        end_group_of_dead(process.pid)
-    return process.poll()
-
-
-def end_process(process: subprocess.Popen[bytes] | Forked) -> None:
-    """End it now, with all that it started."""
-    if process.pid is not None and poll_process(process) is None:
-        end_group(process.pid)
-    process.kill()
-    process.wait(timeout=5.0)
+EXIT_FATAL: Final = 3  # another process would fail, too
+EXIT_RESTART: Final = 4  # another process is to go on at once
+EXIT_LATER: Final = 5  # another process is to go on once the disk or the catalogue may be free
+GRACE_S: Final = 3.0
+_NICE: Final = 5
+_LAST_WORDS_BYTES: Final = 8192
+logger = logging.getLogger("cachestream.worker")
 
 
 def words_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """What a process says, line by line, without the secrets of URLs. One that never ends its line comes in pieces: memory
-    is bounded.
-    """
+    """The lines that a process prints, without the secrets of URLs; an endless line comes in pieces."""
     for line in iter(lambda: stream.readline(_LAST_WORDS_BYTES), b""):
         yield redact_text(line.decode("utf-8", "replace")).encode()
 
 
-class Child:
-    """The process in slot `index`; `start` again after a death. `job_fd` is the job, see `job.share`."""
+class ChildProcess:
+    """A process that runs `main()` of `module` and gets its orders through a pipe.
+
+    It can be started again after its end.
+
+    All that it prints goes to the log, under `name`; its last lines are kept. An empty line is a sign of life
+    only. `job_fd` is the shared job, see `job.share`. The process is forked by `server`, or is a Python of
+    its own if there is no fork server any more.
+    """
 
     def __init__(
-        self, server: ForkServer, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board
+        self, module: str, name: str, server: ForkServer | None, sys_path: tuple[str, ...], job_fd: int
     ) -> None:
-        self._server = server
-        self._job_fd = job_fd
-        self._sys_path = sys_path
-        self.index = index
-        self._board = board
-        self._slot = board.slot(index)
+        self._module, self._name = module, name
+        self._server, self._sys_path, self._job_fd = server, sys_path, job_fd
         self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._words: deque[bytes] = deque(maxlen=64)
         self._listener: threading.Thread | None = None
-        self._work_before = 0
-        self._hung: list[int] | None = None
-        self._was_stopped = False
-        self.start_at_s: float | None = None  # when it is due to be started again
-        self.started_s = 0.0
+        self._words: deque[bytes] = deque(maxlen=64)
+        self.life_s: float | None = None  # the time of its last sign of life
 
     @property
     def running(self) -> bool:
@@ -119,78 +74,175 @@ class Child:
 
     @property
     def pids(self) -> list[int | None]:
-        """The process's number while it runs; None where it is not known yet."""
+        """The process's id while it runs; None where it is not known yet."""
         return [] if self._process is None else [self._process.pid]
 
-    def start(self, now_s: float) -> None:
-        """Start the process; its output becomes its last words, and goes to the log."""
-        self._board.clear_flights(self.index)
-        self._slot["state"], self._slot["beat_s"] = STARTING, now_s
-        self._work_before = self._work()
-        self._hung, self._was_stopped = None, False
-        owner = f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}"
-        self._process = start_sampling(
-            "cachestream.worker.sampling_process", self._server, self._sys_path, self._job_fd
-        )
-        self.started_s, self.start_at_s = now_s, None  # where that fails it is still due
+    def start(self, *orders: object) -> None:
+        """Start the process, and send it the descriptor of the job and its `orders`."""
         self._words.clear()
-        assert self._process.stdout is not None
-        assert self._process.stdin is not None
-        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
-        self._listener.start()
-        try:
-            write_frame(self._process.stdin, (self._job_fd, self.index, owner))
-        except BrokenPipeError:
-            pass  # it died already; reap tells
+        self.life_s = None
+        self._process = process = self._start()
+        assert process.stdout is not None
+        assert process.stdin is not None
+        listener = threading.Thread(target=self._listen, args=(process.stdout,), daemon=True)
+        listener.start()
+        self._listener = listener
+        with suppress(BrokenPipeError):  # it died already; `reap` tells
+            write_frame(process.stdin, (self._job_fd, *orders))
+
+    def _start(self) -> subprocess.Popen[bytes] | Forked:
+        forked = None if self._server is None else self._server.start(self._module, self._job_fd)
+        return forked or start_python(
+            self._module,
+            self._sys_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(self._job_fd,),
+            start_new_session=True,  # as the fork server does
+        )
 
     def _listen(self, stream: IO[bytes]) -> None:
         with stream:
             for line in words_of(stream):
+                if line == b"\n":
+                    self.life_s = time.monotonic()
+                    continue
                 self._words.append(line)
-                logger.info("process %d: %s", self.index, line[:1000].decode("utf-8", "replace").rstrip())
+                logger.info("%s: %s", self._name, line[:1000].decode("utf-8", "replace").rstrip())
 
-    def _work(self) -> int:
-        """What its successor need not do again."""
-        return int(self._slot["committed"])
+    @property
+    def last_words(self) -> str:
+        """The end of what the process printed: its traceback, if it had one."""
+        return b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
 
-    def _flights(self) -> list[tuple[float, int]]:
+    def reap(self) -> int | None:
+        """The exit code of a process that has ended; None while it runs, or if there is none.
+
+        What the process has started ends with it, except for processes in a session of their own.
+        """
+        process = self._process
+        if process is None or (code := self._poll(process)) is None:
+            return None
+        self.ask_to_stop()
+        self._process = None
+        if self._listener is not None:
+            self._listener.join(timeout=1.0)
+        return code
+
+    @staticmethod
+    def _poll(process: subprocess.Popen[bytes] | Forked) -> int | None:
+        if process.pid is not None and process.returncode is None:
+            end_group_of_dead(process.pid)
+        return process.poll()
+
+    def ask_to_stop(self) -> None:
+        """Close the pipe: its end asks the process to stop."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Kill the process; `reap` ends what it has started."""
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process with all that it has started, and wait for it."""
+        process = self._process
+        if process is None:
+            return
+        if process.pid is not None and self._poll(process) is None:
+            end_group(process.pid)
+        process.kill()
+        process.wait(timeout=5.0)
+
+
+class SamplingProcess:
+    """The sampling process in slot `index` of the board: started, watched and reaped."""
+
+    def __init__(
+        self, server: ForkServer, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board
+    ) -> None:
+        self.index = index
+        self._process = ChildProcess(
+            "cachestream.worker.sampler", f"process {index}", server, sys_path, job_fd
+        )
+        self._board = board
+        self._slot = board.slot(index)
+        self._committed_before = 0
+        self._hung: list[int] | None = None
+        self._was_stopped = False
+        self.start_at_s: float | None = None  # when it is due to be started again
+        self.started_s = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self._process.running
+
+    @property
+    def pids(self) -> list[int | None]:
+        """See `ChildProcess.pids`."""
+        return self._process.pids
+
+    @property
+    def last_words(self) -> str:
+        """See `ChildProcess.last_words`."""
+        return self._process.last_words
+
+    def start(self, now_s: float) -> None:
+        """Start the process; it stays due if the system refuses."""
+        self._board.clear_flights(self.index)
+        self._slot["state"], self._slot["beat_s"] = STARTING, now_s
+        self._committed_before = int(self._slot["committed"])
+        self._hung, self._was_stopped = None, False
+        try:
+            self._process.start(self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
+        finally:
+            if self.running:
+                self.started_s, self.start_at_s = now_s, None
+
+    def _reads(self) -> list[tuple[float, int]]:
         """The fetching threads' last beats, and the positions they read."""
-        beats, flights = self._slot["flight_beats_s"].tolist(), self._slot["flights"].tolist()
-        return [(beat_s, flight - 1) for beat_s, flight in zip(beats, flights, strict=True) if flight]
+        beats, positions = self._slot["flight_beats_s"].tolist(), self._slot["flights"].tolist()
+        return [(beat_s, one - 1) for beat_s, one in zip(beats, positions, strict=True) if one]
 
     def _in_transform(self) -> int | None:
+        """The position of the sample that is being transformed."""
         return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
 
     def kill_if_hanging(
         self, now_s: float, resumed_s: float, timeout_s: float, start_deadline_s: float
     ) -> None:
-        """End a process that shows no life, nor has since all went on after a stop, at `resumed_s`."""
-        if self._process is None or self._hung is not None:
+        """Kill the process if it shows no life.
+
+        Time before `resumed_s`, when all went on after a stop, does not count.
+        """
+        if not self.running or self._hung is not None:
             return
         if int(self._slot["state"]) == STARTING:
             if now_s - max(self.started_s, resumed_s) > start_deadline_s:
                 self._hung = []
         elif now_s - resumed_s > timeout_s:
             main = (float(self._slot["beat_s"]), self._in_transform())
-            self._hung = hanging_positions(now_s, timeout_s, main, self._flights())
+            self._hung = hanging_positions(now_s, timeout_s, main, self._reads())
         if self._hung is not None:
-            pid = self._process.pid
+            (pid,) = self.pids
             self._was_stopped = pid is not None and is_stopped(pid)
             self._process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
-        """How the process ended, whom it leaves under suspicion, and in which pass; None while it runs."""
-        if self._process is None or (code := poll_process(self._process)) is None:
+        """The death of the process, the positions that it leaves under suspicion, and their pass.
+
+        None while it runs.
+        """
+        code = self._process.reap()
+        if code is None:
             return None
-        process, self._process = self._process, None
-        if process.stdin is not None:
-            _close(process.stdin)
-        if self._listener is not None:
-            self._listener.join(timeout=1.0)
         positions = self._hung
         if positions is None:
             in_transform = self._in_transform()
-            positions = [flight for _, flight in self._flights()]
+            positions = [position for _, position in self._reads()]
             positions += [] if in_transform is None else [in_transform]
         death = Death(
             now_s,
@@ -199,31 +251,75 @@ class Child:
             stopped=self._was_stopped,
             # A process that says nothing was ended by what it worked on, with whatever exit code.
             orderly=int(self._slot["state"]) == ENDED,
-            progressed=self._work() > self._work_before,
+            progressed=int(self._slot["committed"]) > self._committed_before,
             suspects=len(set(positions)),
         )
         pass_id = int(self._slot["pass_id"])
         self._board.clear_flights(self.index)
         return death, suspicions(death, positions), pass_id
 
-    @property
-    def last_words(self) -> str:
-        """The end of what the process printed: its traceback, if it had one."""
-        return b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
-
     def ask_to_stop(self) -> None:
-        """Close the pipe: the process publishes what it has and ends."""
-        if self._process is not None and self._process.stdin is not None:
-            _close(self._process.stdin)
+        """Ask the process to publish what it has, and to end."""
+        self._process.ask_to_stop()
 
-    def kill(self) -> None:
-        """End the process now."""
-        if self._process is not None:
-            end_process(self._process)
+    def end(self) -> None:
+        """Kill the process with all that it has started."""
+        self._process.end()
 
 
-def _close(stream: IO[bytes]) -> None:
-    try:
-        stream.close()
-    except BrokenPipeError:
-        pass
+def live_with_parent(stop: threading.Event) -> Any:
+    """Tie this process to the supervisor: die with it, and set `stop` when it asks for that.
+
+    Returns its first message.
+    """
+    faulthandler.enable()
+    die_with_parent()
+    signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # Ctrl-C is the supervisor's to handle; SIG_IGN would outlast an exec
+    with suppress(OSError):
+        os.nice(_NICE)  # the trainer comes first
+    stream = sys.stdin.buffer
+    said = read_frame(stream)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=_be_ordinary,
+    )
+    fd = stream.fileno()
+    threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
+    return said
+
+
+def _be_ordinary() -> None:
+    """Restore the default signal handlers in a process that the user's code has forked, and unblock SIGTERM.
+
+    A multiprocessing pool waits for ever for a process that ignores SIGTERM. The signal is blocked during the
+    fork: our handler would take it, in a process that has nothing to stop.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def end_now(code: int) -> None:
+    """End the process without waiting for its threads, which may hang in a dead connection."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _watch_parent(fd: int, stop: threading.Event) -> None:
+    """Wait for the end of the pipe from the supervisor, then set `stop`.
+
+    End the process if it still runs after a grace time.
+    """
+    # Not through sys.stdin: a process that the user's code forks would hold its lock for ever, and
+    # multiprocessing closes it.
+    with suppress(OSError):
+        while os.read(fd, 1):
+            pass
+    stop.set()
+    time.sleep(GRACE_S)  # as a rule the process, and this thread with it, ends meanwhile
+    os._exit(0)

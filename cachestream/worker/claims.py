@@ -1,4 +1,4 @@
-"""Claims on units: runs of positions handed to processes, and taken over from those that died."""
+"""Claims on units: runs of positions, handed to processes and taken over from those that died."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SHARES = 16
 
 
 class NotYetError(Exception):
-    """All that is listed is claimed, and the listing goes on."""
+    """All listed units are claimed, and the listing continues."""
 
 
 def block_size(length: int | None, num_workers: int) -> int:
-    """Positions in a claim: few enough that all processes have work until the end, many enough to be rare."""
+    """The number of positions in a claim: all processes are busy until the end, and claims are rare."""
     if length is None:
         return 256
     return max(1, min(MOST_POSITIONS, length // (num_workers * SHARES)))

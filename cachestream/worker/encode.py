@@ -1,10 +1,11 @@
-"""Samples of a source or a transform → what a shard stores: fields with a dtype and a shape."""
+"""Samples as sources and transforms give them, and as shards store them: fields of one dtype."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,9 +19,12 @@ from cachestream.storage.shard import storage_of
 
 BytesLike = bytes | npt.NDArray[np.uint8]
 
-SMALL_BYTES: Final = 4096  # copied at once: strings of bytes cost less to make and to collect than arrays
-_SCHEMAS: Final = 1024  # kept, of those that vary from sample to sample
-# By the dtype in the byte order of shards.
+SMALL_BYTES: Final = 4096  # copied at once: bytes cost less to make and to free than arrays
+MOST_SAMPLES: Final = 64  # of a chunk
+MOST_BYTES: Final = 256 * 1024
+LONGEST_S: Final = 0.001
+_SCHEMAS: Final = 1024  # cached, for fields whose shape varies from sample to sample
+# Keys: the dtype in the byte order of shards.
 _TORCH_NAMES: Final = {
     np.dtype(name).newbyteorder("<"): name
     for name in [
@@ -44,10 +48,10 @@ _TORCH_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """One sample, ready to be stored: `values[i]` is the bytes of field i of `schema`, or an array of them
-    (uint8 `[nbytes]`), which may share the sample's memory.
+    """One sample, ready to be stored.
 
-    `shapes[i]` is the shape of a tensor field's value, and () for str and bytes.
+    `values[i]`: the bytes of field i of `schema`, or a uint8 array `[nbytes]` of them, which may share the
+    memory of the sample. `shapes[i]`: the shape of the value of a tensor field, () for str and bytes.
     """
 
     schema: Schema
@@ -91,7 +95,7 @@ def _schema(
     dtypes: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
 ) -> Schema:
-    """Samples that are alike share one schema: it need not be made, nor compared, for each of them."""
+    """The schema of a sample; equal samples share one object, which is compared by identity first."""
     fields = [
         Field(name, kind, dtype, len(shape), shape) if kind == "tensor" else Field(name, kind, dtype, 1, None)
         for name, kind, dtype, shape in zip(names, kinds, dtypes, shapes, strict=True)
@@ -100,7 +104,7 @@ def _schema(
 
 
 def _items(sample: Any) -> tuple[Container, tuple[str, ...], Mapping[str, Any]]:
-    """What held the fields, their names in the order of a schema, and the fields."""
+    """The container of a sample, the names of its fields in schema order, and the fields."""
     if isinstance(sample, Mapping):
         return "dict", sorted_names(tuple(sample)), sample
     if isinstance(sample, tuple | list):
@@ -113,7 +117,7 @@ def _items(sample: Any) -> tuple[Container, tuple[str, ...], Mapping[str, Any]]:
 
 @functools.lru_cache(maxsize=_SCHEMAS, typed=True)
 def sorted_names(names: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of a dict's fields, sorted; raises SampleError for what is no name."""
+    """The sorted names of the fields of a dict; raises SampleError for an invalid name."""
     if not names:
         raise SampleError("the sample has no fields")
     for name in names:
@@ -131,7 +135,7 @@ def _value(name: str, value: Any) -> _Value:
         return "str", "uint8", (), value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return "bytes", "uint8", (), value
-    if isinstance(value, np.generic):  # but for str_ and bytes_, which are str and bytes
+    if isinstance(value, np.generic):  # np.str_ and np.bytes_ are str and bytes: handled above
         return _array(name, value)
     if isinstance(value, bytearray | memoryview):
         return "bytes", "uint8", (), bytes(value)
@@ -177,7 +181,7 @@ def _array(name: str, value: Any) -> _Value:
 
 
 def torch_name(dtype: np.dtype[Any]) -> str | None:
-    """The torch dtype that numbers of `dtype`, in any byte order, are stored as; None: there is none."""
+    """The torch dtype as which numbers of `dtype`, in any byte order, are stored; None if there is none."""
     return _TORCH_NAMES.get(dtype.newbyteorder("<")) if dtype.kind in "biufc" else None
 
 
@@ -195,7 +199,10 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[int, str]]]:
-    """`schema` with floats in place of integers where `wanted` has them: which fields that are, and of what dtype now."""
+    """`schema` with floats in place of integers where `wanted` has floats.
+
+    Also returns the changed fields: index, dtype before.
+    """
     if schema.names != wanted.names:
         return schema, []
     pairs = list(zip(schema.fields, wanted.fields, strict=True))
@@ -207,7 +214,7 @@ def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[i
 
 
 def as_floats(data: npt.NDArray[np.uint8], before: str, dtype: str) -> npt.NDArray[np.uint8]:
-    """The stored integers `data` (uint8 `[…, nbytes]`) of torch dtype `before` as those of the float `dtype`."""
+    """Convert stored integers of torch dtype `before` to the float dtype `dtype`; uint8 `[…, nbytes]`."""
     numbers = np.ascontiguousarray(data).view(np.dtype(before).newbyteorder("<"))
     return numbers.astype(np.dtype(dtype).newbyteorder("<")).view(np.uint8)
 
@@ -222,8 +229,9 @@ _Column = npt.NDArray[np.uint8] | list[bytes]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """Samples of one schema: `columns[i]` has field i of all of them, uint8 `[n, nbytes]`, or the bytes of each
-    for str and bytes.
+    """Samples of one schema, column by column.
+
+    `columns[i]`: field i of all samples, uint8 `[n, nbytes]`, or a list for str and bytes.
     """
 
     schema: Schema
@@ -235,7 +243,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Of all values and keys."""
+        """The size of all values and keys."""
         columns = sum(
             column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
             for column in self.columns
@@ -266,7 +274,7 @@ class Table:
 
 
 def to_table(rows: Rows) -> Table:
-    """`rows` as they are stored. Raises SampleError that names the field for what cannot be."""
+    """Encode `rows`. Raises SampleError that names the field for values that cannot be stored."""
     names = sorted_names(tuple(rows.fields))
     found = [_column(name, rows.fields[name], len(rows.keys)) for name in names]
     if not all(isinstance(key, str) for key in rows.keys):
@@ -294,3 +302,80 @@ def _column(
     stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     data = stored.reshape(-1).view(np.uint8)
     return Field(name, "tensor", dtype, len(shape), shape), data.reshape(count, len(data) // max(1, count))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleChunk:
+    """Samples of one unit, in its order: `samples[i]` is at `offsets[i]` in the unit, with the key `keys[i]`.
+
+    A Table has keys of its own, and `keys` is empty. The samples take about `nbytes` of memory.
+    """
+
+    offsets: Sequence[int]
+    keys: Sequence[str]
+    samples: Sequence[Any] | Table
+    nbytes: int
+
+
+Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
+
+
+def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
+    """Group `items` into chunks; large or slow items come at once, and items before an error are not lost."""
+    waiting: list[Item] = []
+    waiting_bytes, since_s = 0, time.monotonic()
+    try:
+        for item in items:
+            if isinstance(item, SampleChunk):
+                if waiting:
+                    yield _chunk(waiting, waiting_bytes)
+                    waiting, waiting_bytes = [], 0
+                yield item
+                continue
+            waiting.append(item)
+            waiting_bytes += item[3]
+            now_s = time.monotonic()
+            if waiting_bytes >= MOST_BYTES or now_s - since_s >= LONGEST_S or len(waiting) >= MOST_SAMPLES:
+                yield _chunk(waiting, waiting_bytes)
+                waiting, waiting_bytes, since_s = [], 0, now_s
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if waiting:
+            yield _chunk(waiting, waiting_bytes)
+        raise
+    if waiting:
+        yield _chunk(waiting, waiting_bytes)
+
+
+def _chunk(items: list[Item], nbytes: int) -> SampleChunk:
+    offsets, keys, samples, _ = zip(*items, strict=True)
+    return SampleChunk(offsets, keys, samples, nbytes)
+
+
+def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Group ascending `offsets` into ranges [start, stop)."""
+    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
+        return [(offsets[0], offsets[-1] + 1)]
+    found: list[tuple[int, int]] = []
+    for offset in offsets:
+        if found and found[-1][1] == offset:
+            found[-1] = found[-1][0], offset + 1
+        else:
+            found.append((offset, offset + 1))
+    return found
+
+
+def approximate_bytes(value: Any) -> int:
+    """Estimate the memory that a sample takes."""
+    try:
+        nbytes = getattr(value, "nbytes", None)
+    except RuntimeError:  # a sparse tensor has none
+        nbytes = None
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(value, Mapping):
+        return sum(map(approximate_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(approximate_bytes, value))
+    return len(value) if isinstance(value, bytes | str) else sys.getsizeof(value)

@@ -1,9 +1,9 @@
-"""Several units in flight, delivered in order: latency does not set the speed, and progress stays a number.
+"""Several units in flight, delivered in order: latency does not limit the speed, and progress is one number.
 
-Threads read whole units (fetch and decode release the GIL); the main thread takes the samples in the
-order the units were submitted. Bytes waiting are bounded, those of the unit that is next by themselves:
-it must always be able to go on, or nothing would. A unit that does not answer can be put aside: it is next as soon as
-something of it comes.
+Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
+order in which the units were submitted. The bytes that wait are bounded. The next unit to be delivered has a
+bound of its own: if it could not continue, no unit could. A unit that does not answer can be put aside; it
+becomes the next one as soon as samples of it arrive.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cachestream.worker.unit_reader import LaterError, SampleChunk, Stall, UnitRead
+from cachestream.storage.telemetry import Slot
+from cachestream.worker.encode import SampleChunk
+from cachestream.worker.job import Job
+from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
-FIRST_READS: Final = 4  # as many as soon as units come whole: then they are small
+FIRST_READS: Final = 4  # reached at once when units come whole: they are small
 TURN_S: Final = 0.3
 GAIN: Final = 1.3
 STARVED: Final = 0.5
 REST_TURNS: Final = 30
-RECOVERY_TURNS: Final = 3  # about a second, from one read more to the next
-KEEP: Final = 0.95  # of the speed, for half as many reads to be as good
-BUSY: Final = 0.7  # of one processor: the interpreter may be what the reads wait for
+RECOVERY_TURNS: Final = 3  # about a second between two increases after a slow-down
+KEEP: Final = 0.95  # of the rate: half as many reads that bring so much are as good
+BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpreter
 
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many units a process reads at once, found by trying: doubled for as long as that pays.
+    """The number of units that a process reads at once, found by trial: doubled while that pays.
 
-    Where latency sets the speed, twice the reads bring nearly twice the samples; where the processor,
-    the disk or the bandwidth does, more threads only take the interpreter from each other. So a process that
-    keeps a processor busy tries fewer, too, and stays there if they bring as much. Bytes count as they are fetched,
-    not samples as they are packed: large units that share a slow network come all at once, and late.
-    `settled` reads brought `rate`; `active` are being tried; `rest` turns until the next try. It begins with one:
-    several large units that share a slow network would bring the first sample as many times later.
+    If latency limits the speed, twice the reads bring nearly twice the samples; if the processor, the disk or
+    the bandwidth does, further threads only compete for the interpreter. A process that keeps a processor
+    busy therefore tries half as many, too, and keeps to that if the rate is as high. The rate counts bytes
+    that are fetched, not samples that are packed: large units that share a slow network come late, all at
+    once. `settled` reads brought `rate`; `active` reads are being tried; the next trial is `rest` turns away.
+    The first number is 1: with n large units on a slow network the first sample would take n times as long.
 
-    A remote that asks to slow down (503, 429) gets half as many at once, and then one more a second, up to
-    `goal`, as many as there were: additive increase, multiplicative decrease, by which all who share the
-    remote come to equal shares (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for
-    Congestion Avoidance in Computer Networks", 1989; TCP's, RFC 5681).
+    A remote that asks to slow down (503, 429) gets half as many reads at once, and then one more a second up
+    to `goal`, the number before. Such additive increase and multiplicative decrease leads all who share the
+    remote to equal shares (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion
+    Avoidance in Computer Networks", 1989; TCP's, RFC 5681).
     """
 
     active: int
@@ -53,17 +56,18 @@ class Concurrency:
     def next(
         self, rate: float, waiting: float, most: int, *, busy: float = 0.0, throttled: bool = False
     ) -> Concurrency:
-        """What to do after a turn that brought `rate` (bytes a second), of which the packing spent the
-        share `waiting` on waiting for samples; `busy`: how many processors the process kept at work;
-        `throttled`: the remote asked to slow down.
+        """The numbers for the next turn, after one that brought `rate` bytes a second.
+
+        `waiting`: the share of the turn in which the packing waited for samples. `busy`: the processors that
+        the process kept busy. `throttled`: the remote asked to slow down.
         """
-        # What was under way when the number was halved may still be refused in the turn after.
+        # Requests that were under way when the number was halved may still be refused in the next turn.
         if throttled and not (self.goal and self.rest == RECOVERY_TURNS):
             fewer = max(1, self.active // 2)
             return Concurrency(fewer, fewer, rate, RECOVERY_TURNS, max(self.goal, self.active))
         if self.goal:
             return self._recover(rate, waiting)
-        if not self.rate:  # the first turn in which anything comes is but a part of one
+        if not self.rate:  # the first turn that brings bytes began without any
             return replace(self, rate=rate)
         if self.active > self.settled and rate < GAIN * self.rate:
             return self._fewer(self.settled, self.rate, busy)
@@ -77,7 +81,7 @@ class Concurrency:
         return Concurrency(more, self.active, rate)
 
     def came(self, most: int) -> Concurrency:
-        """What to do when a unit came whole: twice the reads, up to `FIRST_READS`, before any more were tried."""
+        """The numbers after a unit came whole: twice the reads, up to FIRST_READS, before the first trial."""
         if self.active >= min(FIRST_READS, most) or self.active != self.settled or self.rest or self.goal:
             return self
         more = min(2 * self.active, FIRST_READS, most)
@@ -85,7 +89,7 @@ class Concurrency:
 
     @staticmethod
     def _fewer(settled: int, rate: float, busy: float) -> Concurrency:
-        """Half of `settled` reads, which brought `rate`, if they may be too many."""
+        """Try half of `settled` reads, which brought `rate`, if the process is busy; else rest."""
         if settled > 1 and busy >= BUSY:
             return Concurrency(settled // 2, settled, rate)
         return Concurrency(settled, settled, rate, REST_TURNS)
@@ -104,10 +108,10 @@ _TICK_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What came of the unit that is next, and whether that was all."""
+    """Samples of the next unit; `finished` if they are its last ones."""
 
-    flight: UnitRead
-    lots: list[SampleChunk]
+    unit_read: UnitRead
+    chunks: list[SampleChunk]
     finished: bool
 
 
@@ -116,9 +120,9 @@ ReadUnit = Callable[[UnitRead, int], Iterator[SampleChunk]]
 
 
 class Fetcher:
-    """`threads` daemon threads that read submitted flights; used from one thread.
+    """`threads` daemon threads that read the submitted units; used from one thread.
 
-    Who waits for what has a condition of its own: what comes wakes up one thread, not all of them.
+    Each reason to wait has a condition of its own, so that an event wakes one thread and not all of them.
     """
 
     def __init__(self, read: ReadUnit, threads: int, max_bytes: int, on_wait: Callable[[int], None]) -> None:
@@ -126,14 +130,13 @@ class Fetcher:
         self._max_bytes = max_bytes
         self._on_wait = on_wait
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)  # something of the next unit
+        self._arrived = threading.Condition(self._lock)  # samples or the end of the next unit
         self._units = threading.Condition(self._lock)  # units to be read
         self._room = threading.Condition(self._lock)  # room for samples
-        self._turn = threading.Condition(self._lock)  # more threads are to read than before
+        self._turn = threading.Condition(self._lock)  # more threads may read than before
         self._order: deque[UnitRead] = deque()
         self._todo: deque[UnitRead] = deque()
         self._aside: list[UnitRead] = []
-        self._asleep: list[UnitRead] = []  # those aside that no thread reads
         self._bytes = 0
         self._stopped = False
         self.active = threads
@@ -147,63 +150,70 @@ class Fetcher:
 
     @property
     def awaited(self) -> UnitRead | None:
-        """The unit that is next, if nothing of it has come."""
+        """The next unit to be delivered, if there is nothing of it to deliver yet."""
         with self._lock:
-            flight = self._order[0] if self._order else None
-            return flight if flight is not None and flight.is_awaited else None
+            unit_read = self._order[0] if self._order else None
+            return unit_read if unit_read is not None and unit_read.is_awaited else None
 
     @property
     def aside(self) -> list[UnitRead]:
-        """Those that were put aside, and of which nothing has come since."""
+        """The units that are put aside: nothing of them has arrived since."""
         with self._lock:
             return self._aside.copy()
 
     def silences(self) -> tuple[list[Stall], bool]:
-        """Of the units that do not answer, the next one first, and whether all others have to wait for that."""
+        """The stalls of units that do not answer, the next unit first.
+
+        And True if all other units wait for these.
+        """
         with self._lock:
-            waiting = [flight for flight in self._aside if flight.silence is not None]
+            waiting = [unit_read for unit_read in self._aside if unit_read.silence is not None]
             all_wait = not self._order and bool(waiting)
             if self._order and self._order[0].is_awaited and self._order[0].silence is not None:
                 waiting.insert(0, self._order[0])
                 all_wait = True
-            return [flight.silence for flight in waiting if flight.silence is not None], all_wait
+            return [unit_read.silence for unit_read in waiting if unit_read.silence is not None], all_wait
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being read, or waits to be delivered."""
+        """True if no unit is being read, or waits to be read or delivered.
+
+        Units that are asleep do not count.
+        """
         with self._lock:
             return not self._order and not self._todo and not self.reading
 
     def submit(self, flights: list[UnitRead]) -> None:
-        """Read `flights` after those submitted before."""
+        """Read `unit_reads` after those submitted before."""
         with self._lock:
             self._order.extend(flights)
-            unread = [flight for flight in flights if not flight.finished]
+            unread = [unit_read for unit_read in flights if not unit_read.finished]
             self._todo.extend(unread)
             self._units.notify(len(unread))
 
-    def put_aside(self, flight: UnitRead) -> None:
-        """Let those behind `flight` be delivered before it, if it is next still and nothing of it has come by now."""
+    def put_aside(self, unit_read: UnitRead) -> None:
+        """Deliver the units behind `unit_read` first, if it is still the next one and nothing of it came."""
         with self._lock:
-            # One that was put aside earlier may have come since, and be next.
-            if flight.is_awaited and self._order[0] is flight:
+            # A unit that was put aside earlier may have arrived meanwhile, and be next.
+            if unit_read.is_awaited and self._order[0] is unit_read:
                 self._order.popleft()
-                self._aside.append(flight)
-                flight.aside = True
+                self._aside.append(unit_read)
+                unit_read.state = unit_read.state.after(UnitEvent.PUT_ASIDE)
                 self._room.notify_all()
                 self._turn.notify_all()
 
     def wake(self, is_due: Callable[[UnitRead], bool]) -> None:
-        """Have those that were put aside read again whose time has come."""
+        """Have the units that are asleep and due read again."""
         with self._lock:
-            due = [flight for flight in self._asleep if is_due(flight)]
-            if due:
-                self._asleep = [flight for flight in self._asleep if flight not in due]
-                self._todo.extendleft(due)
-                self._units.notify(len(due))
+            asleep = [unit_read for unit_read in self._aside if unit_read.state is UnitState.ASLEEP]
+            due = [unit_read for unit_read in asleep if is_due(unit_read)]
+            for unit_read in due:
+                unit_read.state = unit_read.state.after(UnitEvent.WAKE)
+            self._todo.extendleft(due)
+            self._units.notify(len(due))
 
     def use(self, threads: int) -> None:
-        """Let at most `threads` threads begin further units."""
+        """Let at most `threads` threads begin to read further units."""
         if threads != self.active:
             with self._lock:
                 self.active = threads
@@ -211,32 +221,32 @@ class Fetcher:
                 self._units.notify_all()
 
     def next(self, timeout_s: float) -> Delivery | None:
-        """What there is of the next unit, as soon as there is anything; None at the deadline."""
+        """Samples or the end of the next unit, as soon as they arrive; None at the deadline."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while True:
                 if self._order:
-                    flight = self._order[0]
-                    if flight.lots or flight.finished:
-                        return self._deliver(flight)
+                    unit_read = self._order[0]
+                    if unit_read.chunks or unit_read.finished:
+                        return self._deliver(unit_read)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
                 self._arrived.wait(left)
 
-    def _deliver(self, flight: UnitRead) -> Delivery:
-        lots = list(flight.lots)
-        flight.lots.clear()
-        self._bytes -= flight.waiting_bytes
-        flight.waiting_bytes = 0
-        if flight.finished:
+    def _deliver(self, unit_read: UnitRead) -> Delivery:
+        chunks = list(unit_read.chunks)
+        unit_read.chunks.clear()
+        self._bytes -= unit_read.waiting_bytes
+        unit_read.waiting_bytes = 0
+        if unit_read.finished:
             self._order.popleft()
-        # Room was made, and another unit may be next now: either lets waiting threads go on.
+        # There is room now, and another unit may be next: either lets waiting threads continue.
         self._room.notify_all()
-        return Delivery(flight, lots, flight.finished)
+        return Delivery(unit_read, chunks, unit_read.finished)
 
     def stop(self) -> None:
-        """Let the threads end; samples not delivered are dropped."""
+        """Let the threads end; samples that are not delivered are dropped."""
         with self._lock:
             self._stopped = True
             self._todo.clear()
@@ -244,66 +254,114 @@ class Fetcher:
                 condition.notify_all()
 
     def _work(self, number: int) -> None:
-        while (flight := self._take(number)) is not None:
+        while (unit_read := self._take(number)) is not None:
             error: BaseException | None = None
             try:
-                for lot in self._read(flight, number):
-                    if not self._put(flight, lot, number):
+                for chunk in self._read(unit_read, number):
+                    if not self._put(unit_read, chunk, number):
                         return
             except LaterError:
                 with self._lock:
                     self.reading -= 1
-                    flight.reading = False
-                    self._asleep.append(flight)
+                    unit_read.state = unit_read.state.after(UnitEvent.PAUSE)
                 continue
-            except BaseException as caught:  # noqa: BLE001  whatever a source raises is told with its unit
+            except BaseException as caught:  # noqa: BLE001  delivered with the unit
                 error = caught
             with self._lock:
                 self.reading -= 1
-                flight.reading = False
-                flight.error = error
-                flight.finished = True
-                self._tell(flight)
+                unit_read.error = error
+                self._came(unit_read, UnitEvent.END)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
             while not self._stopped:
-                # Threads that wait for an answer to what was put aside leave the others no fewer.
-                if number >= self.active + sum(flight.reading for flight in self._aside):
+                # Threads that wait for units put aside are not counted as active.
+                if number >= self.active + sum(unit_read.reading for unit_read in self._aside):
                     self._turn.wait()
                 elif self._todo:
                     self.reading += 1
-                    flight = self._todo.popleft()
-                    flight.reading = True
-                    return flight
+                    unit_read = self._todo.popleft()
+                    unit_read.state = unit_read.state.after(UnitEvent.TAKE)
+                    return unit_read
                 else:
                     self._units.wait()
             return None
 
-    def _tell(self, flight: UnitRead) -> None:
-        """Something of `flight` came: the taker waits for the next unit only."""
-        if flight.aside:
-            flight.aside = False
-            self._aside.remove(flight)
-            self._order.appendleft(flight)
-        if self._order and self._order[0] is flight:
+    def _came(self, unit_read: UnitRead, event: UnitEvent) -> None:
+        """Note that samples or the end of `unit_read` came, and wake the main thread if that unit is next."""
+        if unit_read.aside:
+            self._aside.remove(unit_read)
+            self._order.appendleft(unit_read)
+        unit_read.state = unit_read.state.after(event)
+        if self._order and self._order[0] is unit_read:
             self._arrived.notify()
 
-    def _has_room(self, flight: UnitRead) -> bool:
-        """The next unit has a bound of its own: it always goes on, but not into endless memory."""
-        if not self._order or self._order[0] is flight:
-            return flight.waiting_bytes < self._max_bytes
+    def _has_room(self, unit_read: UnitRead) -> bool:
+        """True if samples of `unit_read` may be kept.
+
+        The next unit has a bound of its own, so that it can always continue.
+        """
+        if not self._order or self._order[0] is unit_read:
+            return unit_read.waiting_bytes < self._max_bytes
         return self._bytes < self._max_bytes
 
-    def _put(self, flight: UnitRead, lot: SampleChunk, number: int) -> bool:
+    def _put(self, unit_read: UnitRead, chunk: SampleChunk, number: int) -> bool:
         with self._lock:
-            while not self._stopped and not self._has_room(flight):
+            while not self._stopped and not self._has_room(unit_read):
                 self._on_wait(number)
                 self._room.wait(_TICK_S)
             if self._stopped:
                 return False
-            flight.lots.append(lot)
-            flight.waiting_bytes += lot.nbytes
-            self._bytes += lot.nbytes
-            self._tell(flight)
+            unit_read.chunks.append(chunk)
+            unit_read.waiting_bytes += chunk.nbytes
+            self._bytes += chunk.nbytes
+            self._came(unit_read, UnitEvent.ARRIVE)
             return True
+
+
+class ReadTuner:
+    """Sets the number of units that `fetcher` reads at once, turn by turn, by what the last turn brought."""
+
+    def __init__(self, fetcher: Fetcher, slot: Slot, job: Job) -> None:
+        self._fetcher, self._slot = fetcher, slot
+        self._most = job.concurrency
+        self._is_limited = job.bandwidth_bytes_per_s is not None
+        self._concurrency = Concurrency(1, 1)
+        fetcher.use(1)
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._bytes, self._since_s = int(self._slot["fetched_bytes"]), time.monotonic()
+        self._waited_s, self._worked_s = float(self._slot["fetch_wait_s"]), time.process_time()
+
+    def tick(self, take_throttled: Callable[[], bool]) -> None:
+        """Begin the next turn if this one is over.
+
+        `take_throttled()`: a remote asked to slow down since the last call.
+        """
+        if self._concurrency.active < min(self._concurrency.settled, self._fetcher.reading):
+            self._begin_turn()  # the rate of fewer reads can be measured once the others have ended
+            return
+        elapsed_s = time.monotonic() - self._since_s
+        if elapsed_s < TURN_S:
+            return
+        self._use(
+            self._concurrency.next(
+                (int(self._slot["fetched_bytes"]) - self._bytes) / elapsed_s,
+                (float(self._slot["fetch_wait_s"]) - self._waited_s) / elapsed_s,
+                self._most,
+                busy=(time.process_time() - self._worked_s) / elapsed_s,
+                throttled=take_throttled(),
+            )
+        )
+
+    def came(self) -> None:
+        """Note that a unit came whole; under a bandwidth limit only the turns decide."""
+        concurrency = self._concurrency.came(self._most)
+        if concurrency is not self._concurrency and not self._is_limited:
+            self._use(concurrency)
+
+    def _use(self, concurrency: Concurrency) -> None:
+        self._concurrency = concurrency
+        self._fetcher.use(concurrency.active)
+        self._begin_turn()

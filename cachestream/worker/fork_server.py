@@ -1,8 +1,9 @@
-"""Sampling processes are forked from one that has loaded what they need: in milliseconds, on memory that they share.
+"""A fork server: sampling processes are forked from a process that has loaded the modules that they need.
 
-A Python of its own takes each of them up to a second of a processor, most of it for the driver of the remote. The fork
-server has one thread, runs nothing of the user's and holds no lock, so that forking it is safe. What it forks are
-children of the supervisor, as if that had started them: the fork server forks twice, and the supervisor takes the orphan in.
+A fork takes milliseconds and shares memory; a new Python takes up to a second of a processor, most of it to
+import the driver of the remote. The fork server has one thread, runs no code of the user and holds no lock:
+it is safe to fork. It forks twice, and the supervisor adopts the orphan: each sampling process is a child of
+the supervisor.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ _PID: Final = struct.Struct("<i")
 _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
 _ORPHANED_TURNS: Final = 400
-_STOPPED_S: Final = 3.0  # a suspended job may go on with its supervisor first
-# What a sampling process loads of ours before it gets its source, and of those that `open_source` makes.
-_OURS: Final = ("cachestream.worker.sampling_process", "cachestream.sources.open")
+_STOPPED_S: Final = 3.0  # when a suspended job continues, its supervisor may be the first
+# Our modules that a sampling process needs, and those of the sources that `open_source` makes.
+_OURS: Final = ("cachestream.worker.sampler", "cachestream.sources.open")
 
 
 class Forked:
-    """A process that a fork server starts, as the supervisor sees it: used as a `subprocess.Popen`.
+    """A process started by a fork server, with the interface of `subprocess.Popen`; used by the supervisor.
 
-    `pid` is None until the fork server has told it. A process that was lost with the fork server counts as killed.
+    `pid` is None until the fork server has reported it. A process that is lost with the fork server counts as
+    killed.
     """
 
     def __init__(self, server: ForkServer, stdin: IO[bytes], stdout: IO[bytes]) -> None:
@@ -63,14 +65,14 @@ class Forked:
         return self._pid
 
     def begun(self, pid: int) -> None:
-        """The fork server says that it runs, or with -1 that the system refused."""
+        """Take the id that the fork server reported; -1 if the system refused to fork."""
         if pid < 0:
             self.returncode = 1
         else:
             self._pid = pid
 
     def lost(self) -> None:
-        """The fork server is gone, and whether it had started this is not known."""
+        """Count the process as killed: the fork server is gone, and may not have started it."""
         self.returncode = -signal.SIGKILL
 
     def poll(self) -> int | None:
@@ -105,7 +107,10 @@ class Forked:
 
 
 class ForkServer:
-    """The supervisor's side. To be made before it has threads, locks or children."""
+    """The supervisor's side of the fork server.
+
+    To be made before the supervisor has threads, locks or children.
+    """
 
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,8 +135,11 @@ class ForkServer:
         self._send({"protocols": list(protocols)})
 
     def start(self, module: str, job_fd: int) -> Forked | None:
-        """Run `main()` of `module` in a process with pipes to its stdin and from its output, which finds `job_fd` under the
-        same number; None if the fork server is gone.
+        """Run `main()` of `module` in a process with pipes to its stdin and from its output.
+
+        None if the fork server is gone.
+
+        The process inherits the descriptor `job_fd` under the same number.
         """
         stdin, to_stdin = os.pipe()
         try:
@@ -156,18 +164,21 @@ class ForkServer:
             return False
         try:
             socket.send_fds(self._socket, [json.dumps(message).encode()], list(fds))
-        except OSError:  # it is gone, or so busy that a hundred messages wait for it
+        except OSError:  # the fork server is gone, or so busy that a hundred messages wait for it
             self.close()
             return False
         return True
 
     def listen(self) -> None:
-        """Take in what the fork server has said since."""
+        """Read what the fork server has reported since the last call."""
         if not self._is_gone and self._take_in():
             self.close()
 
     def give_up_if_stopped(self, now_s: float) -> bool:
-        """End a fork server that somebody has stopped, if it is waited for; whether it was. To be asked every second."""
+        """End a fork server that has been stopped (SIGSTOP) if a process waits for it; True if so.
+
+        To be called every second.
+        """
         if self._is_gone or not self._waiting or not is_stopped(self._pid):
             self._stopped_since_s = None
         elif self._stopped_since_s is None:
@@ -178,7 +189,7 @@ class ForkServer:
         return False
 
     def _take_in(self) -> bool:
-        """Give the processes their numbers; whether that was all that will come."""
+        """Give processes their reported ids; True if the fork server is gone."""
         while True:
             try:
                 said = self._socket.recv(_PID.size)
@@ -191,7 +202,7 @@ class ForkServer:
             self._waiting.popleft().begun(*_PID.unpack(said))
 
     def close(self) -> None:
-        """End the fork server; what it has started goes on."""
+        """End the fork server; the processes that it has started continue."""
         if self._is_gone:
             return
         self._is_gone = True
@@ -206,7 +217,7 @@ class ForkServer:
 
 
 def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
-    """The fork server's main: until the supervisor is gone. If that was killed, what its processes had started goes too."""
+    """The main of the fork server: serve until the supervisor is gone, then end all sessions."""
     ours, parent, sessions = os.getpid(), os.getppid(), set[int]()
 
     def leave(_number: int, _frame: FrameType | None) -> None:
@@ -216,13 +227,16 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
 
     signal.signal(signal.SIGTERM, leave)
     die_with_parent(signal.SIGTERM)
-    with suppress(OSError):  # the socket of one that was killed before it had read all says so
+    with suppress(OSError):  # ECONNRESET if the supervisor was killed before it had read all
         _answer(supervisor, protocols, parent, sessions)
-    end_sessions(sessions)  # even if the signal comes later: the socket closes before the parent changes
+    end_sessions(sessions)  # the signal may come later: the socket closes before the parent changes
 
 
 def _is_orphaned(parent: int) -> bool:
-    """Whether `parent` is gone. The signal of its end comes with that of its main thread; others may take a moment more."""
+    """True if `parent` is gone. The signal comes with the end of its main thread.
+
+    Other threads may take a moment longer.
+    """
     for _ in range(_ORPHANED_TURNS):
         if os.getppid() != parent:
             return True
@@ -231,22 +245,22 @@ def _is_orphaned(parent: int) -> bool:
 
 
 def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, sessions: set[int]) -> None:
-    """Fork what is asked for, until nobody asks any more. Each leads one of `sessions`."""
+    """Fork the requested processes until the socket closes; each leads one of `sessions`."""
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    let_go_of_terminal()  # nor are its supervisor's pipes to the caller to be kept open
+    let_go_of_terminal()  # this also closes the pipes of the supervisor to its caller
     for module in _OURS:
         importlib.import_module(module)
     _load(protocols)
     gc.collect()
-    gc.freeze()  # looking through what is shared would copy it
+    gc.freeze()  # a garbage collection would write to shared memory, and so copy it
     while True:
         said, fds, _, _ = socket.recv_fds(supervisor, _MESSAGE_BYTES, 3)
         if not said:
             return
         message = json.loads(said)
         _load(message.get("protocols", ()))
-        if "module" in message:  # an answer for each, also where the system had no room for the descriptors
+        if "module" in message:  # each gets an answer, also if the system had no room for the descriptors
             sessions -= {session for session in sessions if not is_there(session)}
             pid = _fork(message["module"], message["job_fd"], fds, supervisor, parent)
             if pid > 0:
@@ -261,12 +275,12 @@ def _load(protocols: Collection[str]) -> None:
         return
     fsspec = importlib.import_module("fsspec")
     for protocol in protocols:
-        with suppress(Exception):  # the process that needs it tells what is wrong with it
+        with suppress(Exception):  # the process that needs the driver reports the error
             fsspec.get_filesystem_class(protocol)
 
 
 def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, parent: int) -> int:
-    """Fork a process, and leave it to the supervisor: its number, or -1 if the system refuses."""
+    """Fork a process that the supervisor adopts; returns its id, or -1 if the system refuses."""
     from_between, to_us = os.pipe()
     try:
         between = os.fork()
@@ -278,15 +292,15 @@ def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, p
                 if pid:
                     os.write(to_us, _PID.pack(pid))
                     os._exit(0)
-                os.setsid()  # what it starts shall be told from others' children, and go with it
+                os.setsid()  # its descendants are found by this session, and end with it
                 for fd in (from_between, to_us):
                     os.close(fd)
                 supervisor.close()
-                while os.getppid() == between:  # which is about to end
+                while os.getppid() == between:  # the process in between is about to end
                     time.sleep(_PAUSE_S)
                 if os.getppid() == parent:
                     _become(module, job_fd, fds)
-            except BaseException:  # noqa: BLE001  a process's main: the supervisor gets it
+            except BaseException:  # noqa: BLE001  a process's main: the traceback goes to the supervisor
                 traceback.print_exc()
             finally:
                 os._exit(1)
@@ -302,13 +316,13 @@ def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, p
 
 
 def _become(module: str, job_fd: int, fds: list[int]) -> None:
-    """Run `main()` of `module` in this process: the pipes and the job in their places."""
+    """Run `main()` of `module` in this process, with the pipes and the job under their numbers."""
     stdin, output, job = fds
     for fd, target in ((stdin, 0), (output, 1), (output, 2), (job, job_fd)):
         if fd != target:
             os.dup2(fd, target)
     for fd in {stdin, output, job} - {0, 1, 2, job_fd}:
         os.close(fd)
-    if random := sys.modules.get("numpy.random"):  # a driver has loaded it
-        random.seed()  # all would draw the same from the global generator
+    if random := sys.modules.get("numpy.random"):  # loaded by a driver
+        random.seed()  # else all processes would draw the same from the global generator
     importlib.import_module(module).main()

@@ -1,4 +1,4 @@
-"""Judging deaths: who is suspected, how long to wait, and when to give up (pure)."""
+"""Judging the deaths of processes: suspects, pauses and giving up (pure functions)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TROUBLE_S: Final = 60.0
 _QUIET_S: Final = 5.0  # the housekeeping, in which most can fail, comes more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
-# Weights of a death (12 quarantine a position): with others in flight, or alone. A SIGKILL may well
-# have come from outside, from a person or from the kernel's memory killer.
+# Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A SIGKILL
+# may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a sampling process ended: `returncode` as subprocess gives it (-9: by SIGKILL).
+    """The end of a sampling process; `returncode` as in subprocess (-9: by SIGKILL).
 
-    `hanging`: the watchdog ended it; `stopped`: because somebody had stopped it (SIGSTOP). `orderly`: it
-    ended by itself and said so, so that nothing it worked on is to blame. `progressed`: it had done
-    something since it started. `suspects`: on how many positions it was working.
+    `hanging`: the watchdog killed it; `stopped`: it hung because it had been stopped (SIGSTOP). `orderly`: it
+    ended by itself and said so: no unit is to blame. `progressed`: it had committed something since its
+    start. `suspects`: the number of positions that it was working on.
     """
 
     at_s: float
@@ -41,14 +41,14 @@ class Death:
 
     @property
     def is_kill(self) -> bool:
-        """Whether it came from outside, as far as one can tell."""
+        """True if the death came from outside, as far as can be told."""
         if self.hanging:
             return self.stopped
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property
     def isolates(self) -> bool:
-        """Whether it brings us nearer to the unit that is to blame."""
+        """True if the death narrows down the unit that is to blame."""
         return self.suspects > 0 and not self.is_kill and not self.orderly
 
     def __str__(self) -> str:
@@ -62,37 +62,37 @@ class Death:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # most of those for real time have none
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Errors of the system that came one soon after the other: a moment without descriptors, a disk that fails for good."""
+    """System errors that follow one another closely: no descriptors for a moment, or a disk that fails."""
 
     since_s: float = -math.inf
     last_s: float = -math.inf
 
     def again(self, now_s: float) -> Trouble:
-        """With another error, which begins anew where it was quiet for a while."""
+        """The trouble after one more error; a quiet time before it ends the old trouble."""
         return Trouble(self.since_s if now_s - self.last_s <= _QUIET_S else now_s, now_s)
 
     @property
     def is_lasting(self) -> bool:
-        """Whether to give up."""
+        """True if the errors have gone on for so long that it is time to give up."""
         return self.last_s - self.since_s > TROUBLE_S
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A position that may have caused a death, and how heavily that weighs."""
+    """A position that may have caused a death, and the weight of that."""
 
     position: int
     weight: int
 
 
 def suspicions(death: Death, positions: Sequence[int]) -> list[Suspicion]:
-    """How the `positions` that a process was working on are suspected after its `death`."""
+    """The suspicions on the `positions` that a process was working on at its `death`."""
     if death.orderly:
         return []
     when_alone, when_shared = (_ALONE_KILL, _SHARED_KILL) if death.is_kill else (_ALONE, _SHARED)
@@ -107,10 +107,10 @@ def hanging_positions(
     main: tuple[float, int | None],
     flights: Sequence[tuple[float, int]],
 ) -> list[int] | None:
-    """The positions on which a process hangs (none, where it hangs elsewhere); None for one that is alive.
+    """The positions on which a process hangs (empty if it hangs elsewhere); None if it is alive.
 
-    `main` is the last beat of the main thread and what it transforms, `flights` the last beats of the
-    fetching threads and what they read.
+    `main`: the last beat of the main thread, and the position that it transforms. `flights`: the last beats
+    of the fetching threads, and the positions that they read.
     """
     hanging = [position for beat_s, position in flights if now_s - beat_s > timeout_s]
     main_hangs = now_s - main[0] > timeout_s
@@ -120,18 +120,18 @@ def hanging_positions(
 
 
 def was_away(gap_s: float, timeout_s: float) -> bool:
-    """Whether so long between two looks at the processes can mean that all were stopped, the one that looks too.
+    """True if a gap between two ticks of the supervisor means that all processes were stopped.
 
-    A look may take long by itself: what is much less than the patience changes nothing.
+    A tick may take long by itself: a gap much shorter than `timeout_s` changes nothing.
     """
     return gap_s > timeout_s / 2
 
 
 def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool:
-    """Whether to give up: too many deaths of late, none of which had done anything.
+    """True if it is time to give up: too many recent deaths of processes that had not committed anything.
 
-    Deaths that close in on a bad unit may be more, because each process may meet bad units first;
-    kills from outside more still.
+    More deaths are allowed if they narrow down a bad unit, as each process may meet bad units first, and
+    still more if they are kills from outside.
     """
     recent: list[Death] = []
     for death in reversed(deaths):
@@ -149,7 +149,7 @@ def is_crash_loop(deaths: Sequence[Death], now_s: float, processes: int) -> bool
 
 
 def longest_pause_s(deaths: Sequence[Death]) -> float:
-    """The most to wait before the process that died last is started again (the wait is drawn below that)."""
+    """The longest pause before the last process is restarted; the pause itself is drawn below that."""
     if deaths[-1].progressed or deaths[-1].isolates:
         return _FIRST_PAUSE_S
     failures = 0

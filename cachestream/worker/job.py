@@ -1,6 +1,7 @@
-"""The job of a worker, on its way from the caller to the supervisor to the sampling processes.
+"""The job of a worker, sent from the caller to the supervisor and on to the sampling processes.
 
-It travels through pipes only: the source may hold credentials, which never touch the disk.
+A job travels through pipes and shared memory only: its source may hold credentials, which never touch the
+disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import IO, Any, Final
 
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.sources.user_code import by_value
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition
 
 _LENGTH: Final = struct.Struct("<Q")
 _ASIDE_BYTES: Final = 64 * 1024  # buffers from this size on lie beside their pickle
@@ -24,9 +25,9 @@ _ALIGNMENT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A pickle, and large buffers that lie beside it: what cannot be written to, such as a listing's names.
+    """A pickle, and large read-only buffers beside it, such as the names of a listing.
 
-    So all processes have one copy of these in memory, that of `share`.
+    All processes map one copy of the buffers, that of `share`.
     """
 
     data: bytes
@@ -35,15 +36,17 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The worker's orders, without the user's objects: these are in `payload`, pickled.
+    """The options of a worker, checked and complete. Sizes in bytes, times in seconds.
 
-    What only the supervisor needs, the `sampler` or the curriculum, is pickled by itself: it may bring torch.
+    `payload`: the user's objects, pickled. `sampler`: the sampler or curriculum, which only the supervisor
+    needs, pickled by itself because it may import torch.
 
     `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
-    `rounds`: of a source whose units are parts of larger ones: each round has one part of every one, see DivisibleSource.
-    `listing`: the digest of the source's listing; of the first `num_units` only where the source is `growing`.
-    `label_names`: what the labels of the source are the places in, if it says so.
-    `protocols`: of the fsspec drivers that it is read with. Sizes in bytes, times in seconds.
+    `rounds`: see DivisibleSource: each round reads one part of every divided unit.
+    `listing`: the digest of the names of the source; of its first `num_units` names only if the source is
+    `growing`.
+    `label_names`: the names that the labels of the source are indices of, if it has any.
+    `protocols`: the names of the fsspec drivers that read the source.
     """
 
     root: str
@@ -72,7 +75,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The user's objects: what is read, what is done to each sample, and what evicts."""
+    """The user's objects: the source, the transform, the eviction function and the weights of the order."""
 
     source: Any
     transform: Any
@@ -81,16 +84,18 @@ class Payload:
 
 
 def pack(payload: Payload, see: Callable[[Any], None] = lambda _: None) -> Packed:
-    """`payload` pickled, lambdas and closures included; raises ConfigError naming what does not pickle.
+    """Pickle `payload`, including lambdas and closures.
 
-    `see` is called with the objects in it.
+    Raises ConfigError that names the object that does not pickle.
+
+    `see` is called with each object in the payload.
     """
     buffers: list[bytes] = []
 
     def goes_along(buffer: pickle.PickleBuffer) -> bool:
         with memoryview(buffer) as view:
             if not view.readonly or view.nbytes < _ASIDE_BYTES or not view.contiguous:
-                return True  # what the user may write to is each process's own
+                return True  # each process gets its own copy of a writable buffer
             buffers.append(view.tobytes())
             return False
 
@@ -98,7 +103,7 @@ def pack(payload: Payload, see: Callable[[Any], None] = lambda _: None) -> Packe
 
 
 def pack_sampler(sampler: Any) -> bytes:
-    """The user's sampler pickled, nothing for None; raises ConfigError if it does not pickle."""
+    """Pickle the user's sampler (b"" for None); raises ConfigError if that fails."""
     return b"" if sampler is None else _pickled(sampler, lambda _: None)
 
 
@@ -119,7 +124,7 @@ def _pickled(
 
 
 def _culprit(payload: Payload) -> tuple[str, Exception] | None:
-    """What of `payload` does not pickle, by the name its user knows, and why."""
+    """The user's name for the object in `payload` that does not pickle, and the error; None if all do."""
     names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
     for name in ("source", "transform", "eviction", "weights"):
         try:
@@ -130,14 +135,14 @@ def _culprit(payload: Payload) -> tuple[str, Exception] | None:
 
 
 def unpack(packed: Packed) -> Payload:
-    """The user's objects again; raises WorkerError when something they need cannot be imported here."""
+    """Unpickle the user's objects; raises WorkerError if a module that they need cannot be imported here."""
     payload = _loaded(packed.data, "source or transform", packed.buffers)
     assert isinstance(payload, Payload)
     return payload
 
 
 def unpack_sampler(data: bytes) -> Any:
-    """The user's sampler again; raises WorkerError when something it needs cannot be imported here."""
+    """Unpickle the user's sampler; raises WorkerError if a module that it needs cannot be imported here."""
     return _loaded(data, "order")
 
 
@@ -152,10 +157,10 @@ def _loaded(data: bytes, what: str, buffers: Sequence[bytes | memoryview] = ()) 
 
 
 def share(job: Job) -> int:
-    """The job in memory that children inherit: a descriptor for `load_shared`.
+    """Write the job to memory that children inherit; returns a descriptor for `load_shared`.
 
-    Pickled once, whatever the number of processes and restarts, and nobody waits for a reader: through a
-    pipe a large listing would block the supervisor until each child has started.
+    The job is pickled once, whatever the number of processes and restarts. Through a pipe, a large listing
+    would block the supervisor until each child has started.
     """
     fd = os.memfd_create("cachestream-job", os.MFD_CLOEXEC)
     sizes = [len(buffer) for buffer in job.payload.buffers]
@@ -169,7 +174,10 @@ def share(job: Job) -> int:
 
 
 def load_shared(fd: int) -> Job:
-    """The job behind a descriptor of `share`; closes it. Buffers stay where they are, mapped."""
+    """Load the job from a descriptor of `share`, and close the descriptor.
+
+    The buffers are mapped, not copied.
+    """
     try:
         memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:
@@ -197,13 +205,13 @@ def write_frame(stream: IO[bytes], value: Any) -> None:
 
 
 def frame(value: Any) -> bytes:
-    """What `read_frame` reads."""
+    """Encode `value` for `read_frame`."""
     data = pickle.dumps(value)
     return _LENGTH.pack(len(data)) + data
 
 
 def read_frame(stream: IO[bytes]) -> Any:
-    """Receive one value; raises EOFError when the other side is gone."""
+    """Receive one value; raises EOFError if the other side is gone."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError("the pipe was closed")

@@ -1,7 +1,7 @@
-"""Listing in the background: the process that lists page by page into the cache, started and watched by the supervisor.
+"""Listing in the background: a process lists page by page into the cache, watched by the supervisor.
 
-What it has stored is good whenever it is killed; the next one goes on after the last name. Every now and then
-it prints an empty line: a sign of life for whoever watches.
+The process may be killed at any point: the next one continues after the last name that is stored. It prints
+empty lines as signs of life.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import random
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from typing import IO, Final
+from typing import Final
 
 from cachestream.errors import CacheFullError, CacheLockedError, SourceError, SourceUnavailableError
 from cachestream.listing.names import read_mark
@@ -23,19 +21,158 @@ from cachestream.sources.base import as_growing
 from cachestream.storage.cache import Cache
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.child import end_process, poll_process, start_sampling, words_of
-from cachestream.worker.fork_server import Forked, ForkServer
+from cachestream.worker.child import (
+    EXIT_FATAL,
+    EXIT_LATER,
+    ChildProcess,
+    end_now,
+    live_with_parent,
+)
+from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.health import START_DEADLINE_S
-from cachestream.worker.job import Job, load_shared, unpack, write_frame
+from cachestream.worker.job import Job, load_shared, unpack
 from cachestream.worker.processes import name_process
-from cachestream.worker.sampling_process import EXIT_FATAL, EXIT_LATER, end_now, live_with_parent
 from cachestream.worker.stored_listings import Listings, open_store, store_rest
 
 _BEAT_S: Final = 0.2
+_MOST_DEATHS: Final = 5
+_LONGEST_PAUSE_S: Final = 5.0
+_LATER_PAUSE_S: Final = 2.0
+_LEAST_PATIENCE_S: Final = 5.0  # the process shows life every half a second
+logger = logging.getLogger("cachestream.worker")
+
+
+class ListingError(Exception):
+    """The listing has failed; `words` is the last output of the process."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.words = words
+
+
+class Lister:
+    """Lists for one job: completes the current listing, and on demand makes another one to find changes."""
+
+    def __init__(self, job: Job, server: ForkServer | None, job_fd: int, listings: Listings) -> None:
+        self._hang_timeout_s, self._listings = job.hang_timeout_s, listings
+        self._process = ChildProcess("cachestream.worker.lister", "lister", server, job.sys_path, job_fd)
+        self._is_next = False
+        self._deaths = 0
+        self._listed_before = 0
+        self._started_s = 0.0
+        self._start_at_s: float | None = None
+        self.has_changed = False
+
+    @property
+    def life_s(self) -> float | None:
+        """The time of the process's last sign of life; None before the first."""
+        return self._process.life_s
+
+    @property
+    def running(self) -> bool:
+        """True if a process lists, or is about to."""
+        return self._process.running or self._start_at_s is not None
+
+    @property
+    def pids(self) -> list[int | None]:
+        """See `ChildProcess.pids`."""
+        return self._process.pids
+
+    def begin(self) -> None:
+        """Complete the current listing."""
+        self._listings.drop_next()
+        if not self._listings.is_complete:
+            self._start(is_next=False)
+
+    def look_for_changes(self) -> None:
+        """List all again beside the current listing; sets `has_changed` at the end."""
+        if not self.running:
+            self.has_changed = False
+            self._listings.drop_next()
+            self._start(is_next=True)
+
+    def promote(self) -> bool:
+        """Replace the current listing by the new one if they differ.
+
+        To be called while no sampling process runs.
+        """
+        if not self.has_changed:
+            return False
+        self._listings.promote()
+        self.has_changed = False
+        return True
+
+    def tick(self, now_s: float, resumed_s: float = -math.inf) -> None:
+        """Reap, restart or kill the process as needed; raises ListingError if the current listing has failed.
+
+        `resumed_s`: the time at which all processes continued after a stop; none could show life before.
+        """
+        code = self._process.reap()
+        if code is not None:
+            self._ended(code, now_s)
+        elif self._process.running and self._hangs(now_s, resumed_s):
+            logger.warning("the lister shows no sign of life: it is ended, and another one goes on")
+            self._process.kill()
+        if self._start_at_s is not None and now_s >= self._start_at_s:
+            self._start(is_next=self._is_next)
+
+    def _hangs(self, now_s: float, resumed_s: float) -> bool:
+        if self.life_s is None:
+            return now_s - max(self._started_s, resumed_s) > START_DEADLINE_S
+        return now_s - max(self.life_s, resumed_s) > max(_LEAST_PATIENCE_S, self._hang_timeout_s)
+
+    def stop(self) -> None:
+        """End the process; the next one continues the current listing, or restarts a listing for changes."""
+        if self._process.running:
+            self._process.end()
+            self._process.reap()
+            self._listings.drop_next()
+        self._start_at_s = None
+
+    def _start(self, is_next: bool) -> None:
+        self._started_s = self._start_at_s = time.monotonic()  # it stays due if the system refuses
+        self._is_next = is_next
+        self._listings.clean()  # a process that died before its first mark has left files that no mark names
+        self._listed_before = self._listed
+        try:
+            self._process.start(is_next)
+        finally:
+            if self._process.running:
+                self._start_at_s = None
+
+    @property
+    def _listed(self) -> int:
+        """The number of names that are stored of the listing in progress."""
+        mark = read_mark(self._listings.next if self._is_next else self._listings.current)
+        return 0 if mark is None else mark.count
+
+    def _ended(self, code: int, now_s: float) -> None:
+        if code == 0:
+            self._deaths = 0
+            if self._is_next:
+                self.has_changed = self._listings.differs()
+                if not self.has_changed:
+                    self._listings.drop_next()
+            return
+        if code == EXIT_LATER:
+            self._start_at_s = now_s + _LATER_PAUSE_S
+            return
+        self._deaths = self._deaths + 1 if self._listed == self._listed_before else 1
+        if code != EXIT_FATAL and self._deaths < _MOST_DEATHS:
+            logger.warning("the lister ended with code %d", code)
+            self._start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
+        elif self._is_next:
+            logger.warning("whether the remote has changed cannot be found out; going on by what is known")
+            self._listings.drop_next()
+        else:
+            raise ListingError(
+                self._process.last_words
+                or f"the process that lists ended {self._deaths} times, with code {code}"
+            )
 
 
 def main() -> None:
-    """The process's main: what to list comes through stdin, whose end means stop."""
+    """The main of the process: its orders come through stdin, whose end means stop."""
     stop = threading.Event()
     job_fd, is_next = live_with_parent(stop)
     name_process("cs-lister")
@@ -46,10 +183,7 @@ def main() -> None:
     except SourceError:
         traceback.print_exc()
         code = EXIT_FATAL
-    except (
-        CacheFullError,
-        CacheLockedError,
-    ) as error:  # the disk or the catalogue, by others: they may let go of it
+    except (CacheFullError, CacheLockedError) as error:  # others use the disk or the catalogue, for now
         sys.stderr.write(f"{error}\n")
         code = EXIT_LATER
     except BaseException:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
@@ -83,7 +217,7 @@ def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
 
 
 class _Life:
-    """Empty lines, as long as something goes on; to be shown from any thread."""
+    """Prints empty lines as signs of life; thread-safe."""
 
     def __init__(self) -> None:
         self._shown_s = -math.inf
@@ -96,175 +230,8 @@ class _Life:
             sys.stdout.flush()
 
     def wait(self, stop: threading.Event, delay_s: float) -> bool:
-        """Wait, alive; whether to stop."""
+        """Wait for `delay_s` and show life meanwhile; returns True if the process is to stop."""
         deadline_s = time.monotonic() + delay_s
         while (left_s := deadline_s - time.monotonic()) > 0 and not stop.wait(min(left_s, metering.TICK_S)):
             self.show()
         return stop.is_set()
-
-
-if __name__ == "__main__":
-    main()
-
-
-_MOST_DEATHS: Final = 5
-_LONGEST_PAUSE_S: Final = 5.0
-_LATER_PAUSE_S: Final = 2.0
-_LAST_WORDS_BYTES: Final = 8192
-_LEAST_PATIENCE_S: Final = 5.0  # it shows life every half a second
-logger = logging.getLogger("cachestream.worker")
-
-
-class ListingError(Exception):
-    """The listing cannot go on; `words` is what the process said at its end."""
-
-    def __init__(self, words: str) -> None:
-        super().__init__(words)
-        self.words = words
-
-
-class Lister:
-    """Lists for one job: what the current listing lacks, and on demand another one, to see what has changed."""
-
-    def __init__(self, job: Job, server: ForkServer | None, job_fd: int, listings: Listings) -> None:
-        self._job, self._server, self._job_fd, self._listings = job, server, job_fd, listings
-        self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._words: deque[bytes] = deque(maxlen=64)
-        self._listener: threading.Thread | None = None
-        self._is_next = False
-        self._deaths = 0
-        self._listed_before = 0
-        self.life_s: float | None = None  # when the process last showed life; it has not yet
-        self._started_s = 0.0
-        self._start_at_s: float | None = None
-        self.has_changed = False
-
-    @property
-    def running(self) -> bool:
-        """Whether it lists, or is about to."""
-        return self._process is not None or self._start_at_s is not None
-
-    @property
-    def pids(self) -> list[int | None]:
-        """The process's number while it runs; None where it is not known yet."""
-        return [] if self._process is None else [self._process.pid]
-
-    def begin(self) -> None:
-        """List what is missing of the current listing."""
-        self._listings.drop_next()
-        if not self._listings.is_complete:
-            self._start(is_next=False)
-
-    def look_for_changes(self) -> None:
-        """List all anew beside the current listing; `has_changed` tells at the end."""
-        if not self.running:
-            self.has_changed = False
-            self._listings.drop_next()
-            self._start(is_next=True)
-
-    def promote(self) -> bool:
-        """Go on by the new listing, if it is another one. To be called while no samples are read."""
-        if not self.has_changed:
-            return False
-        self._listings.promote()
-        self.has_changed = False
-        return True
-
-    def tick(self, now_s: float, resumed_s: float = -math.inf) -> None:
-        """See how it is doing; raises ListingError where the current listing cannot go on.
-
-        `resumed_s`: when all processes went on after a stop; none could show life before.
-        """
-        if self._process is not None and poll_process(self._process) is not None:
-            self._ended(now_s)
-        elif self._process is not None and self._hangs(now_s, resumed_s):
-            logger.warning("the lister shows no sign of life: it is ended, and another one goes on")
-            self._process.kill()
-        if self._start_at_s is not None and now_s >= self._start_at_s:
-            self._start(is_next=self._is_next)
-
-    def _hangs(self, now_s: float, resumed_s: float) -> bool:
-        if self.life_s is None:
-            return now_s - max(self._started_s, resumed_s) > START_DEADLINE_S
-        return now_s - max(self.life_s, resumed_s) > max(_LEAST_PATIENCE_S, self._job.hang_timeout_s)
-
-    def stop(self) -> None:
-        """End it: what it has stored of the current listing is good, and the next one begins anew."""
-        if self._process is not None:
-            end_process(self._process)
-            self._reap()
-            self._listings.drop_next()
-        self._start_at_s = None
-
-    def _start(self, is_next: bool) -> None:
-        self._started_s, self.life_s = time.monotonic(), None
-        self._is_next, self._start_at_s = is_next, self._started_s  # and still due, where it fails
-        self._listings.clean()  # one that died before its first mark has left files that nobody knows
-        self._listed_before = self._listed
-        self._process = start_sampling(
-            "cachestream.worker.lister", self._server, self._job.sys_path, self._job_fd
-        )
-        self._start_at_s = None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._words.clear()
-        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
-        self._listener.start()
-        try:
-            write_frame(self._process.stdin, (self._job_fd, is_next))
-        except BrokenPipeError:
-            pass  # it died already; the next tick tells
-
-    def _listen(self, stream: IO[bytes]) -> None:
-        with stream:
-            for line in words_of(stream):
-                if line == b"\n":
-                    self.life_s = time.monotonic()
-                    continue
-                self._words.append(line)
-                logger.info("lister: %s", line[:1000].decode("utf-8", "replace").rstrip())
-
-    @property
-    def _listed(self) -> int:
-        """How many names are stored of what it lists."""
-        mark = read_mark(self._listings.next if self._is_next else self._listings.current)
-        return 0 if mark is None else mark.count
-
-    def _reap(self) -> int:
-        assert self._process is not None
-        process, self._process = self._process, None
-        if process.stdin is not None:
-            try:
-                process.stdin.close()
-            except BrokenPipeError:
-                pass
-        if self._listener is not None:
-            self._listener.join(timeout=1.0)
-        code = process.poll()
-        assert code is not None
-        return code
-
-    def _ended(self, now_s: float) -> None:
-        code = self._reap()
-        if code == 0:
-            self._deaths = 0
-            if self._is_next:
-                self.has_changed = self._listings.differs()
-                if not self.has_changed:
-                    self._listings.drop_next()
-            return
-        if code == EXIT_LATER:
-            self._start_at_s = now_s + _LATER_PAUSE_S
-            return
-        words = b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
-        self._deaths = self._deaths + 1 if self._listed == self._listed_before else 1
-        if code != EXIT_FATAL and self._deaths < _MOST_DEATHS:
-            logger.warning("the lister ended with code %d", code)
-            self._start_at_s = now_s + random.uniform(0.0, _LONGEST_PAUSE_S)
-        elif self._is_next:
-            logger.warning("whether the remote has changed cannot be found out; going on by what is known")
-            self._listings.drop_next()
-        else:
-            raise ListingError(
-                words or f"the process that lists ended {self._deaths} times, with code {code}"
-            )

@@ -1,7 +1,7 @@
-"""Seeing to it that a cache is filled for as long as this process needs that: a worker that was killed is replaced.
+"""The monitor of a worker: it replaces a worker that was killed, for as long as this process needs one.
 
-An operating system kills for want of memory, a container ends with all that runs in it: the supervisor says nothing then,
-and training would go on for ever over what was cached by that moment.
+A supervisor that the out-of-memory killer ends, or that ends with its container, cannot tell anybody;
+training would go on for ever over what was cached by then.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from cachestream.worker.job import Job
 from cachestream.worker.launch import Launch
 
 _LOOK_S: Final = 1.0
-_SETTLED_S: Final = 60.0  # a worker that has lived so long did not die of what the one before died of
+_SETTLED_S: Final = 60.0  # the death of a worker that has lived so long is not counted as a repetition
 
 logger = logging.getLogger("cachestream")
 
 
 class WorkerMonitor:
-    """Looks every second after the worker of `cache`, in a thread, until `close`, or while `is_needed()`.
+    """Checks the worker of `cache` every second in a thread, while `is_needed()` and until `close`.
 
-        runs ─ killed ─▶ lost ─ pause ─▶ replaced with `job`, by the first to have the attach lock ─▶ runs
-        runs ─ stopped, done or failed ─▶ over: nobody replaces it
-        lost ─ the fifth time in ten minutes, soon after the start ─▶ failed, for all who watch
+        runs ─ killed ─▶ lost ─ pause ─▶ replaced by the first monitor to get the attach lock ─▶ runs
+        runs ─ stopped, done or failed ─▶ over: it is not replaced
+        lost ─ the fifth time in ten minutes, soon after the start ─▶ failed, for all monitors
 
-    The pause is random, and at most 0.5 s, doubled with each death that came soon. `process` is the worker that this process has
-    started, if it has: it is reaped here.
+    The pause is random; at most 0.5 s, doubled with each death soon after a start. `process` is the worker if
+    this process has started it: the monitor reaps it.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class WorkerMonitor:
             raise WorkerError(f"{error}: {NO_THREADS}") from error
 
     def will_replace(self) -> bool:
-        """Whether the worker is lost, and another one is about to take its place."""
+        """True if the worker is lost and is about to be replaced."""
         return self._thread.is_alive() and lost_worker(self._cache.directory) is not None
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the monitor."""
         self._over.set()
 
     def end(self, timeout_s: float) -> None:
-        """Look no more, and wait until the process that is gone is reaped, and the thread has ended."""
+        """Stop the monitor, and wait until the ended process is reaped and the thread has ended."""
         self.close()
         if self.process is not None:
             self.process.wait(timeout=timeout_s)
@@ -85,15 +85,15 @@ class WorkerMonitor:
                     logger.warning("%s: looking after its worker: %s", self._cache.path, error)
         finally:
             if self.process is not None:
-                self.process.wait()  # else nobody would
+                self.process.wait()  # no other code reaps it
 
     def _look(self) -> bool:
-        """Whether there is anything to look after any more."""
+        """Replace a lost worker; False if there is nothing left to monitor."""
         directory = self._cache.directory
         if lost_worker(directory) is not None:
             self._replace()
             return True
-        # Asked in this order: one that is killed in between is lost at the second look.
+        # In this order: a worker that is killed in between is found lost by the second call.
         if has_worker(directory) or lost_worker(directory) is not None:
             return True
         self._tell_of_failure()
@@ -111,18 +111,18 @@ class WorkerMonitor:
         try:
             self._start_another()
         except (CacheFullError, CacheLockedError) as error:
-            self._deaths.pop()  # by others: it may be over soon, and is no fault of the worker's
+            self._deaths.pop()  # caused by others: it may be over soon, and is no fault of the worker
             logger.warning("%s: no worker can be started for now: %s", self._cache.path, error)
         except CacheStreamError as error:
             logger.warning("%s: another worker could not be started: %s", self._cache.path, error)
         self._since_s = time.monotonic()
 
     def _start_another(self) -> None:
-        wardens = Attachments(self._cache.directory)
-        lock = wardens.attach_lock()
+        attachments = Attachments(self._cache.directory)
+        lock = attachments.attach_lock()
         try:
             is_lost = lost_worker(self._cache.directory) is not None
-            if is_lost and self._is_needed() and not wardens.stop_requested():
+            if is_lost and self._is_needed() and not attachments.stop_requested():
                 if self.process is not None:
                     self.process.wait(timeout=5.0)
                 self.process = Launch(self._job.protocols).give(self._job)

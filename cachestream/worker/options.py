@@ -1,4 +1,4 @@
-"""The options of `start_worker`: checked by name, before there is a cache where that can be, and made into the orders of the worker."""
+"""The options of `start_worker`: checked, as far as possible before there is a cache, and made into a job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from cachestream.storage.layout import overhead_bytes
 from cachestream.storage.reservations import HEADROOM_BYTES
 from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
 from cachestream.transport.remote import Remote
-from cachestream.worker.child import import_path
 from cachestream.worker.job import Job, Payload, pack, pack_sampler
-from cachestream.worker.order import check_curriculum, check_weights
-from cachestream.worker.partition import Partition, parse_partition
+from cachestream.worker.order import Partition, check_curriculum, check_weights, parse_partition
 from cachestream.worker.passes import parts_of_last_pass
+from cachestream.worker.processes import import_path
 
 CONCURRENCY: Final = 16
 HANG_TIMEOUT_S: Final = 30.0
@@ -33,7 +32,7 @@ _WHEN_FULL: Final = ("evict", "wait", "stop")
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What `start_worker` can be asked for of a filling; see there."""
+    """The options of `start_worker` that describe the filling; see there."""
 
     num_workers: int | None = None
     shard_size: int | str | None = None
@@ -47,7 +46,7 @@ class WorkerOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot work, whatever the cache and the source are."""
+        """Raise ConfigError for values that are wrong with any cache and source."""
         if self.num_workers is not None:
             check_count("num_workers", self.num_workers, 1, PROCESSES_AT_MOST)
         check_count("concurrency", self.concurrency, 1, FLIGHTS)
@@ -64,7 +63,10 @@ class WorkerOptions:
         _kind_of(self.order)
 
     def job(self, cache: Cache, source: Source) -> Job:
-        """The orders of the worker that fills `cache` from `source`; raises ConfigError for what cannot work."""
+        """The job of the worker that fills `cache` from `source`.
+
+        Raises ConfigError for options that cannot work.
+        """
         self.check()
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
@@ -112,7 +114,10 @@ class WorkerOptions:
         )
 
     def _divided(self, cache: Cache, source: Source) -> Source:
-        """The source in parts as small as its cache needs for something of many units; as before, once it is filled."""
+        """The source in parts so small that its cache holds samples of many units.
+
+        In the parts of its last pass if it had one.
+        """
         is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
         divisible = as_divisible(source)
         if divisible is None or divisible.rounds > 1 or not is_shuffled:
@@ -158,7 +163,7 @@ _ORDERS: Final = "weights, a function of progress, or a torch Sampler over units
 def _order(
     order: Any, num_units: int | None, partition: Partition | None
 ) -> tuple[str, list[float] | None, Any]:
-    """The kind of an order, its weights, its sampler or curriculum."""
+    """The kind of an order, its weights if any, and its sampler or curriculum if any."""
     kind = _kind_of(order)
     if kind == "weighted":
         return kind, check_weights(order, num_units, partition), None
@@ -168,7 +173,10 @@ def _order(
 
 
 def _kind_of(order: Any) -> str:
-    """What `order` is: "shuffle", "sequential", "weighted", "sampler" or "curriculum"; raises ConfigError."""
+    """The kind of `order`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
+
+    Raises ConfigError.
+    """
     if isinstance(order, str):
         if order not in _GROWING:
             raise ConfigError(f"order={order!r}: choose 'shuffle' or 'sequential', or give {_ORDERS}")

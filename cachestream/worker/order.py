@@ -1,17 +1,15 @@
 """The order of units in a pass: pure functions from a plan and positions to units.
 
-Drawing one after the other without replacement, with probabilities in proportion to weights, is
-taking the smallest of exponential variables divided by the weights: Efraimidis and Spirakis,
-"Weighted random sampling with a reservoir" (Information Processing Letters 97, 2006).
-
-A pass goes over the positions 0, 1, …; the plan says which unit lies at each. Where each unit comes once
-the inverse is known too, so that what is still cached from an earlier pass is not fetched again.
+A pass goes over the positions 0, 1, …; its plan says which unit lies at each position. The inverse, from
+units to positions, tells what is still cached from an earlier pass. Of several nodes each reads a partition
+of the units.
 """
 
 from __future__ import annotations
 
 import json
 import operator
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +23,90 @@ from cachestream.errors import ConfigError
 from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray
 from cachestream.storage.os_errors import CatalogueDamagedError
-from cachestream.worker.partition import Partition
+
+Curriculum = Callable[[float], Any]
 
 PASS_KEY: Final = 1
+_WEIGHT_KEY: Final = 2
+_CURRICULUM_KEY: Final = 4
+_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
+STEPS: Final = 100
+_LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
+MOST_NODES: Final = 1_000_000
+_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Share `index` of `count`: disjoint and complete, whatever order, seed and pass each node has.
+
+    O(1) memory.
+
+    Of every run of `count` units each node reads one; a hash of the run's number says which one, so that a
+    period in the order of the units (pairs of files, sources that alternate) does not become the share of one
+    node. Places in a share ascend with the units.
+    """
+
+    index: int
+    count: int
+
+    def length(self, num_units: int) -> int:
+        """The number of units in the share, of `num_units`."""
+        runs, rest = divmod(num_units, self.count)
+        return runs + int(self._offsets(np.array([runs]))[0] < rest)
+
+    def units(self, places: IntArray) -> IntArray:
+        """The units at `places` of the share."""
+        units: IntArray = places * self.count + self._offsets(places)
+        return units
+
+    def places(self, units: IntArray) -> IntArray:
+        """The places of `units` in the share; -1 for units of other nodes."""
+        runs = units // self.count
+        return np.where(units % self.count == self._offsets(runs), runs, -1)
+
+    def _offsets(self, runs: IntArray) -> IntArray:
+        """The offset of the share's unit in each run: the index, rotated by a hash of the run."""
+        turned = _splitmix(runs.astype(np.uint64)) % np.uint64(self.count)
+        offsets: IntArray = (turned.astype(np.int64) + self.index) % self.count
+        return offsets
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def parse_partition(given: Any) -> Partition | None:
+    """`(i, n)` or "i/n", node i of n counted from 0; None for None. Raises ConfigError for anything else."""
+    if given is None or isinstance(given, Partition):
+        return given
+    if isinstance(given, str) and (match := _TEXT.fullmatch(given)):
+        given = (int(match[1]), int(match[2]))
+    if (
+        not isinstance(given, tuple | list)
+        or len(given) != 2
+        or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in given)
+        or not 0 <= given[0] < given[1] <= MOST_NODES
+    ):
+        raise ConfigError(
+            f"partition={given!r}: give (i, n), or 'i/n' on the command line: node i of n, counted from 0, "
+            "with one i for each node"
+        )
+    return Partition(int(given[0]), int(given[1]))
+
+
+def _splitmix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64 of each number (Steele, Lea and Flood, OOPSLA 2014)."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 class Segments:
-    """A permutation of `ends[-1]` numbers that keeps every number within its segment, `ends[i - 1]` to `ends[i]`.
+    """A permutation that keeps every number within its segment, `ends[i - 1]` to `ends[i]`.
 
-    Another end at the end changes nothing of what lies before it: so a pass can grow.
+    A further segment changes nothing before it, so that a pass can grow.
     """
 
     def __init__(self, ends: Sequence[int], seed: int, ordinal: int) -> None:
@@ -48,7 +121,7 @@ class Segments:
         return self._by_segment(indices, inverse=False)
 
     def inverse(self, numbers: IntArray) -> IntArray:
-        """Where `numbers` lie; -1 for those past the last segment."""
+        """The indices of `numbers`; -1 for numbers past the last segment."""
         return self._by_segment(numbers, inverse=True)
 
     def _by_segment(self, values: IntArray, *, inverse: bool) -> IntArray:
@@ -61,13 +134,6 @@ class Segments:
                 inside = values[chosen] - start
                 found[chosen] = start + (part.inverse(inside) if inverse else part.at(inside))
         return found
-
-
-Curriculum = Callable[[float], Any]
-
-STEPS: Final = 100
-_CURRICULUM_KEY: Final = 4
-_LAST: Final = 1e6  # above the logarithm of any number: what has no weight comes after all that has
 
 
 def check_curriculum(
@@ -93,10 +159,12 @@ def check_curriculum(
 def draw_curriculum(
     curriculum: Curriculum, units: IntArray, num_units: int, *, seed: int, ordinal: int
 ) -> IntArray:
-    """All of `units` in the order of pass `ordinal`; the curriculum is asked up to 100 times.
+    """All of `units` in the order of pass `ordinal`; calls the curriculum up to 100 times.
 
     At each point the next unit is drawn among those left with probabilities in proportion to their
-    weights; those of weight 0 wait until no others are left, and then all are alike.
+    weights; units of weight 0 come last, in uniform order. Drawing without replacement takes the smallest of
+    exponential variables divided by the weights: Efraimidis and Spirakis, "Weighted random sampling with a
+    reservoir" (Information Processing Letters 97, 2006).
     """
     rng = np.random.Generator(np.random.Philox(key=mix_key(_CURRICULUM_KEY, seed, ordinal)))
     bounds = np.linspace(0, len(units), min(STEPS, len(units)) + 1).astype(np.int64).tolist()
@@ -114,22 +182,20 @@ def draw_curriculum(
     return drawn
 
 
-_WEIGHT_KEY: Final = 2
-_KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
-
-
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass over a remote of `num_units` units (None: endless), as the catalogue and the shards record it.
+    """One pass over `num_units` units (None: endless), as recorded in the catalogue and in shards.
 
     `kind`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
-    `listing` is the digest of the units' names: positions of another listing mean other units.
-    `length` is the number of positions (as many as the node's share has units, or as a sampler draws).
-    `rule` names the function of a curriculum.
+    `listing`: the digest of the names of the units; under another listing the same positions mean other
+    units.
+    `length`: the number of positions (the units in the share of the node, or the number that a sampler
+    draws).
+    `rule`: the name of the function of a curriculum.
 
-    `segments`: of a pass that began before all units were listed, how many were each time that it took up
-    what had been listed since; the last is `num_units`. Units of one segment come before those of the next.
-    `growing` while the listing may bring more.
+    `segments`: for a pass that began before all units were listed, the number of listed units each time the
+    pass was extended; the last is `num_units`. The units of one segment come before those of the next.
+    `growing`: the listing may bring more units.
     """
 
     kind: str
@@ -157,7 +223,7 @@ class PassPlan:
     def from_json(cls, text: str) -> PassPlan:
         try:
             values: list[Any] = json.loads(text)
-            # Passes of the whole source, by one node alone, have none of the last ones.
+            # The last values are left out for passes of the whole source by a single node.
             values += [None, "", [], False][len(values) - 6 :]
             kind, seed, ordinal, num_units, listing, length, share, rule, segments, growing = values
             partition = None if share is None else Partition(*share)
@@ -172,19 +238,22 @@ class PassPlan:
 
     @property
     def share(self) -> int | None:
-        """How many units this node reads; None for an endless source."""
+        """The number of units that this node reads; None for an endless source."""
         if self.num_units is None or self.partition is None:
             return self.num_units
         return self.partition.length(self.num_units)
 
     def grown(self, num_units: int, listing: str, *, is_complete: bool) -> PassPlan:
-        """The same pass with all that is listed by now: positions that there were keep their units."""
+        """The same pass extended to all units that are listed by now; earlier positions keep their units."""
         segments = self.segments if num_units == self.num_units else (*self.segments, num_units)
         plan = replace(self, num_units=num_units, listing=listing, segments=segments, growing=not is_complete)
         return replace(plan, length=plan.share)
 
     def takes_up(self, num_units: int, *, is_complete: bool) -> bool:
-        """Whether enough is listed by now to go on with: by segments of an eighth there are few, whatever comes."""
+        """True if enough units are listed to extend the pass.
+
+        Growth by at least an eighth keeps the segments few.
+        """
         known = self.num_units or 0
         return self.growing and (is_complete or num_units - known > known // 8)
 
@@ -196,20 +265,20 @@ class PassPlan:
 
     @property
     def is_permutation(self) -> bool:
-        """Whether each unit of the share comes exactly once."""
+        """True if each unit of the share comes exactly once."""
         return self.kind in ("shuffle", "sequential", "curriculum")
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the units of a pass are drawn when it begins, and kept in a file."""
+        """True if the units of a pass are drawn when it begins, and kept in a file."""
         return self.kind in ("sampler", "curriculum")
 
 
 class UnitOrder:
     """The units of one pass, by position; O(1) memory for the named orders.
 
-    `weights` (float `[num_units]`, any scale) belong to the kind "weighted": units are drawn with
-    replacement. `drawn` (int `[length]`) belongs to "sampler" and "curriculum": the units in their order.
+    `weights` (float `[num_units]`, any scale): for the kind "weighted", which draws units with replacement.
+    `drawn` (int `[length]`): for the kinds "sampler" and "curriculum", the units in their order.
     """
 
     def __init__(
@@ -237,7 +306,7 @@ class UnitOrder:
         return places if self.plan.partition is None else self.plan.partition.units(places)
 
     def positions(self, units: IntArray) -> IntArray:
-        """Where `units` lie in the pass, -1 where they do not, nor may be of it; only for permutations."""
+        """The positions of `units` in the pass, -1 for units outside of it; only for permutations."""
         if self._drawn is not None:
             return self._find(self._drawn, units)
         if self.plan.partition is not None:
@@ -259,7 +328,7 @@ class UnitOrder:
 
     def _weighted(self, positions: IntArray) -> IntArray:
         assert self._cumulative is not None
-        # A position's number in [0, 1) comes from a permutation of 2⁵³: no generator state to resume.
+        # The uniform number of a position comes from a permutation of 2⁵³: no generator state to resume.
         key = mix_key(_WEIGHT_KEY, self.plan.seed, self.plan.ordinal)
         uniform = Permutation(1 << 53, key).at(positions) / float(1 << 53)
         found = np.searchsorted(self._cumulative, uniform * self._cumulative[-1], side="right")
@@ -268,14 +337,14 @@ class UnitOrder:
 
 
 def _cumulative(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The sums of `weights` from the first on; in another scale where there are no numbers for them."""
+    """The cumulative sums of `weights`, scaled down if they would overflow."""
     with np.errstate(over="ignore"):
         sums = np.cumsum(weights)
     return sums if np.isfinite(sums[-1]) else np.cumsum(weights / weights.max())
 
 
 def share_of(values: npt.ArrayLike, partition: Partition | None) -> npt.NDArray[np.float64]:
-    """Those of `values` (float `[num_units]`) that belong to the units of a share."""
+    """The elements of `values` (float `[num_units]`) that belong to the units of a share."""
     array = np.asarray(values, np.float64)
     return array if partition is None else array[all_units(len(array), partition)]
 
@@ -290,7 +359,10 @@ def all_units(num_units: int, partition: Partition | None) -> IntArray:
 def check_weights(
     weights: Sequence[float], num_units: int | None, partition: Partition | None = None
 ) -> list[float]:
-    """`weights` as floats; raises ConfigError unless there is one a unit, none negative, not all 0."""
+    """Convert `weights` to floats.
+
+    Raises ConfigError unless there is one for each unit, none negative, not all 0.
+    """
     try:
         values = [float(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError) as error:
@@ -318,7 +390,10 @@ def _numbers(drawn: Iterable[Any]) -> Iterator[int]:
 
 
 def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partition | None = None) -> IntArray:
-    """What a sampler gives, but for other nodes' units; raises ConfigError for none, or units not there."""
+    """The units of this share that a sampler draws.
+
+    Raises ConfigError if it draws none, or numbers that are no units.
+    """
     units: IntArray = np.fromiter(_numbers(drawn), np.int64)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(

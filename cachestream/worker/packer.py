@@ -1,9 +1,15 @@
-"""Samples into columns: an open shard in memory, with buffers that are reused from shard to shard."""
+"""Samples into the columns of an open shard, in buffers that are reused from shard to shard.
+
+The first samples of an empty cache decide the fields of all others: they are held back until most of them
+agree.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -15,15 +21,24 @@ from cachestream.storage.shard import ColumnData, ShardContent, storage_of
 from cachestream.worker.encode import SMALL_BYTES, BytesLike, EncodedSample, Table, item_bytes, stored_shape
 
 Part = tuple[str, EncodedSample] | Table  # a sample with its key, or samples in columns
+Votes = list[tuple[Schema, int]]  # how many samples have which schema
 
 _FIRST_BYTES: Final = 64 * 1024
 _PENDING_BYTES: Final = 128 * 1024
 _OFFSET_BYTES: Final = 8
-_AT_ONCE_BYTES: Final = 256 * 1024  # without giving up the interpreter, which may take longer to get back
+_AT_ONCE_BYTES: Final = 256 * 1024  # copied without releasing the GIL: getting it back may take longer
+
+ALIKE: Final = 8  # so many samples of one process decide, if none of any process differs
+ALIKE_S: Final = 0.5  # or all samples that have come by then
+MIXED: Final = 32  # samples of all processes, if some differ
+MIXED_S: Final = 3.0
 
 
 class _GrowingBytes:
-    """Bytes that grow at the end; `clear` keeps the memory, so no shard but the first pays page faults."""
+    """A buffer that grows at the end.
+
+    `clear` keeps its memory, so that only the first shard pays page faults.
+    """
 
     def __init__(self) -> None:
         self._data = np.empty(_FIRST_BYTES, np.uint8)
@@ -49,7 +64,7 @@ class _GrowingBytes:
 
     def _settle(self) -> None:
         if self._pending:
-            self._copy(b"".join(self._pending))  # for which there may be no memory
+            self._copy(b"".join(self._pending))  # may raise MemoryError
             self._pending.clear()
             self._pending_bytes = 0
 
@@ -82,7 +97,7 @@ class _GrowingBytes:
 
 
 class _ColumnBuilder:
-    """One field of the open shard: all values in a row, and how many there are of which size and shape."""
+    """One field of the open shard: its values, and the run lengths of their sizes and shapes."""
 
     def __init__(self) -> None:
         self._data = _GrowingBytes()
@@ -131,7 +146,7 @@ class _ColumnBuilder:
         self._counts.clear()
 
     def columns(self, field: Field) -> list[ColumnData]:
-        """The field's columns; one `[N, ...]` where all its values have one shape."""
+        """The columns of the field; one column `[N, ...]` if all its values have one shape."""
         dtype, _ = storage_of(field.dtype)
         data = self._data.view
         if field.shape is not None:
@@ -166,7 +181,10 @@ class Packer:
         self.size_bytes = 0
 
     def take(self, part: Part, known: Schema | None) -> None:
-        """Add `part`, with integers as floats where `known`, the cache's schema, has these; raises as `add`."""
+        """Add `part`, with integers converted to floats where `known`, the schema of the cache, has floats.
+
+        Raises as `add`.
+        """
         try:
             self._add_part(part, known)
         except SchemaMismatchError:
@@ -182,9 +200,11 @@ class Packer:
             self.add(*part, known)
 
     def add(self, key: str, record: EncodedSample, known: Schema | None) -> None:
-        """Add a sample; raises SchemaMismatchError if it fits neither the shard nor `known`, the cache's.
+        """Add a sample.
 
-        Whatever is raised, for want of memory too, the shard stays as it was.
+        Raises SchemaMismatchError unless it fits the shard and `known`, the schema of the cache.
+
+        After any error, a MemoryError too, the shard is as it was before.
         """
         name, before = key.encode("utf-8", "surrogatepass"), self._schema
         self._fit(record.schema, known)
@@ -215,19 +235,19 @@ class Packer:
         self.size_bytes += table.nbytes + len(table) * _OFFSET_BYTES
 
     def _take_back(self, before: Schema | None) -> None:
-        """Remove what was added half; `before` is the schema of the samples that stay."""
+        """Remove a partly added sample; `before` is the schema of the samples that stay."""
         for builder in (*self._builders.values(), self._keys):
             builder.cut(self.num_samples)
         self._schema, self._fitting = before, None
 
     def _fit(self, schema: Schema, known: Schema | None) -> None:
-        """Make the shard one of samples like this, or raise SchemaMismatchError."""
+        """Merge `schema` into that of the shard, or raise SchemaMismatchError."""
         if self._fitting is not None and self._fitting[0] is schema and self._fitting[1] is known:
             return
         if known is not None:
             known.merge(schema)
-        # Within a shard the schema is that of its own samples, so that a shard stays fixed-shape
-        # where its samples allow, whatever others in the cache look like.
+        # The schema of a shard is that of its own samples: a field whose shape varies in the cache may
+        # still have one shape in the shard.
         merged = schema if self._schema is None else self._schema.merge(schema)
         for name in schema.names:
             if name not in self._builders:
@@ -276,3 +296,63 @@ def keys_of(part: Part) -> list[str]:
     if isinstance(part, Table):
         return [key.decode("utf-8", "surrogatepass") for key in part.keys]
     return [part[0]]
+
+
+@dataclass(slots=True)
+class FirstSamples:
+    """The samples that one process has held back since `since_s`, in their order, and their `votes`.
+
+    `others`: the votes of the other processes; None until they have been asked for.
+    """
+
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    votes: Votes = dataclasses.field(default_factory=list)
+    others: Votes | None = None
+    nbytes: int = 0
+    since_s: float = 0.0
+
+    def add(self, part: Part, now_s: float) -> None:
+        """Hold `part` back, too."""
+        shown, count = (part, len(part)) if isinstance(part, Table) else (part[1], 1)
+        self.since_s = self.since_s if self.parts else now_s
+        self.parts.append(part)
+        self.nbytes += shown.nbytes
+        self.votes = counted(self.votes, [(shown.schema, count)])
+
+    @property
+    def all_votes(self) -> Votes:
+        """The known votes of all processes."""
+        return counted(self.votes, self.others or [])
+
+    def due_in_s(self, now_s: float, most_bytes: int) -> float:
+        """The time left until the next step: to ask for the votes of the others, then to decide.
+
+        0 if the step is due: there are enough votes, or more than `most_bytes` are held back.
+        """
+        if not self.parts or self.nbytes >= most_bytes:
+            return 0.0
+        enough, longest_s = (ALIKE, ALIKE_S) if self.others is None else (MIXED, MIXED_S)
+        votes = self.all_votes
+        if sum(count for _, count in votes) >= enough or (self.others is not None and len(votes) == 1):
+            return 0.0
+        return max(0.0, self.since_s + longest_s - now_s)
+
+
+def majority(votes: Votes) -> Schema | None:
+    """The schema with the most votes, the first one in a tie; None without votes."""
+    return max(votes, key=lambda vote: vote[1])[0] if votes else None
+
+
+def counted(votes: Votes, more: Votes) -> Votes:
+    """Add `more` to `votes`; schemas that can be merged are counted as one."""
+    found = list(votes)
+    for schema, count in more:
+        for i, (known, before) in enumerate(found):
+            try:
+                found[i] = known.merge(schema, widen=True), before + count
+            except SchemaMismatchError:
+                continue
+            break
+        else:
+            found.append((schema, count))
+    return found

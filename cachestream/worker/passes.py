@@ -1,4 +1,4 @@
-"""The next pass: go on with the open one, begin another for what was evicted, or rest."""
+"""The next pass: resume the open one, begin another for evicted samples, or rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pass_is_open(state: FillState) -> bool:
 
 
 def first_plan(job: Job, listings: Listings) -> PassPlan:
-    """The first pass of a job: over all units, or over those that will be listed."""
+    """The plan of the first pass of a job: over all units, or over those that will be listed."""
     if job.growing:
         if listings.is_complete:
             names = listings.load()
@@ -104,18 +104,18 @@ def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> b
 
 
 def order_file(directory: Directory, ordinal: int) -> str:
-    """Where what was drawn for a pass lies."""
+    """The path of the order that was drawn for a pass."""
     return directory.worker_file(f"order-{ordinal}.npy")
 
 
 def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
-    """Whether the pass `one` is what the job would begin as `other`."""
+    """True if the pass `one` is the one that the job would begin as `other`."""
     if one.growing and not job.growing:
         return False
     if one.is_drawn and not os.path.exists(order_file(cache.directory, one.ordinal)):
         return False
     if one.growing and one.num_units != 0:
-        # It goes on growing by the listing that it began with, whether that is at its end by now or not.
+        # The pass keeps growing by the listing that it began with, complete by now or not.
         if Listings(cache.directory).load().digest_of(one.num_units or 0) != one.listing:
             return False
         other = replace(other, num_units=one.num_units, listing=one.listing)
@@ -177,7 +177,7 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
-    """Remove what was drawn for passes, but for those of the ordinals `kept`."""
+    """Remove the orders drawn for passes, except for those of the ordinals `kept`."""
     names = {os.path.basename(order_file(directory, ordinal)) for ordinal in kept}
     for name in os.listdir(directory.worker):
         if name.startswith("order-") and name not in names:
@@ -185,7 +185,7 @@ def _remove_orders(directory: Directory, kept: Collection[int]) -> None:
 
 
 def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
-    """Write what was drawn, within the limit like all else."""
+    """Write the order that was drawn, within the limit of the cache."""
     path = order_file(cache.directory, ordinal)
     owner = Owner(cache.directory, f"order-{secrets.token_hex(6)}")
     try:

@@ -1,4 +1,4 @@
-"""Stored listings of a cache: the one in use, its successor, earlier ones, and the writing of names into them."""
+"""The stored listings of a cache: the current one, the next one, earlier ones, and the writing of names."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MOST_EARLIER: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Listings:
-    """The listings in the cache's folder of the worker. Only the supervisor changes them, and the processes that it runs."""
+    """The listings in the worker folder of a cache; only the supervisor and its processes change them."""
 
     directory: Directory
 
     @property
     def current(self) -> str:
-        """Where the mark of the listing lies that samples are read by."""
+        """The path of the mark of the listing by which samples are read."""
         return self.directory.worker_file(f"{_PREFIX}.json")
 
     @property
     def next(self) -> str:
-        """Where the mark of one lies that is made to see whether the remote has changed."""
+        """The path of the mark of a listing that is made to find changes of the remote."""
         return self.directory.worker_file(f"{_PREFIX}-next.json")
 
     def load(self) -> StoredNames:
@@ -54,49 +54,49 @@ class Listings:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the current listing is there, to its end."""
+        """True if there is a current listing, and it is complete."""
         mark = read_mark(self.current)
         return mark is not None and mark.is_complete
 
     def is_of(self, job: Job) -> bool:
-        """Whether the current listing is of the job's source, and begins as that does now."""
+        """True if the current listing is of the job's source, and begins with the names that it has now."""
         return self.begins(job.fingerprint, job.num_units or 0, job.listing)
 
     def begins(self, fingerprint: str, count: int, digest: str) -> bool:
-        """Whether the current listing is of this source, and its first `count` names have this digest."""
+        """True if the current listing is of this source, and its first `count` names have this digest."""
         mark = read_mark(self.current)
         return mark is not None and mark.fingerprint == fingerprint and self.load().digest_of(count) == digest
 
     def new_mark(self, fingerprint: str) -> Mark:
-        """The mark of a listing that is to be made."""
+        """The mark of a new listing."""
         return Mark(f"{_PREFIX}-{secrets.token_hex(6)}", fingerprint)
 
     def differs(self) -> bool:
-        """Whether the next listing holds other names than the current one."""
+        """True if the next listing holds other names than the current one."""
         current, following = self.load(), StoredNames(self.next)
         following.look()
         return (len(current), current.digest) != (len(following), following.digest)
 
     def promote(self) -> None:
-        """Read by the next listing from now on. No sampling process may run."""
+        """Make the next listing the current one. No sampling process may run."""
         self.retire()
         move(self.next, self.current)
         self.clean()
 
     def retire(self) -> None:
-        """Keep the current listing as an earlier one: what is cached of it is found by its names."""
+        """Keep the current listing as an earlier one: its names find the samples that are cached of it."""
         mark = read_mark(self.current)
         if mark is not None:
             move(self.current, self.directory.worker_file(f"{mark.stem}.json"))
 
     def earlier(self) -> list[StoredNames]:
-        """Earlier listings, the last one first."""
+        """The earlier listings, the latest one first."""
         paths = {path: os.stat(path).st_mtime_ns for path in self._earlier_marks()}
         found = [StoredNames(path) for path in sorted(paths, key=paths.__getitem__, reverse=True)]
         return [names for names in found if names.look() is not None]
 
     def keep_earlier(self, plans: Iterable[PassPlan]) -> None:
-        """Forget earlier listings but those of the passes `plans`, and these too beyond the last few."""
+        """Remove earlier listings, except for the latest few of the passes `plans`."""
         wanted = list(plans)
         kept = [names for names in self.earlier() if any(is_over(names, plan) for plan in wanted)]
         paths = {names.path for names in kept[:_MOST_EARLIER]}
@@ -106,7 +106,7 @@ class Listings:
         self.clean()
 
     def forget_secrets(self) -> None:
-        """Forget listings in which an earlier release left the queries of URLs, which may be signed."""
+        """Remove listings in which an earlier release stored the queries of URLs, which may be signatures."""
         for path in (self.current, *self._earlier_marks()):
             mark, names = read_mark(path), StoredNames(path)
             if mark is None or "http" not in mark.fingerprint or names.look() is None:
@@ -120,7 +120,7 @@ class Listings:
         self.clean()
 
     def drop(self) -> None:
-        """Forget all listings."""
+        """Remove all listings."""
         for path in (self.current, *self._earlier_marks()):
             remove_if_there(path)
         self.drop_next()
@@ -130,7 +130,7 @@ class Listings:
         return [self.directory.worker_file(name) for name in names]
 
     def clean(self) -> None:
-        """Remove what no mark knows: a writer that died has left it. None may be at work."""
+        """Remove files that no mark names: a writer that died has left them. No writer may be at work."""
         paths = [self.current, self.next, *self._earlier_marks()]
         marks = [read_mark(path) for path in paths]
         kept = {name for mark in marks if mark is not None for name in file_names(mark.stem)}
@@ -141,7 +141,7 @@ class Listings:
 
 
 def is_over(names: AnyNames, plan: PassPlan) -> bool:
-    """Whether the units of a pass are those of `names`, or the first of them."""
+    """True if the units of a pass are those of `names`, or the first of them."""
     count = plan.num_units
     return (
         bool(count) and count is not None and count <= len(names) and names.digest_of(count) == plan.listing
@@ -154,9 +154,9 @@ _SPACE_TICK_S: Final = 0.5
 
 @dataclass(slots=True)
 class Store:
-    """Adds names to a stored listing, within the limit like all else; `last` is the last of them.
+    """Adds names to a stored listing, within the limit of the cache; `last` is the last name.
 
-    `wait` waits for space, so many seconds, and says whether to give up.
+    `wait(delay_s)` waits for space, and returns True to give up.
     """
 
     cache: Cache
@@ -190,10 +190,10 @@ class Store:
 
 
 def list_all(source: GrowingSource, cache: Cache) -> Source:
-    """`source` over a listing of all in `cache`: what of it is stored there, and the rest, which is listed here.
+    """Complete the stored listing of `source`, and return the source over all its names.
 
-    For one who fills the cache without a worker. Raises CacheFullError where there is no space for the names, and
-    what `more_names` does.
+    For filling the cache without a worker. Raises CacheFullError if there is no space for the names, and the
+    errors of `more_names`.
     """
     listings, first = Listings(cache.directory), source.first_names
     if not listings.begins(source.fingerprint, len(first), first.digest):
@@ -208,26 +208,26 @@ def list_all(source: GrowingSource, cache: Cache) -> Source:
 
 
 def keep_names(source: Any, cache: Cache) -> None:
-    """Store the names of a source that was listed at once, so that they are known when it is listed otherwise.
+    """Store the names of a source that was listed at once, for passes over a later listing.
 
-    Nothing for one without names, or where there is no space: then what is cached is fetched again.
+    Stores nothing for a source without names, or if there is no space: then cached samples are fetched again.
     """
     names, listings = getattr(source, "first_names", None), Listings(cache.directory)
     if not isinstance(names, Names) or getattr(source, "listing_digest", "") != names.digest:
-        return  # those of a manifest with labels are not all that there is to a unit
+        return  # a unit of a manifest with labels is more than its name
     if listings.is_complete and listings.begins(source.fingerprint, len(names), names.digest):
         return
 
     def give_up(_delay_s: float) -> bool:
         return True
 
-    def clean() -> None:  # what one that was killed has left, or refused by the disk, must not take the space
+    def clean() -> None:  # files of a writer that was killed must not take space
         with suppress(OSError):
             listings.clean()
 
     clean()
     with (
-        suppress(CacheError),  # filling goes on without
+        suppress(CacheError),  # filling works without
         open_store(source, cache, give_up, is_next=False, may_evict=False, is_complete=True),
     ):
         pass
@@ -244,7 +244,7 @@ def open_store(
     may_evict: bool,
     is_complete: bool = False,
 ) -> Iterator[Store]:
-    """The stored listing, to be added to: what there is of it, or the first names."""
+    """Open the stored listing for adding names; a new one begins with the first names of the source."""
     listings = Listings(cache.directory)
     path = listings.next if is_next else listings.current
     mark = read_mark(path) or listings.new_mark(source.fingerprint)
@@ -261,7 +261,7 @@ def open_store(
             known = StoredNames(path)
             known.look()
             store.last = known[len(known) - 1]
-        elif not is_next:  # to see whether there are others by now, they are asked for again
+        elif not is_next:  # a listing for changes asks for the first names again
             store.add(source.first_names, is_complete=is_complete)
         yield store
     finally:
@@ -270,8 +270,11 @@ def open_store(
 
 
 def store_rest(source: GrowingSource, store: Store, stop: threading.Event) -> None:
-    """Store what comes after the last name, until the end or until told to stop: the first page at once, others as they
-    come, every half a second at most. Raises what `more_names` does.
+    """Store the names after the last one, until their end or until told to stop.
+
+    Raises the errors of `more_names`.
+
+    The first page is stored at once, others in groups, every half second at most.
     """
     waiting: list[str] = []
     stored_s = -math.inf

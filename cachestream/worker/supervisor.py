@@ -1,6 +1,6 @@
-"""The supervisor: one a cache, it starts, watches, restarts and stops the sampling processes.
+"""The supervisor of a cache: it starts, watches, restarts and stops the sampling processes.
 
-It does no work of its own, holds nothing that must survive, and loads neither torch nor fsspec.
+The supervisor reads no samples, holds no state that must survive, and loads neither torch nor fsspec.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cachestream.storage.status import describe_skipped, shortage_of_disk
 from cachestream.storage.tables import Suspect
 from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.child import Child
+from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, SamplingProcess
 from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.health import (
     START_DEADLINE_S,
@@ -44,7 +44,6 @@ from cachestream.worker.lister import Lister, ListingError
 from cachestream.worker.order import all_units, check_drawn, draw_curriculum
 from cachestream.worker.passes import go_on
 from cachestream.worker.processes import end_orphans, look_after_orphans
-from cachestream.worker.sampling_process import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
 from cachestream.worker.stored_listings import Listings
 
 _TICK_S: Final = 0.1
@@ -54,13 +53,13 @@ _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
 _LATER_PAUSE_S: Final = 2.0
 _SAY_AGAIN_S: Final = 60.0
-_TRIED_AGAIN_S: Final = 3.0  # by then all who wait for space have seen whether there is some
+_TRIED_AGAIN_S: Final = 3.0  # by then all processes that wait for space have tried again
 
 logger = logging.getLogger("cachestream.worker")
 
 
 class _GiveUpError(Exception):
-    """The filling cannot go on; the message and the child's traceback are for the user."""
+    """The filling cannot continue; the message and the traceback of the child (`words`) are for the user."""
 
     def __init__(self, message: str, words: str) -> None:
         super().__init__(message)
@@ -68,7 +67,7 @@ class _GiveUpError(Exception):
 
 
 class Supervisor:
-    """Runs the processes of one job until it is stopped; `run` returns the process's exit code."""
+    """Runs the processes of one job until it is stopped; `run` returns the exit code."""
 
     def __init__(self, job: Job, cache: Cache, lock: HeldFile, server: ForkServer) -> None:
         self._job = job
@@ -79,12 +78,13 @@ class Supervisor:
         server.load(job.protocols)
         job_fd = share(job)
         self._children = [
-            Child(server, job_fd, job.sys_path, index, self._board) for index in range(job.num_workers)
+            SamplingProcess(server, job_fd, job.sys_path, index, self._board)
+            for index in range(job.num_workers)
         ]
         self._lister = Lister(job, server, job_fd, Listings(cache.directory))
         self._look_for_changes = False
-        self._is_looking: bool | None = None  # what one that was killed has left is not known
-        self._wardens = Attachments(cache.directory)
+        self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
+        self._attachments = Attachments(cache.directory)
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
         self._trouble = Trouble()
@@ -105,17 +105,17 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._stop.is_set():
             self._board.end()
-            os._exit(128 + number)  # asked twice: at once; the children die with us
+            os._exit(128 + number)  # the second signal ends the process at once; its children die with it
         self._stop.set()
 
     def run(self) -> int:
-        """Watch until asked to stop, until nobody needs the worker any more, or until it fails."""
+        """Watch until asked to stop, until no process needs the worker any more, or until it fails."""
         try:
             while not (self._try(self._should_end) and self._leave()):
                 self._try(self._tick_now)
                 self._stop.wait(_TICK_S)
             self._end()
-        except Exception as error:  # the supervisor's main: what ends it is told to all who wait
+        except Exception as error:  # a process's main: all who wait get the error
             words = error.words if isinstance(error, _GiveUpError) else traceback.format_exc()
             logger.exception("giving up")
             self._give_up(str(error) or type(error).__name__, words)
@@ -131,17 +131,17 @@ class Supervisor:
     def _give_up(self, message: str, words: str) -> None:
         try:
             if self._lock.is_ours:
-                self._leave()  # nobody shall attach to a worker that has failed
+                self._leave()  # no process is to attach to a worker that has failed
                 try:
                     self._end()
                 finally:  # it may fail for the same reason
                     self._say("failed", message, words)
                     self._board.end()
         except (CacheStreamError, OSError):
-            logger.exception("the end could not be recorded")  # the children die with us
+            logger.exception("the end could not be recorded")  # the children die with this process
 
     def start(self, *, is_complete: bool) -> None:
-        """Start the sampling processes. Of a pass that `is_complete`, see whether the remote has more by now."""
+        """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
         self._look_for_changes = is_complete and self._job.growing
         self._set_looking(self._look_for_changes)
         self._say("filling")
@@ -152,40 +152,40 @@ class Supervisor:
             child.start(time.monotonic())
 
     def _leave(self) -> bool:
-        """Take the attach lock, until we are gone; False when somebody attached at the last moment."""
+        """Take the attach lock until this process ends; False if a process attached at the last moment."""
         try:
-            self._leaving = self._wardens.attach_lock(_LEAVE_S)
+            self._leaving = self._attachments.attach_lock(_LEAVE_S)
         except CacheLockedError:
             return (
                 self._stop.is_set()
-            )  # a process was stopped while it attached: a signal does not wait for it
+            )  # after a signal, do not wait for a process that was stopped while it attached
         if self._should_end():
             return True
         self._leaving.release()
         return False
 
     def _should_end(self) -> bool:
-        if self._stop.is_set() or self._wardens.stop_requested():
+        if self._stop.is_set() or self._attachments.stop_requested():
             return True
         if self._state == "full" and self._job.when_full == "stop":
             return True
-        return not self._wardens.is_needed()
+        return not self._attachments.is_needed()
 
     def _try(self, step: Callable[[], bool]) -> bool:
-        """What `step` says; False where it fails of what may be over soon."""
+        """The result of `step`; False if it fails for a reason that may be over soon."""
         now_s = time.monotonic()
         try:
             return step()
         except CacheLockedError:
-            logger.exception("the catalogue is locked")  # by a process that was stopped: it may go on
-        except (CacheFullError, DiskFailedError) as error:  # what was left undone is done once that is over
+            logger.exception("the catalogue is locked")  # by a process that was stopped, and may continue
+        except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
             if now_s - self._full_said_s > _SAY_AGAIN_S:
                 self._full_said_s = now_s
                 logger.warning("%s; waiting for that", error)
         except (
             CacheError,
             OSError,
-        ):  # no descriptors or processes left, a read that failed: once, or for good
+        ):  # no descriptors or processes left, a failed read: temporary, or for good
             before, self._trouble = self._trouble, self._trouble.again(now_s)
             if self._trouble.is_lasting or self._stop.is_set():
                 raise
@@ -201,7 +201,7 @@ class Supervisor:
 
     def _tick(self, now_s: float) -> None:
         if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
-            self._resumed_s = now_s  # a suspended job: nobody could show life
+            self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
         for child in self._children:
             child.kill_if_hanging(now_s, self._resumed_s, self._job.hang_timeout_s, START_DEADLINE_S)
@@ -220,7 +220,7 @@ class Supervisor:
         if not self._resting:
             self._say(*self._how_full(now_s))
 
-    def _reap(self, child: Child, now_s: float) -> None:
+    def _reap(self, child: SamplingProcess, now_s: float) -> None:
         ended = child.reap(now_s)
         if ended is None:
             return
@@ -247,7 +247,7 @@ class Supervisor:
         self._unrecorded += [(pass_id, suspicion, str(death)) for suspicion in suspects]
 
     def _record_suspects(self) -> None:
-        """Before another process reads them."""
+        """Record the suspects before another process reads them."""
         if not self._unrecorded:
             return
         self._cache.filling.record_suspects(
@@ -257,13 +257,13 @@ class Supervisor:
         self._unrecorded.clear()
 
     def _look_after_orphans(self) -> None:
-        """Nobody waits for what transforms leave behind, but us."""
+        """Wait for processes that transforms leave behind; no other code does."""
         self._server.listen()
         if self._server.give_up_if_stopped(time.monotonic()):
             logger.warning("the fork server was stopped; processes are started without it")
         waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
         known = [pid for pid in waited_for if pid is not None]
-        if len(known) == len(waited_for):  # else one might be of a process that we do not know yet
+        if len(known) == len(waited_for):  # else an orphan might be a child whose id is not known yet
             look_after_orphans(known)
 
     def _watch_lister(self, now_s: float) -> None:
@@ -273,13 +273,13 @@ class Supervisor:
             raise _GiveUpError(_last_error(error.words), error.words) from error
 
     def _next_pass(self, now_s: float) -> None:
-        """All processes have ended for want of claims: begin another pass, or rest."""
+        """Begin another pass or rest, as all processes have ended for want of claims."""
         if self._look_for_changes:
             self._look_for_changes = False
             self._lister.look_for_changes()
         if self._lister.running and not self._resting:
-            return  # whether this was all will be known at its end
-        self._has_promoted |= self._lister.promote()  # until a pass over it has begun
+            return  # the end of the listing will tell if this was all
+        self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
         has_more = go_on(self._cache, self._job, self.draw, has_changed=self._has_promoted)
         has_changed, self._has_promoted = self._has_promoted, False
         self._set_looking(False)
@@ -295,7 +295,7 @@ class Supervisor:
             child.start_at_s = now_s
 
     def _set_looking(self, looking: bool) -> None:
-        """Tell those who wait for the end of the pass that it is not known yet which pass that is."""
+        """Record if it is still unknown which pass is the one to wait for."""
         if looking != self._is_looking:
             self._cache.filling.record_looking(looking)
             self._is_looking = looking
@@ -309,9 +309,9 @@ class Supervisor:
         return "; ".join(filter(None, (skipped, all_dropped if dropped and not state.num_samples else "")))
 
     def draw(self, ordinal: int) -> IntArray:
-        """What the user's sampler or curriculum gives for pass `ordinal`."""
+        """Draw the units of pass `ordinal` by the user's sampler or curriculum."""
         if self._sampler is None:
-            self._sampler = unpack_sampler(self._job.sampler)  # kept: it goes on where its generator is
+            self._sampler = unpack_sampler(self._job.sampler)  # kept: its generator continues
         job, sampler = self._job, self._sampler
         if job.kind == "curriculum" and job.num_units is not None:
             share = all_units(job.num_units, job.partition)
@@ -321,12 +321,12 @@ class Supervisor:
         return check_drawn(sampler, job.num_units, job.partition)
 
     def _how_full(self, now_s: float) -> tuple[str, str]:
-        """The state of the filling while it is not over, and what it waits for when all processes wait for space."""
+        """The state of the filling while it is not over, and a message if all processes wait for space."""
         states = self._board.states()
         running = {states[child.index] for child in self._children if child.running}
         if not running or running - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
             return "filling", ""
-        if STATE_NAMES[WRITING] in running:  # it may be about to find that there is none
+        if STATE_NAMES[WRITING] in running:  # the process may be about to find that there is no space
             return self._state, self._message
         evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
         state = self._cache.filling.state()
@@ -369,10 +369,10 @@ class Supervisor:
         self._state, self._message = state, message
 
     def _say_again(self) -> None:
-        """Tell a new catalogue what the one before knew, and no shard tells."""
+        """Record in a new catalogue what the lost one knew, and no shard tells."""
         looking, self._is_looking = bool(self._is_looking), None
         self._set_looking(looking)
-        self._state, self._resting = "", False  # there is a pass again that is open, or the next tick tells
+        self._state, self._resting = "", False  # a pass is open again, or the next tick corrects that
         self._say("filling")
 
     def _end(self) -> None:
@@ -385,18 +385,18 @@ class Supervisor:
                 child.reap(time.monotonic())
             time.sleep(0.01)
         for child in self._children:
-            child.kill()
+            child.end()
         end_orphans()
-        self._wardens.clear_requests()
+        self._attachments.clear_requests()
         try:
-            self._cache.recover()  # what was killed in the middle of a shard leaves nothing
+            self._cache.recover()  # removes unfinished shards of processes that were killed
             self._keep_house()
         except CacheFullError:
             logger.exception("left to the next who opens the cache")
 
 
 def _last_error(words: str) -> str:
-    """The message of the error whose traceback ends `words`."""
+    """The message of the error at the end of `words`."""
     lines = words.strip().splitlines()
     if not lines:
         return "the worker cannot go on"

@@ -1,20 +1,17 @@
-"""One unit, read from the remote: seeded, counted, held to the bandwidth, tried again, and given up when it stalls.
-
-Threads wake each other up, and count, more slowly than small samples come.
-"""
+"""Reading one unit from the remote: seeded, counted, throttled, retried, and given up if it stalls."""
 
 from __future__ import annotations
 
 import math
 import os
 import random
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 import numpy as np
@@ -29,150 +26,131 @@ from cachestream.transport import metering
 from cachestream.transport.metering import Throttle
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.cached_units import keep_all
-from cachestream.worker.encode import Table, to_table
+from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, gather, to_table
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 from cachestream.worker.processes import end_if_forked
 
 _AWAY_S: Final = 5.0
+_UNIT_KEY: Final = 3
+_SAMPLE_KEY: Final = 5
+BEAT_S: Final = 0.001
+_PROBE_S: Final = 5.0  # one unit of a remote that is away is tried again within this time
+REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
+LEAST_REQUEST_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A unit has brought nothing since `since_s`, for the `reason` that it gave last."""
+    """A unit has brought nothing since `since_s`; `reason` is its last error."""
 
     since_s: float
     reason: str
 
     def is_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """Whether those behind it are not to wait any longer: they come, if it is not the remote as a whole."""
+        """True if the units behind it are not to wait any longer, unless the whole remote is away."""
         return now_s - self.since_s >= hang_timeout_s / 3
 
     def is_too_long(self, now_s: float, hang_timeout_s: float) -> bool:
-        """Whether it is to be left out, if its remote does answer."""
+        """True if the unit is to be left out, provided that its remote answers."""
         return now_s - self.since_s >= 4 * hang_timeout_s
 
 
 @dataclass(slots=True)
 class Answers:
-    """When the remotes of a source answered last, and when one did again after an outage: nobody waits longer then."""
+    """The times at which the remotes of a source last answered, and last answered again after an outage."""
 
     _last_s: dict[Hashable, float] = field(default_factory=dict)
     _back_s: dict[Hashable, float] = field(default_factory=dict)
 
     def heard(self, remote: Hashable, now_s: float) -> None:
-        """Something came from `remote`."""
+        """Note that something came from `remote`."""
         if self.is_away(remote, now_s):
             self._back_s[remote] = now_s
         self._last_s[remote] = now_s
 
     def is_away(self, remote: Hashable, now_s: float) -> bool:
-        """Whether nothing has come from `remote` lately, whatever was asked of it."""
+        """True if nothing has come from `remote` lately."""
         return now_s - self._last_s.get(remote, -math.inf) > _AWAY_S
 
     def is_back(self, remote: Hashable, since_s: float) -> bool:
-        """Whether an outage of `remote` has ended after `since_s`."""
+        """True if an outage of `remote` has ended after `since_s`."""
         return self._back_s.get(remote, -math.inf) > since_s
 
 
-MOST_SAMPLES: Final = 64
-MOST_BYTES: Final = 256 * 1024
-LONGEST_S: Final = 0.001
+class LaterError(Exception):
+    """The unit was put aside, and its thread is free: the unit is to be read again later, by any thread."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleChunk:
-    """Samples of one unit, in its order: `samples[i]` is at `offsets[i]` in it, with the key `keys[i]`.
+class UnitState(Enum):
+    """The state of a unit between its submission to a fetcher and its delivery; changed by `after` alone.
 
-    Or those of a table, which has keys of its own. They take about `nbytes` of memory.
+        QUEUED ─────TAKE─────▶ READING ─────END─────▶ FINISHED
+          │                    │     ▲                    ▲
+       PUT_ASIDE          PUT_ASIDE  ARRIVE               │
+          ▼                    ▼     │                    │
+        ASIDE ─────TAKE─────▶ READING_ASIDE ────END───────┘
+          ▲                    │
+          └──WAKE── ASLEEP ◀─PAUSE
+
+    The remote of a unit that is put aside does not answer: the units behind it are delivered first. A unit of
+    which something arrives is the next to be delivered.
     """
 
-    offsets: Sequence[int]
-    keys: Sequence[str]
-    samples: Sequence[Any] | Table
-    nbytes: int
+    QUEUED = "waits for a thread"
+    READING = "is read by a thread"
+    ASIDE = "put aside, waits for a thread"
+    READING_ASIDE = "put aside, is read by a thread"
+    ASLEEP = "put aside, is to be read again later"
+    FINISHED = "read to its end, or failed"
+
+    def after(self, event: UnitEvent) -> UnitState:
+        """The next state; raises ValueError for an event that cannot happen in this state."""
+        try:
+            return _TRANSITIONS[self, event]
+        except KeyError:
+            raise ValueError(f"{event.name} cannot happen to a unit that is {self.name}") from None
 
 
-Item = tuple[int, str, Any, int]  # offset, key, sample, bytes
+class UnitEvent(Enum):
+    """Events that change the state of a unit in a fetcher."""
+
+    TAKE = "a thread begins to read it"
+    PUT_ASIDE = "it has not answered for long"
+    ARRIVE = "samples came"
+    PAUSE = "an attempt failed, and the thread goes on with another unit"
+    WAKE = "the pause is over"
+    END = "all has been read, or reading failed for good"
 
 
-def gather(items: Iterator[Item | SampleChunk]) -> Iterator[SampleChunk]:
-    """`items` in lots, as soon as they come where they are large or slow; those before an error come too."""
-    waiting: list[Item] = []
-    waiting_bytes, since_s = 0, time.monotonic()
-    try:
-        for item in items:
-            if isinstance(item, SampleChunk):
-                if waiting:
-                    yield _lot(waiting, waiting_bytes)
-                    waiting, waiting_bytes = [], 0
-                yield item
-                continue
-            waiting.append(item)
-            waiting_bytes += item[3]
-            now_s = time.monotonic()
-            if waiting_bytes >= MOST_BYTES or now_s - since_s >= LONGEST_S or len(waiting) >= MOST_SAMPLES:
-                yield _lot(waiting, waiting_bytes)
-                waiting, waiting_bytes, since_s = [], 0, now_s
-    except GeneratorExit:
-        raise
-    except BaseException:
-        if waiting:
-            yield _lot(waiting, waiting_bytes)
-        raise
-    if waiting:
-        yield _lot(waiting, waiting_bytes)
-
-
-def _lot(items: list[Item], nbytes: int) -> SampleChunk:
-    offsets, keys, samples, _ = zip(*items, strict=True)
-    return SampleChunk(offsets, keys, samples, nbytes)
-
-
-def runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending `offsets` as ranges [start, stop)."""
-    if offsets and offsets[-1] - offsets[0] == len(offsets) - 1:
-        return [(offsets[0], offsets[-1] + 1)]
-    found: list[tuple[int, int]] = []
-    for offset in offsets:
-        if found and found[-1][1] == offset:
-            found[-1] = found[-1][0], offset + 1
-        else:
-            found.append((offset, offset + 1))
-    return found
-
-
-def approximate_bytes(value: Any) -> int:
-    """About how much memory a sample takes."""
-    try:
-        nbytes = getattr(value, "nbytes", None)
-    except RuntimeError:  # a sparse tensor has none
-        nbytes = None
-    if isinstance(nbytes, int):
-        return nbytes
-    if isinstance(value, Mapping):
-        return sum(map(approximate_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(approximate_bytes, value))
-    return len(value) if isinstance(value, bytes | str) else sys.getsizeof(value)
-
-
-class LaterError(Exception):
-    """The unit was put aside: it is to be read again later, by whichever thread is free then."""
+_TRANSITIONS: Final = {
+    (UnitState.QUEUED, UnitEvent.TAKE): UnitState.READING,
+    (UnitState.QUEUED, UnitEvent.PUT_ASIDE): UnitState.ASIDE,
+    (UnitState.READING, UnitEvent.PUT_ASIDE): UnitState.READING_ASIDE,
+    (UnitState.READING, UnitEvent.ARRIVE): UnitState.READING,
+    (UnitState.READING, UnitEvent.END): UnitState.FINISHED,
+    (UnitState.ASIDE, UnitEvent.TAKE): UnitState.READING_ASIDE,
+    (UnitState.READING_ASIDE, UnitEvent.ARRIVE): UnitState.READING,
+    (UnitState.READING_ASIDE, UnitEvent.PAUSE): UnitState.ASLEEP,
+    (UnitState.READING_ASIDE, UnitEvent.END): UnitState.FINISHED,
+    (UnitState.ASLEEP, UnitEvent.WAKE): UnitState.ASIDE,
+}
+_PUT_ASIDE: Final = frozenset({UnitState.ASIDE, UnitState.READING_ASIDE, UnitState.ASLEEP})
 
 
 @dataclass(slots=True, eq=False)
 class UnitRead:
-    """One unit to be read: `skip` says which of its samples are not wanted.
+    """One unit to be read: `skip` tells which offsets of its samples are not wanted.
 
-    One that is `finished` when it is submitted is only delivered in its turn: `covered` when the cache
-    has all of it, or with the `error` for which it is not read. `cached` are the ranges of offsets that lie
-    in other shards, and `parts`, where samples are held out, those of the train split and of the held-out one. All before
-    the offset `done` has been dealt with.
+    A unit that is FINISHED when it is submitted is only delivered in its turn: `covered` when the cache holds
+    all of it, or with the `error` for which it is not read. `cached`: the ranges of offsets that lie in other
+    shards; `parts`, where samples are held out: those ranges of the train split and of the held-out split.
+    All samples before the offset `done` are packed, dropped or skipped.
 
-    All before the offset `came` has been read. `asked_s`: since when its remote was asked for something, and has sent
-    nothing; 0 where it was not. While it does not answer it has a `silence`, and is tried again after the `delays`; one that
-    is `aside` (`has_own_claim`, then) lets the others go first, until `again_at_s`. Its last try failed at `paused_at_s`.
+    All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has
+    not answered yet; 0 without one. A unit that does not answer has a `silence`, and is tried again after the
+    `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put
+    aside it gets a claim of its own.
     """
 
     position: int
@@ -183,50 +161,52 @@ class UnitRead:
     parts: Sequence[Sequence[tuple[int, int]]] = ()
     done: int = 0
     covered: bool = False
-    lots: deque[SampleChunk] = field(default_factory=deque)
+    chunks: deque[SampleChunk] = field(default_factory=deque)
     waiting_bytes: int = 0
-    finished: bool = False
+    state: UnitState = UnitState.QUEUED
     error: BaseException | None = None
     came: int = 0
-    reading: bool = False
     asked_s: float = 0.0
     silence: Stall | None = None
     delays: Iterator[float] | None = None
-    aside: bool = False
     has_own_claim: bool = False
     paused_at_s: float = 0.0
     again_at_s: float = 0.0
 
     @property
+    def finished(self) -> bool:
+        return self.state is UnitState.FINISHED
+
+    @property
+    def aside(self) -> bool:
+        return self.state in _PUT_ASIDE
+
+    @property
+    def reading(self) -> bool:
+        return self.state in (UnitState.READING, UnitState.READING_ASIDE)
+
+    @property
     def is_awaited(self) -> bool:
-        """Whether nothing of it has come that was not delivered."""
-        return not self.lots and not self.finished
+        """True if there is nothing to deliver yet."""
+        return not self.chunks and not self.finished
 
     def silent(self, now_s: float, hang_timeout_s: float) -> bool:
-        """Whether it has not answered for long: in its attempts so far, or in the one that goes on."""
+        """True if the unit has not answered for long, in its attempts so far or in the current one."""
         if self.silence is None and self.asked_s:
             since = Stall(self.asked_s, f"unit {self.unit}: no answer yet")
             self.silence = since if since.is_long(now_s, hang_timeout_s) else None
         return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
 
-    def heard(self, lot: SampleChunk) -> None:
-        """The remote answers."""
-        self.came = lot.offsets[-1] + 1
+    def heard(self, chunk: SampleChunk) -> None:
+        """Note that `chunk` came: the remote answers."""
+        self.came = chunk.offsets[-1] + 1
         self.silence = self.delays = None
 
 
-_UNIT_KEY = 3
-_SAMPLE_KEY = 5
-BEAT_S: Final = 0.001
-_PROBE_S: Final = 5.0  # of a remote that is away: within that, one of its units is tried again
-REQUEST_S: Final = 0.05  # of the bandwidth, in one request
-LEAST_REQUEST_BYTES: Final = 256 << 10
-
-
 class UnitReader:
-    """Reads units in any thread; keeps the process's slot on the board alive while it does.
+    """Reads units in any thread, and shows life in the process's slot on the board meanwhile.
 
-    `in_rows`: samples may come in columns, because nobody looks at each of them.
+    `in_rows`: samples may come in columns, because no transform takes them one by one.
     """
 
     def __init__(
@@ -244,12 +224,12 @@ class UnitReader:
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
             source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
         )
-        # Of several remotes in a mix, one may be away while the others answer.
+        # Of the remotes of a mix, one may be away while the others answer.
         self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
-        self._witnesses: dict[Hashable, int] = {}  # of each remote the first unit that came whole
+        self._witnesses: dict[Hashable, int] = {}  # the first unit of each remote that came whole
         self._answers = Answers()
         self._probe: UnitRead | None = None  # the unit that finds out whether a remote is back
-        self._is_reported = False  # whether the source says what it fetches
+        self._is_reported = False  # the source reports the bytes that it fetches
         self._hang_timeout_s = job.hang_timeout_s
         self._slot = slot
         self._stop = stop
@@ -259,112 +239,117 @@ class UnitReader:
         budget = directory.worker_file("budget")
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
-        self.throttled = False  # since whoever asks has set it to False
-        # What one request asks for is on its way at once, whether it is read or not: sockets have buffers.
+        self._throttled = False
+        # All that one request asks for is sent at once, read or not: sockets have buffers.
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
         metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
 
-    def read(self, flight: UnitRead, number: int) -> Iterator[SampleChunk]:
-        """Yield the unit's samples that are wanted.
+    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
+        """Yield the samples of the unit that are wanted.
 
-        A remote that does not answer is tried again for ever, with full-jitter back-off, and goes on
-        after the samples that came through: a unit gives the same samples again. One that was put aside ends by
-        LaterError then; one that does not answer while its remote gives others, by SampleError in the end.
+        A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues
+        after the samples that came through, as a unit always gives the same samples. Raises LaterError while
+        a unit that was put aside does not answer, and in the end SampleError if its remote gives other units.
         """
-        self._local.number, self._local.flight = number, flight
+        self._local.number, self._local.unit_read = number, unit_read
         slot = self._slot
-        self.beat(number)  # before the flight is seen: the last beat of an idle thread may be old
-        slot["flights"][number] = flight.position + 1
+        self.beat(number)  # before the position is shown: the last beat of an idle thread may be old
+        slot["flights"][number] = unit_read.position + 1
         try:
             while True:
                 self.beat(number)
                 began_s = time.monotonic()
                 try:
-                    with closing(self._wanted(flight, number, flight.came)) as items:
-                        for lot in gather(items):
-                            flight.heard(lot)
-                            self._answers.heard(self._remote_of(flight.unit), time.monotonic())
-                            yield lot
-                    self._witnesses.setdefault(self._remote_of(flight.unit), flight.unit)
-                    self._answers.heard(self._remote_of(flight.unit), time.monotonic())
+                    with closing(self._wanted(unit_read, number, unit_read.came)) as items:
+                        for chunk in gather(items):
+                            unit_read.heard(chunk)
+                            self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
+                            yield chunk
+                    self._witnesses.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
+                    self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
                     slot["retries"] += 1
-                    self._pause(flight, self._fell_silent(flight, str(error), began_s))
+                    self._pause(unit_read, self._fell_silent(unit_read, str(error), began_s))
         finally:
             end_if_forked(self._pid)
             self._refund()
-            flight.asked_s = 0.0
+            unit_read.asked_s = 0.0
             slot["flights"][number] = 0
 
-    def _fell_silent(self, flight: UnitRead, reason: str, began_s: float) -> float:
-        """An attempt that began at `began_s` has failed: for how long to wait before the next one.
+    def _fell_silent(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
+        """The pause after a failed attempt that began at `began_s`.
 
-        Raises SampleError where there had better be none.
+        Raises SampleError if the unit is to be left out.
         """
-        before, now_s = flight.silence, time.monotonic()
-        flight.silence = silence = Stall(began_s if before is None else before.since_s, reason)
+        before, now_s = unit_read.silence, time.monotonic()
+        unit_read.silence = silence = Stall(began_s if before is None else before.since_s, reason)
         if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
-            self._remote_of(flight.unit)
+            self._remote_of(unit_read.unit)
         ):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
-        was_back = self._answers.is_back(self._remote_of(flight.unit), flight.paused_at_s)
-        if flight.delays is None or was_back:  # made when needed: seeding costs more than many a read
-            flight.delays = backoff_delays(random.Random())
-        return next(flight.delays)
+        was_back = self._answers.is_back(self._remote_of(unit_read.unit), unit_read.paused_at_s)
+        if unit_read.delays is None or was_back:  # made when needed: seeding may cost more than a read
+            unit_read.delays = backoff_delays(random.Random())
+        return next(unit_read.delays)
 
     def _does_answer(self, remote: Hashable) -> bool:
-        """Whether a unit that came from `remote` before comes again, from there and not from the source's memory."""
+        """True if a unit that came from `remote` before comes again, and not from a cache in the source."""
         unit, self._local.fetched = self._witnesses.get(remote), 0
         if unit is None or self.plan is None:
             return False
         try:
             next(iter(self._read(unit, unit_generator(self.plan, unit))), None)
         except SampleError:
-            return True  # that it is gone, say
+            return True  # an answer, such as "not found"
         except Exception:  # noqa: BLE001  whatever a source raises: it did not answer
             return False
         return bool(self._local.fetched) or not self._is_reported
 
-    def _wanted(self, flight: UnitRead, number: int, first: int) -> Generator[Item | SampleChunk, None, None]:
-        """The samples that are wanted, from the offset `first` on."""
+    def _wanted(
+        self, unit_read: UnitRead, number: int, first: int
+    ) -> Generator[Item | SampleChunk, None, None]:
+        """Yield the samples that are wanted from the offset `first` on."""
         assert self.plan is not None
-        rng = unit_generator(self.plan, flight.unit)
+        rng = unit_generator(self.plan, unit_read.unit)
         self._local.fetched = 0
         self._refund()
         offset, beat_s = 0, 0.0
-        for item in self._read(flight.unit, rng):
+        for item in self._read(unit_read.unit, rng):
             end_if_forked(self._pid)
             if (now_s := time.monotonic()) - beat_s >= BEAT_S:
                 self.beat(number)
                 beat_s = now_s
             if isinstance(item, Rows):
-                if (lot := self._table(item, offset, first, flight)) is not None:
-                    yield lot
+                if (chunk := self._table(item, offset, first, unit_read)) is not None:
+                    yield chunk
                 offset += len(item.keys)
                 continue
             key, sample = item
             nbytes = approximate_bytes(sample)
             self._count(nbytes)
-            if offset >= first and not flight.skip(offset):
+            if offset >= first and not unit_read.skip(offset):
                 yield offset, key, sample, nbytes
             offset += 1
 
-    def _table(self, rows: Rows, offset: int, first: int, flight: UnitRead) -> SampleChunk | None:
-        """The wanted ones of `rows`, the first of which is at `offset` in its unit."""
+    def _table(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
+        """The wanted samples of `rows`, the first of which is at `offset` in its unit.
+
+        None if none are wanted.
+        """
         table = to_table(rows)
         self._count(table.nbytes)
         offsets: Sequence[int] = range(offset, offset + len(table))
-        if first > offset or flight.skip is not keep_all:
-            wanted = [i for i, at in enumerate(offsets) if at >= first and not flight.skip(at)]
+        if first > offset or unit_read.skip is not keep_all:
+            wanted = [i for i, at in enumerate(offsets) if at >= first and not unit_read.skip(at)]
             if len(wanted) < len(table):
                 table, offsets = table.take(wanted), [offset + i for i in wanted]
         return SampleChunk(offsets, (), table, table.nbytes) if offsets else None
 
     def _count(self, nbytes: int) -> None:
-        """A sample of `nbytes` came: what a source gives that reports no bytes itself is what it fetched."""
+        """Count `nbytes` of a sample as fetched, unless the source reports its bytes itself."""
         if not self._local.fetched:
             self._on_fetched(nbytes)
             self._local.fetched = 0
@@ -380,11 +365,11 @@ class UnitReader:
     def _on_fetched(self, nbytes: int) -> None:
         number = getattr(self._local, "number", None)
         if number is None:
-            return  # a thread of the user's own, or of the transform
+            return  # a thread of the user, or of the transform
         self.beat(number)
         if not nbytes:
             return
-        self._local.flight.asked_s = 0.0
+        self._local.unit_read.asked_s = 0.0
         self._local.fetched += nbytes
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
@@ -394,57 +379,68 @@ class UnitReader:
             self._throttle.spend(nbytes - paid, lambda: self.beat(number))
 
     def _on_asking(self, nbytes: int) -> None:
-        """Pay before the bytes are on the wire: what many readers have in flight would else be over the limit."""
+        """Pay for bytes before they are on the wire.
+
+        Else all that many readers have in flight would exceed the limit.
+        """
         number = getattr(self._local, "number", None)
         if self._throttle is not None and number is not None:
             self._local.paid = getattr(self._local, "paid", 0) + nbytes
             self._throttle.spend(nbytes, lambda: self.beat(number))
         if number is not None and nbytes:
-            self._local.flight.asked_s = self._local.flight.asked_s or time.monotonic()
+            self._local.unit_read.asked_s = self._local.unit_read.asked_s or time.monotonic()
 
     def _refund(self) -> None:
-        """Give back what was paid for bytes that never came."""
+        """Refund what was paid for bytes that never came."""
         paid = getattr(self._local, "paid", 0)
         if self._throttle is not None and paid:
             self._local.paid = 0
             self._throttle.reserve(-paid)
 
     def _on_slow_down(self) -> None:
-        self.throttled = True
+        self._throttled = True
 
-    def _pause(self, flight: UnitRead, delay_s: float) -> None:
-        """Wait, not longer than an outage; raises LaterError where others are to be read meanwhile."""
-        flight.paused_at_s = time.monotonic()
-        flight.again_at_s = flight.paused_at_s + delay_s
-        while not self.may_try_again(flight, time.monotonic()):
-            if flight.aside:
+    def take_throttled(self) -> bool:
+        """True if a remote asked to slow down since the last call."""
+        throttled, self._throttled = self._throttled, False
+        return throttled
+
+    def _pause(self, unit_read: UnitRead, delay_s: float) -> None:
+        """Wait for the next attempt, or the end of an outage; raises LaterError if the unit is put aside."""
+        unit_read.paused_at_s = time.monotonic()
+        unit_read.again_at_s = unit_read.paused_at_s + delay_s
+        while not self.may_try_again(unit_read, time.monotonic()):
+            if unit_read.aside:
                 raise LaterError
-            if self._stop.wait(min(max(0.0, flight.again_at_s - time.monotonic()), metering.TICK_S)):
+            if self._stop.wait(min(max(0.0, unit_read.again_at_s - time.monotonic()), metering.TICK_S)):
                 return
             self.beat(self._local.number)
 
-    def may_try_again(self, flight: UnitRead, now_s: float) -> bool:
-        """Whether the pause of a unit is over: its time has come, or its remote is back, which one of them finds out sooner."""
-        remote = self._remote_of(flight.unit)
-        if self._answers.is_back(remote, flight.paused_at_s):
+    def may_try_again(self, unit_read: UnitRead, now_s: float) -> bool:
+        """True if the pause of a unit is over, or its remote is back.
+
+        One probing unit of a remote that is away is tried sooner.
+        """
+        remote = self._remote_of(unit_read.unit)
+        if self._answers.is_back(remote, unit_read.paused_at_s):
             return True
         with self._counting:
             if self._probe is None and self._answers.is_away(remote, now_s):
-                self._probe = flight
-                flight.again_at_s = min(flight.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
-            is_due = now_s >= flight.again_at_s
-            if is_due and self._probe is flight:
+                self._probe = unit_read
+                unit_read.again_at_s = min(unit_read.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
+            is_due = now_s >= unit_read.again_at_s
+            if is_due and self._probe is unit_read:
                 self._probe = None
         return is_due
 
 
 def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:
-    """What `unit` is read with in a pass: always the same, so that it gives the same samples again."""
+    """The generator with which `unit` is read in a pass: the same on every attempt, for the same samples."""
     key = mix_key(_UNIT_KEY, plan.seed, plan.ordinal, unit)
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def sample_generator(plan: PassPlan, unit: int, offset: int) -> np.random.Generator:
-    """What the sample at `offset` of `unit` is transformed with in a pass, whichever process does it, on a retry too."""
+    """The generator for the transform of the sample at `offset` of `unit`: the same on every attempt."""
     key = mix_key(_SAMPLE_KEY, plan.seed, plan.ordinal, unit, offset)
     return np.random.Generator(np.random.Philox(key=key))

@@ -1,7 +1,4 @@
-"""`start_worker`: fill a cache in the background, from scripts, notebooks, and every rank of a job.
-
-A guess by the code of the function itself: what it calls, closes over or reads from files may have changed unseen.
-"""
+"""`start_worker`: fill a cache in the background, from scripts, notebooks, and every rank of a job."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ from cachestream.worker.job import Job
 from cachestream.worker.launch import START_TIMEOUT_S, Launch, head_start
 from cachestream.worker.monitor import WorkerMonitor
 from cachestream.worker.options import CONCURRENCY, HANG_TIMEOUT_S, WorkerOptions
-from cachestream.worker.order import PassPlan
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition, PassPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,7 +50,11 @@ def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
 
 
 def likeness(transform: Callable[..., Any] | None) -> str:
-    """What is the same for transforms of the same code, also in another process; "" where there is none to see."""
+    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
+
+    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
+    unnoticed.
+    """
     while isinstance(transform, functools.partial):
         transform = transform.func
     version = "{}.{}".format(*sys.version_info)
@@ -75,68 +75,67 @@ def _constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return _parts(value)
     if isinstance(value, frozenset):
-        return sorted(map(repr, value))  # its own order depends on the process
+        return sorted(map(repr, value))  # the order of a frozenset depends on the process
     if isinstance(value, tuple):
         return tuple(map(_constant, value))
     return value
 
 
-_TICK_S: Final = 0.05
-_OPENING_S: Final = 8.0  # of a source: after that the caller is told what it waits for
+_POLL_S: Final = 0.05
+_OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
 logger = logging.getLogger("cachestream")
 
 
 class Worker:
     """The background worker of a cache, as seen from one of the processes that use it.
 
-    As a context manager it lets the worker go at the end: the worker stops when nobody needs it. One that is killed meanwhile is
-    replaced within seconds, by a process that has such a Worker.
+    A context manager that lets the worker go at the end: the worker stops when no process needs it. A worker
+    that is killed meanwhile is replaced within seconds by one of these processes.
     """
 
     def __init__(
         self,
         cache: Cache,
-        warden: HeldFile | None,
+        attachment: HeldFile | None,
         process: subprocess.Popen[bytes] | None,
         linger_s: float = 0.0,
         job: Job | None = None,
     ) -> None:
         self.cache = cache
         self.linger_s = linger_s
-        self._warden = warden
-        self._wardens = Attachments(cache.directory)
-        self.attached = process is None  # whether the worker was running already when this was made
+        self._attachment = attachment
+        self._attachments = Attachments(cache.directory)
+        self.attached = process is None  # the worker was already running
         self._watch = None if job is None else WorkerMonitor(cache, job, process, self._need())
 
     def _need(self) -> Callable[[], bool]:
-        """Tell whether this process needs the worker still; does not keep this alive."""
-        if self._warden is not None:
-            warden = self._warden
-            return lambda: warden.held
+        """Return a predicate: this process still needs the worker. It does not keep this object alive."""
+        if self._attachment is not None:
+            attachment = self._attachment
+            return lambda: attachment.held
         this = weakref.ref(self)
         return lambda: this() is not None
 
     def status(self) -> CacheStatus:
-        """What the cache holds and what the worker does."""
+        """The contents of the cache and the activity of the worker."""
         return self.cache.status()
 
     def is_alive(self) -> bool:
-        """Whether the worker runs (resting after a complete pass counts)."""
+        """True if the worker runs (resting after a complete pass counts)."""
         return self.cache.has_worker()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is nothing to do: the pass over the remote is complete, or the cache is full and rests (see
-        `status`: the rest comes as epochs use what there is, or the limit is raised). False if the worker ended before that.
+        """Wait until the pass over the remote is complete, or the cache is full and the worker rests.
 
-        The next pass, over what was evicted, may be under way then. Logs a warning if more than 1 % of the samples were
-        skipped. Raises WorkerTimeoutError at the deadline, and WorkerError, with the traceback from the background, if the
-        worker crashed.
+        A full cache is filled further as epochs use its samples, or if its limit is raised, see `status`. The
+        next pass, over evicted samples, may be under way on return. Returns False if the worker ended before.
+        Logs a warning if more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the
+        deadline, and WorkerError with the traceback from the background if the worker crashed.
         """
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         first = 0
-        while True:
+        for _ in _polls(math.inf if timeout_s is None else timeout_s):
             alive = self.is_alive()
             state, last = self._progress()
             first = min(first, last) or max(first, last)  # a catalogue made anew counts from 1 again
@@ -147,11 +146,11 @@ class Worker:
                 return True
             if not (alive or self.is_alive() or (self._watch is not None and self._watch.will_replace())):
                 break
-            if time.monotonic() >= deadline:
-                raise WorkerTimeoutError(
-                    f"{self.status()}: not complete within {timeout_s:g} s; wait longer, or train on what there is"
-                )
-            time.sleep(min(_TICK_S, max(0.0, deadline - time.monotonic())))
+        else:
+            raise WorkerTimeoutError(
+                f"{self.status()}: not complete within {timeout_s:g} s; "
+                "wait longer, or train on what there is"
+            )
         if state == "filling" or lost_worker(self.cache.directory) is not None:
             raise WorkerError(
                 f"the worker of {self.cache.path} ended without a word: it was killed, or could not write (what it still "
@@ -170,51 +169,51 @@ class Worker:
         raise WorkerError(f"the worker of {self.cache.path} failed: {state.message}", state.traceback)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop the worker, for everybody, and wait until it is gone: what it has sampled stays.
+        """Stop the worker for all processes, and wait until it is gone; the samples stay cached.
 
-        Raises WorkerError if it is still there at the deadline.
+        Raises WorkerError if the worker is still there at the deadline.
         """
         check_seconds("timeout_s", timeout_s)
         directory = self.cache.directory
         if self.cache.has_worker() or lost_worker(directory) is not None:
-            self._wardens.request_stop()  # which keeps others from starting another in the place of one that was killed
+            self._attachments.request_stop()  # keeps others from replacing a worker that was killed
             self._wait_until_gone(timeout_s)
             if lost_worker(directory) is not None:
-                with _released(self._wardens.attach_lock()):
+                with _released(self._attachments.attach_lock()):
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
-                self._wardens.clear_requests()  # it may have been ending by itself, and not have seen this one
+                self._attachments.clear_requests()  # a worker that was ending may not have seen it
         for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
             _release(held)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker go: it stops unless another process needs it, or it is detached.
 
-        That takes up to 5 s, and longer on a machine that is busy; raises WorkerError if it is still there at the
+        This takes up to 5 s, longer on a busy machine; raises WorkerError if the worker is still there at the
         deadline.
         """
         if self._watch is not None:
             self._watch.close()
-        if self._warden is None:
+        if self._attachment is None:
             return
-        _release(self._warden)
-        self._warden = None
+        _release(self._attachment)
+        self._attachment = None
         self._wait_until_gone(timeout_s, unless_needed=True)
 
     def _wait_until_gone(self, timeout_s: float, *, unless_needed: bool = False) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive():
-            if unless_needed and self._wardens.is_needed():
+        for _ in _polls(timeout_s):
+            if not self.is_alive():
+                break
+            if unless_needed and self._attachments.is_needed():
                 return
-            if time.monotonic() >= deadline:
-                pid = self.cache.status().worker
-                raise WorkerError(
-                    f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
-                    f"{timeout_s:.0f} s; kill that process: the cache stays sound"
-                )
-            time.sleep(_TICK_S)
+        else:
+            pid = self.cache.status().worker
+            raise WorkerError(
+                f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
+                f"{timeout_s:.0f} s; kill that process: the cache stays sound"
+            )
         if self._watch is not None:
-            self._watch.end(timeout_s)  # the worker has let go of its lock, and is about to be gone
+            self._watch.end(timeout_s)  # the worker has released its lock, and is about to end
 
     def __enter__(self) -> Self:
         return self
@@ -227,23 +226,32 @@ class Worker:
         return f"<Worker of {self.cache.path}: {self.cache.fill_state()}, {how}>"
 
 
+def _polls(timeout_s: float) -> Iterator[None]:
+    """Yield at once, every `_POLL_S`, and a last time after `timeout_s`: SQLite and locks cannot notify."""
+    deadline_s = time.monotonic() + timeout_s
+    yield
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        time.sleep(min(_POLL_S, left_s))
+        yield
+
+
 # A worker lives as long as the process that started it, also when the caller dropped the Worker.
 _held: set[HeldFile] = set()
 
 
 def _let_go_at_exit() -> None:
-    """A process that ends in order needs no worker any more; one that ends by an error may come again."""
+    """Let all workers go if the process ends in order; after an error a restarted job may need them."""
     if not hasattr(sys, "last_value"):
-        for warden in list(_held):
-            _release(warden)
+        for attachment in list(_held):
+            _release(attachment)
 
 
 atexit.register(_let_go_at_exit)
 
 
-def _release(warden: HeldFile) -> None:
-    warden.release(unlink=True)
-    _held.discard(warden)
+def _release(attachment: HeldFile) -> None:
+    attachment.release(unlink=True)
+    _held.discard(attachment)
 
 
 def start_worker(
@@ -273,8 +281,9 @@ def start_worker(
         cache: a Cache, or the path of one.
         source: a Source, or anything that `open_source` takes.
         num_workers: sampling processes (default: the number of cores, at most 4).
-        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or `fn(sample, rng)`,
-            with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same draws on every attempt.
+        transform: `fn(sample) -> sample | None` (None drops it), run before caching; closures work. Or
+            `fn(sample, rng)`, with a `numpy.random.Generator` seeded by (seed, pass, unit, place in the unit): the same draws on
+            every attempt.
         shard_size: bytes of a full shard (default 64 MB, or less in a small cache).
         order: "shuffle" (anew each pass), "sequential", weights (one a unit, with replacement), a torch Sampler over
             units, or a curriculum: weights as a function of the progress in passes, by which units come once a pass.
@@ -283,8 +292,9 @@ def start_worker(
         when_full: "evict" what epochs have used, "wait" until the limit is raised, or "stop".
         detach: let the worker outlive this process (stop it with `cachestream stop`).
         concurrency: units in flight in each process, 1 to 64.
-        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not answer for a
-            third of that lets others go first; after four times that it is left out, if its remote does answer.
+        hang_timeout_s: a process in which one sample takes longer is killed and restarted. A unit that does not
+            answer for a third of that lets others go first; after four times that it is left out, if its remote
+            does answer.
         partition: `(i, n)`, from 0: the share of node i of n: disjoint and complete, whatever order, seed or pass.
         linger_s: seconds that the worker goes on after this process died of an error or a signal (none after an
             end in order): a job that is started again finds it at work.
@@ -316,7 +326,7 @@ def start_worker(
 
 @contextmanager
 def _told_if_slow(cache: Cache) -> Iterator[None]:
-    """Warn, while the source is still being opened after a while."""
+    """Log a warning if the block, which opens the source, takes long."""
     told = (
         f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
         "or it lists slowly"
@@ -331,7 +341,7 @@ def _told_if_slow(cache: Cache) -> Iterator[None]:
 
 
 def _leave_to_source(options: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option of the source, which is open, or is opened as it is."""
+    """Raise ConfigError for an option that belongs to the source."""
     for name in options:
         if name in SOURCE_OPTIONS:
             raise ConfigError(
@@ -350,50 +360,47 @@ def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> No
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
-    wardens = Attachments(cache.directory)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        with _released(wardens.attach_lock()):
+    attachments = Attachments(cache.directory)
+    for _ in _polls(START_TIMEOUT_S):
+        with _released(attachments.attach_lock()):
             running = cache.has_worker()
             if not running:
-                return _start(cache, job, wardens, launch or Launch(), detach, linger_s)
-            # One that was asked to stop cannot be attached to; it needs the attach lock to leave.
-            if not wardens.stop_requested():
-                if _fills_as_asked(cache, job) or wardens.is_used():
-                    return _attach(cache, job, wardens, detach, linger_s)
-                wardens.request_stop()  # it lingers after a job that has ended, with the share that this one had
-        if time.monotonic() >= deadline:
-            raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
-        time.sleep(_TICK_S)
+                return _start(cache, job, attachments, launch or Launch(), detach, linger_s)
+            # A worker that was asked to stop cannot be attached to; it needs the attach lock to leave.
+            if not attachments.stop_requested():
+                if _fills_as_asked(cache, job) or attachments.is_used():
+                    return _attach(cache, job, attachments, detach, linger_s)
+                attachments.request_stop()  # it lingers, for another source or share
+    raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
 
 
-def _attach(cache: Cache, job: Job, wardens: Attachments, detach: bool, linger_s: float) -> Worker:
+def _attach(cache: Cache, job: Job, attachments: Attachments, detach: bool, linger_s: float) -> Worker:
     _check_same_source(cache, job)
     logger.info("attached to the worker that already fills %s", cache.path)
-    return Worker(cache, _need(wardens, detach, linger_s), None, linger_s, job)
+    return Worker(cache, _need(attachments, detach, linger_s), None, linger_s, job)
 
 
 def _start(
-    cache: Cache, job: Job, wardens: Attachments, launch: Launch, detach: bool, linger_s: float
+    cache: Cache, job: Job, attachments: Attachments, launch: Launch, detach: bool, linger_s: float
 ) -> Worker:
-    wardens.clear_requests()
-    warden = _need(wardens, detach, linger_s)
+    attachments.clear_requests()
+    attachment = _need(attachments, detach, linger_s)
     try:
-        return Worker(cache, warden, launch.give(job), linger_s, job)
+        return Worker(cache, attachment, launch.give(job), linger_s, job)
     except BaseException:
-        if warden is not None:
-            _release(warden)
+        if attachment is not None:
+            _release(attachment)
         raise
 
 
-def _need(wardens: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
-    """Keep the worker running: for as long as this process lives, or until somebody stops it."""
+def _need(attachments: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
+    """Keep the worker running for as long as this process lives; None if it is to run until it is stopped."""
     if detach:
-        wardens.detach()
+        attachments.detach()
         return None
-    warden = wardens.attach(linger_s)
-    _held.add(warden)
-    return warden
+    attachment = attachments.attach(linger_s)
+    _held.add(attachment)
+    return attachment
 
 
 def _what_is_filled(cache: Cache) -> tuple[str | None, Partition | None]:

@@ -149,7 +149,7 @@ RAISED = {"raise": ValueError("this sample is bad"), "cancelled": asyncio.Cancel
 
 
 def misbehave(kind: str, sample: Any) -> Any:
-    """What a transform or a source may do to its process, by name; "" does nothing."""
+    """Do to this process what a transform or a source may do, by name; "" does nothing."""
     if kind in RAISED:
         raise RAISED[kind]
     if kind == "nonsense":

@@ -1,4 +1,4 @@
-"""What the tests of the worker share: to wait, to look into caches, and to find what was left behind."""
+"""Helpers of the worker's tests: waiting, inspecting caches, and finding left-over files and processes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def kill_supervisor(cache: Cache, processes: Processes, worker: Worker) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """True if the process is there and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Who reads what: runs of positions handed out once, taken over from the dead only, and until the end."""
+"""Claims: runs of positions are handed out once, and are taken over from dead processes only, until the end."""
 
 from __future__ import annotations
 

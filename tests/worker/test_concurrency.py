@@ -1,4 +1,4 @@
-"""How many units are read at once: as many as pay, fewer where they only get in each other's way."""
+"""The number of units read at once: as many as pay, fewer if they only get in each other's way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is cached of a unit: held against a model that keeps every sample in a set."""
+"""The cached ranges of a unit, compared with a model that keeps every sample in a set."""
 
 from __future__ import annotations
 

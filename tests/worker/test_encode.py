@@ -1,4 +1,4 @@
-"""What a sample may be: every kind of value that is stored, and every kind that is refused by name."""
+"""Encoding: every kind of value that is stored, and every kind that is refused by name."""
 
 from __future__ import annotations
 

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachestream.worker.encode import SampleChunk
 from cachestream.worker.fetcher import Fetcher
-from cachestream.worker.unit_reader import LaterError, SampleChunk, Stall, UnitRead
+from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
 DEADLINE_S = 120.0
 
 
-def flight(position: int) -> UnitRead:
+def unit_read(position: int) -> UnitRead:
     return UnitRead(position, position, 0, lambda _: False)
 
 
@@ -27,27 +28,27 @@ class Remote:
     def __init__(self) -> None:
         self.begun: dict[int, threading.Event] = {}
         self.given: dict[int, list[SampleChunk | BaseException | None]] = {}
-        self.put: list[tuple[int, int]] = []  # (unit, lots put so far): after each lot the fetcher took
+        self.put: list[tuple[int, int]] = []  # (unit, chunks put so far): after each chunk the fetcher took
         self._changed = threading.Condition()
 
     def of(self, *units: int) -> list[UnitRead]:
         for unit in units:
             self.begun[unit], self.given[unit] = threading.Event(), []
-        return [flight(unit) for unit in units]
+        return [unit_read(unit) for unit in units]
 
-    def give(self, unit: int, *lots: SampleChunk | BaseException | None) -> None:
-        """Let `unit` yield lots, raise an error, or end (None)."""
+    def give(self, unit: int, *chunks: SampleChunk | BaseException | None) -> None:
+        """Let `unit` yield chunks, raise an error, or end (None)."""
         with self._changed:
-            self.given[unit] += lots
+            self.given[unit] += chunks
             self._changed.notify_all()
 
     def wait_until_taken(self, unit: int, count: int) -> None:
-        """Wait until the fetcher has room for `count` lots of `unit` and has come back for more."""
+        """Wait until the fetcher has room for `count` chunks of `unit` and has come back for more."""
         with self._changed:
             assert self._changed.wait_for(lambda: (unit, count) in self.put, DEADLINE_S)
 
-    def read(self, flight: UnitRead, number: int) -> Iterator[SampleChunk]:
-        unit, taken = flight.unit, 0
+    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
+        unit, taken = unit_read.unit, 0
         self.begun[unit].set()
         while True:
             with self._changed:
@@ -64,7 +65,7 @@ class Remote:
             taken += 1
 
 
-def lot(offset: int, nbytes: int = 1) -> SampleChunk:
+def chunk(offset: int, nbytes: int = 1) -> SampleChunk:
     return SampleChunk([offset], [f"key {offset}"], [offset], nbytes)
 
 
@@ -90,9 +91,9 @@ def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]
     while len(fetcher):
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
-        offsets += [offset for lot in delivery.lots for offset in lot.offsets]
+        offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
         if delivery.finished:
-            found.append((delivery.flight.position, offsets, delivery.flight.error))
+            found.append((delivery.unit_read.position, offsets, delivery.unit_read.error))
             offsets = []
     return found
 
@@ -103,24 +104,24 @@ def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
     while True:
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
-        offsets += [offset for lot in delivery.lots for offset in lot.offsets]
+        offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
         if delivery.finished:
-            return delivery.flight.position, offsets
+            return delivery.unit_read.position, offsets
 
 
-def is_due(now_s: float, flight: UnitRead) -> bool:
-    return flight.again_at_s <= now_s
+def is_due(now_s: float, unit_read: UnitRead) -> bool:
+    return unit_read.again_at_s <= now_s
 
 
 def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, lot(0), None)
+        remote.give(1, chunk(0), None)
         assert remote.begun[0].wait(DEADLINE_S)
         remote.wait_until_taken(1, 1)
         assert fetcher.next(0.0) is None, "unit 1 is done, but unit 0 comes first"
-        remote.give(0, lot(0), lot(1), None)
+        remote.give(0, chunk(0), chunk(1), None)
         assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
 
 
@@ -128,23 +129,23 @@ def test_samples_of_the_next_unit_come_before_it_is_done() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
         fetcher.submit(remote.of(0))
-        remote.give(0, lot(0))
+        remote.give(0, chunk(0))
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
-        assert [offset for lot in delivery.lots for offset in lot.offsets] == [0]
+        assert [offset for chunk in delivery.chunks for offset in chunk.offsets] == [0]
         assert not delivery.finished
         remote.give(0, None)
         last = fetcher.next(DEADLINE_S)
         assert last is not None
-        assert (last.lots, last.finished) == ([], True)
+        assert (last.chunks, last.finished) == ([], True)
 
 
 def test_an_error_comes_with_its_own_unit_after_the_samples_before_it() -> None:
     remote, error = Remote(), ValueError("torn")
     with fetching(remote.read) as fetcher:
         fetcher.submit(remote.of(0, 1, 2))
-        remote.give(1, lot(0), error)
-        remote.give(0, lot(0), None)
+        remote.give(1, chunk(0), error)
+        remote.give(0, chunk(0), None)
         remote.give(2, None)
         assert drain(fetcher) == [(0, [0], None), (1, [0], error), (2, [], None)]
 
@@ -159,14 +160,14 @@ def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() ->
         fetcher.put_aside(first)
         assert fetcher.silences() == ([first.silence], False)
         assert fetcher.aside == [first]
-        remote.give(1, lot(0), None)
+        remote.give(1, chunk(0), None)
         assert drain_one(fetcher) == (1, [0])
-        remote.give(0, lot(0))
+        remote.give(0, chunk(0))
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
-        assert delivery.flight is first
+        assert delivery.unit_read is first
         assert fetcher.aside == []
-        remote.give(2, lot(0), None)
+        remote.give(2, chunk(0), None)
         remote.give(0, None)
         assert [position for position, *_ in drain(fetcher)] == [0, 2]
 
@@ -189,18 +190,18 @@ def test_a_unit_that_is_put_aside_lets_its_thread_go_on_and_is_read_again_when_i
             fetcher.wake(partial(is_due, now_s))
             idle.append(fetcher.is_idle)
         assert idle == [True, True, False]
-        remote.give(0, lot(7), None)
+        remote.give(0, chunk(7), None)
         assert drain(fetcher) == [(0, [7], None)]
 
 
 def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
-        (flight,) = remote.of(0)
-        fetcher.submit([flight])
-        remote.give(0, lot(0), None)
+        (unit_read,) = remote.of(0)
+        fetcher.submit([unit_read])
+        remote.give(0, chunk(0), None)
         remote.wait_until_taken(0, 1)
-        fetcher.put_aside(flight)
+        fetcher.put_aside(unit_read)
         assert fetcher.aside == []
         assert drain(fetcher) == [(0, [0], None)]
 
@@ -212,12 +213,12 @@ def test_a_unit_is_not_put_aside_once_another_that_was_has_come_and_is_next() ->
         fetcher.submit([first, second])
         fetcher.put_aside(first)
         assert fetcher.awaited is second
-        remote.give(0, lot(0))
+        remote.give(0, chunk(0))
         remote.wait_until_taken(0, 1)
         fetcher.put_aside(second)
         aside = fetcher.aside
         remote.give(0, None)
-        remote.give(1, lot(0), None)
+        remote.give(1, chunk(0), None)
         assert aside == []
         assert drain(fetcher) == [(0, [0], None), (1, [0], None)]
 
@@ -228,7 +229,7 @@ def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseExcepti
     with fetching(remote.read, threads=1) as fetcher:
         fetcher.submit(remote.of(0, 1))
         remote.give(0, error)
-        remote.give(1, lot(0), None)
+        remote.give(1, chunk(0), None)
         assert drain(fetcher) == [(0, [], error), (1, [0], None)]
 
 
@@ -236,7 +237,7 @@ def test_a_unit_that_is_finished_already_is_only_delivered_in_its_turn() -> None
     remote = Remote()
     with fetching(remote.read) as fetcher:
         one, two, three = remote.of(0, 1, 2)
-        two.finished = two.covered = True
+        two.state, two.covered = UnitState.FINISHED, True
         fetcher.submit([one, two, three])
         remote.give(2, None)
         remote.give(0, None)
@@ -248,10 +249,10 @@ def test_later_units_wait_at_the_bound_and_go_on_when_they_are_next() -> None:
     remote = Remote()
     with fetching(remote.read, max_bytes=10) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, lot(0, 6), lot(1, 6), lot(2, 6), None)
+        remote.give(1, chunk(0, 6), chunk(1, 6), chunk(2, 6), None)
         remote.wait_until_taken(1, 2)
         assert (1, 3) not in remote.put, "12 bytes of 10 wait: no more"
-        remote.give(0, lot(0, 1), None)
+        remote.give(0, chunk(0, 1), None)
         assert drain(fetcher) == [(0, [0], None), (1, [0, 1, 2], None)]
 
 
@@ -259,9 +260,9 @@ def test_the_next_unit_goes_on_although_later_ones_have_filled_the_memory() -> N
     remote = Remote()
     with fetching(remote.read, max_bytes=10) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, lot(0, 50))
+        remote.give(1, chunk(0, 50))
         remote.wait_until_taken(1, 1)
-        remote.give(0, lot(0, 5), lot(1, 5), None)
+        remote.give(0, chunk(0, 5), chunk(1, 5), None)
         remote.wait_until_taken(0, 2)
         remote.give(1, None)
         assert drain(fetcher) == [(0, [0, 1], None), (1, [0], None)]
@@ -272,7 +273,7 @@ def test_the_next_unit_has_a_bound_too_while_nobody_takes_its_samples() -> None:
     remote = Remote()
     with fetching(remote.read, max_bytes=10) as fetcher:
         fetcher.submit(remote.of(0))
-        remote.give(0, *[lot(offset, 4) for offset in range(9)], None)
+        remote.give(0, *[chunk(offset, 4) for offset in range(9)], None)
         remote.wait_until_taken(0, 3)
         assert (0, 4) not in remote.put
         assert drain(fetcher) == [(0, list(range(9)), None)]
@@ -302,9 +303,9 @@ def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
     remote = Remote()
     with fetching(remote.read, max_bytes=1) as fetcher:
         fetcher.submit(remote.of(0, 1))
-        remote.give(1, lot(0, 5), lot(1, 5))
+        remote.give(1, chunk(0, 5), chunk(1, 5))
         remote.wait_until_taken(1, 1)
-        remote.give(0, lot(0, 5), lot(1, 5))
+        remote.give(0, chunk(0, 5), chunk(1, 5))
         remote.wait_until_taken(0, 1)
     # `fetching` has seen all threads end.
 
@@ -319,12 +320,44 @@ def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
 def test_everything_comes_once_and_in_order_whatever_the_sizes(
     units: list[list[int]], threads: int, max_bytes: int, group: int
 ) -> None:
-    def read(flight: UnitRead, number: int) -> Iterator[SampleChunk]:
-        for offset, nbytes in enumerate(units[flight.unit]):
-            yield lot(offset, nbytes)
+    def read(unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
+        for offset, nbytes in enumerate(units[unit_read.unit]):
+            yield chunk(offset, nbytes)
 
     with fetching(read, threads, max_bytes) as fetcher:
         for start in range(0, len(units), group):
-            fetcher.submit([flight(unit) for unit in range(len(units))[start : start + group]])
+            fetcher.submit([unit_read(unit) for unit in range(len(units))[start : start + group]])
         found = drain(fetcher)
     assert found == [(i, list(range(len(sizes))), None) for i, sizes in enumerate(units)]
+
+
+# What may happen in each state, and what comes of it: everything else is refused.
+TRANSITIONS = {
+    "QUEUED": {"TAKE": "READING", "PUT_ASIDE": "ASIDE"},
+    "READING": {"PUT_ASIDE": "READING_ASIDE", "ARRIVE": "READING", "END": "FINISHED"},
+    "ASIDE": {"TAKE": "READING_ASIDE"},
+    "READING_ASIDE": {"ARRIVE": "READING", "PAUSE": "ASLEEP", "END": "FINISHED"},
+    "ASLEEP": {"WAKE": "ASIDE"},
+    "FINISHED": {},
+}
+
+
+@pytest.mark.parametrize("state", UnitState)
+@pytest.mark.parametrize("event", UnitEvent)
+def test_every_event_in_every_state_leads_to_one_state_or_is_refused(
+    state: UnitState, event: UnitEvent
+) -> None:
+    expected = TRANSITIONS[state.name].get(event.name)
+    if expected is None:
+        with pytest.raises(ValueError, match=state.name):
+            state.after(event)
+    else:
+        assert state.after(event) is UnitState[expected]
+
+
+def test_a_unit_in_any_state_can_still_be_finished() -> None:
+    for state in UnitState:
+        reached = {state}
+        while more := {UnitState[to] for one in reached for to in TRANSITIONS[one.name].values()} - reached:
+            reached |= more
+        assert UnitState.FINISHED in reached

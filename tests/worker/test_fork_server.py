@@ -51,7 +51,7 @@ def main():
 
 
 def run(tmp_path: Path, body: str) -> list[str]:
-    """What the supervisor prints that runs `body`."""
+    """The output of a supervisor that runs `body`."""
     (tmp_path / "told.py").write_text(TOLD.replace("JOB", "int(os.environ['JOB'])"))
     done = subprocess.run(
         [sys.executable, "-c", SUPERVISOR.format(body=body)],

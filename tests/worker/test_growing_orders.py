@@ -12,8 +12,7 @@ import pytest
 
 from cachestream.errors import SourceError
 from cachestream.listing.names import Mark, Names, NamesWriter, StoredNames, read_mark
-from cachestream.worker.order import PassPlan, UnitOrder
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition, PassPlan, UnitOrder
 
 ENDS = (7, 8, 300, 1301)
 
@@ -95,7 +94,7 @@ def test_a_pass_takes_up_what_is_an_eighth_more_or_the_end() -> None:
     assert not ended.takes_up(2000, is_complete=True)
 
 
-@pytest.mark.parametrize("module", ["supervisor", "sampling_process"])
+@pytest.mark.parametrize("module", ["supervisor", "sampler"])
 def test_neither_the_supervisor_nor_a_sampling_process_loads_a_driver_that_the_source_does_not_bring(
     module: str,
 ) -> None:

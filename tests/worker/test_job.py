@@ -1,4 +1,4 @@
-"""What goes to the background: the user's objects as they were, and a listing in memory that all share."""
+"""Jobs: the user's objects arrive unchanged, and all processes share one listing in memory."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def strays(cache: Cache) -> list[str]:
 
 
 def stored(cache: Cache) -> list[str]:
-    """What is stored: the first of the names, or all of them, and nothing else."""
+    """The stored names: the first of them, or all of them, and nothing else."""
     names = list(Listings(cache.directory).load())
     assert names == NAMES[: len(names)]
     assert Listings(cache.directory).is_complete == (len(names) == len(NAMES))

@@ -1,4 +1,4 @@
-"""Which unit comes next: every unit once a pass, weights held, and the way back from unit to position."""
+"""Orders: every unit comes once a pass, weights hold, and units lead back to their positions."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.worker.order import (
+    Partition,
     PassPlan,
     UnitOrder,
     all_units,
@@ -19,8 +20,8 @@ from cachestream.worker.order import (
     check_drawn,
     check_weights,
     draw_curriculum,
+    parse_partition,
 )
-from cachestream.worker.partition import Partition, parse_partition
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""When a shard is published: small first, then large, and never larger than the limit can turn over."""
+"""The sizes of shards: small first, then large, and never larger than the limit can turn over."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.worker import unit_reader
-from cachestream.worker.unit_reader import Item, SampleChunk, approximate_bytes, gather, runs
+from cachestream.worker import encode
+from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, gather, runs
 
 
 def item(offset: int, nbytes: int = 1) -> Item:
@@ -21,26 +21,26 @@ def item(offset: int, nbytes: int = 1) -> Item:
 
 
 def offsets(found: Iterator[SampleChunk]) -> list[list[int]]:
-    return [list(lot.offsets) for lot in found]
+    return [list(chunk.offsets) for chunk in found]
 
 
-@given(st.lists(st.tuples(st.integers(1, 2 * unit_reader.MOST_BYTES), st.booleans()), max_size=200))
+@given(st.lists(st.tuples(st.integers(1, 2 * encode.MOST_BYTES), st.booleans()), max_size=200))
 def test_every_sample_comes_once_and_in_order(samples: list[tuple[int, bool]]) -> None:
-    """Some of them as lots that the source made."""
+    """Some of them as chunks that the source made."""
     given_ = [
-        SampleChunk([offset], ["key"], [offset], nbytes) if is_lot else item(offset, nbytes)
-        for offset, (nbytes, is_lot) in enumerate(samples)
+        SampleChunk([offset], ["key"], [offset], nbytes) if is_chunk else item(offset, nbytes)
+        for offset, (nbytes, is_chunk) in enumerate(samples)
     ]
     found = list(gather(iter(given_)))
-    assert [offset for lot in found for offset in lot.offsets] == list(range(len(samples)))
+    assert [offset for chunk in found for offset in chunk.offsets] == list(range(len(samples)))
     assert all(
-        len(lot.offsets) == len(lot.keys) == len(lot.samples) <= unit_reader.MOST_SAMPLES for lot in found
+        len(chunk.offsets) == len(chunk.keys) == len(chunk.samples) <= encode.MOST_SAMPLES for chunk in found
     )
-    assert sum(lot.nbytes for lot in found) == sum(nbytes for nbytes, _ in samples)
+    assert sum(chunk.nbytes for chunk in found) == sum(nbytes for nbytes, _ in samples)
 
 
 def test_large_samples_go_alone() -> None:
-    assert offsets(gather(item(i, unit_reader.MOST_BYTES) for i in range(3))) == [[0], [1], [2]]
+    assert offsets(gather(item(i, encode.MOST_BYTES) for i in range(3))) == [[0], [1], [2]]
 
 
 def test_a_slow_sample_is_not_held_back_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_what_came_before_an_error_comes_before_the_error(error: BaseException) 
 
     found: list[int] = []
     with pytest.raises(type(error)):
-        found.extend(lot.offsets[-1] for lot in gather(failing()))
+        found.extend(chunk.offsets[-1] for chunk in gather(failing()))
     assert found[-1] == 1
 
 

@@ -1,4 +1,4 @@
-"""When a unit that does not answer is passed by, and when it is left out."""
+"""Stalls: the times after which a unit that does not answer is put aside, and is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is committed with a shard: how far the claims are, and which samples the shard answers for."""
+"""The progress committed with a shard: of its claims, and the spans of its samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cachestream.errors import SampleError
 from cachestream.schema import Span
 from cachestream.storage.publish import UnitProgress
 from cachestream.worker.cached_units import END, gaps, is_covered
-from cachestream.worker.shard_writer import Tally
+from cachestream.worker.publisher import Tally
 
 
 def test_samples_in_a_row_make_one_span_and_the_last_of_them_is_the_progress() -> None:

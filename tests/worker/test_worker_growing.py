@@ -264,7 +264,7 @@ def test_a_start_on_a_complete_cache_finds_objects_that_were_added_and_rests_if_
 
 
 def shard_digests(cache: Cache) -> set[str]:
-    """What the shards' files hold."""
+    """The digests of the files of the shards."""
     return {hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(cache.path, "shards").iterdir()}
 
 

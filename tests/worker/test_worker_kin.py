@@ -1,4 +1,4 @@
-"""What the user's code starts, forks and leaves behind, and what the caller was before it: nobody is left, nothing is doubled."""
+"""Processes that the user's code starts, forks and leaves behind, and odd callers: none is left, no work is doubled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.child import import_path, words_of
+from cachestream.worker.child import words_of
+from cachestream.worker.processes import import_path
 from tests.worker.sources import Numbers
 from tests.worker.support import (
     DEADLINE_S,
@@ -207,7 +208,7 @@ def test_a_copy_that_comes_back_from_a_source_does_not_do_its_work_too(
 
 
 def semaphores(prefix: str) -> list[str]:
-    """What multiprocessing has in /dev/shm under names that begin so."""
+    """The semaphores of multiprocessing in /dev/shm whose names contain `prefix`."""
     folder = "/dev/shm"
     return [name for name in os.listdir(folder) if prefix in name] if os.path.isdir(folder) else []
 

@@ -83,7 +83,7 @@ def test_a_script_without_a_main_guard_starts_a_worker_with_its_own_functions(
 def test_an_interactive_session_starts_a_worker_with_functions_typed_there(
     tmp_path: Path, processes: Processes
 ) -> None:
-    """What a notebook does: no file, everything in __main__."""
+    """As in a notebook: no file, everything in __main__."""
     code = SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "cache"))).replace("sys.argv[2]", "'closure'")
     session = (
         "import code, sys\n"
@@ -292,7 +292,7 @@ def test_a_worker_ends_when_another_cache_has_taken_the_place_of_its_own(
 
 
 def open_in(pid: int) -> set[str]:
-    """What the process has open."""
+    """The files that the process has open."""
     found = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile

@@ -1,4 +1,4 @@
-"""What a worker may lose while it is needed, its catalogue, its disk or its life: the filling goes on, or all who need it are told."""
+"""A worker loses its catalogue, its disk or its life: the filling goes on, or all who need it are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is odd about a sample, its key or an error's words costs that sample alone, and never the filling."""
+"""An odd sample, key or error message costs that sample alone, and never the filling."""
 
 from __future__ import annotations
 

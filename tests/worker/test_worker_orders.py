@@ -1,4 +1,4 @@
-"""Which units a real worker reads, and in which order they are cached."""
+"""The units that a real worker reads, and the order in which they are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failed is tried again: at the next start, and in the next pass; what did not fail is not read again."""
+"""Failed units are tried again at the next start and in the next pass; others are not read again."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 def noise_of(
     path: Path, source: cs.Source, transform: Callable[..., Any], **options: Any
 ) -> dict[int, bytes]:
-    """What was drawn for each sample that came into a new cache."""
+    """The draws of the transform for each sample, in a new cache."""
     with Cache(path, "20MB", min_free=0) as cache:
         with cs.start_worker(cache, source, transform=transform, shard_size="20kB", **options) as worker:
             assert worker.wait(DEADLINE_S)

@@ -1,5 +1,6 @@
-"""What a URL keeps secret, its user-info and its query, is nowhere but in memory: every byte of the cache, every message, every
-chain of exceptions, every command line and environment is looked through.
+"""The secrets of a URL, its user-info and its query, are in memory alone.
+
+The tests search every byte of the cache, every message, every chain of exceptions, every command line and environment.
 """
 
 from __future__ import annotations

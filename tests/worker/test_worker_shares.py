@@ -1,4 +1,4 @@
-"""What real workers read of a shared source, by a curriculum, and in a pass after the first."""
+"""Real workers read a shared source: their shares, curricula, and passes after the first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError
-from cachestream.worker.partition import Partition
+from cachestream.worker.order import Partition
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, keys_of, only_once, wait_until
 from tests.worker.test_worker_orders import fill, units_in_order

@@ -26,7 +26,7 @@ MB = 1_000_000
 
 
 def disk_bytes(folder: str) -> int:
-    """What everything under `folder` occupies."""
+    """The disk space that everything under `folder` occupies."""
     total = os.lstat(folder).st_blocks * 512
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):

@@ -20,7 +20,7 @@ from cachestream.worker.claims import next_claim
 from cachestream.worker.encode import to_record
 from cachestream.worker.job import Job, Packed
 from cachestream.worker.order import PassPlan
-from cachestream.worker.shard_writer import OpenShard, Outbox, StartAgainError
+from cachestream.worker.publisher import OpenShard, Outbox, StartAgainError
 from tests.worker.support import keys_of, wait_until
 
 LIMIT_BYTES = 3_000_000
@@ -56,7 +56,7 @@ class Process:
         self.open = self.outbox.send(self.open)
 
     def waits(self) -> bool:
-        """Whether it has waited for space."""
+        """True if the process has waited for space."""
         return bool(self.slot["space_wait_s"] > 0)
 
     def is_done_or_waits(self, count: int) -> bool:

@@ -1,0 +1,352 @@
+"""Publishing beside packing: a thread publishes full shards, each with the progress of its units."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Final
+
+from cachestream.config import format_size
+from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
+from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
+from cachestream.storage.cache import Cache
+from cachestream.storage.opening import MIN_LIMIT_BYTES
+from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
+from cachestream.storage.publish import Publisher, UnitProgress
+from cachestream.storage.reservations import disk_footprint
+from cachestream.storage.shard import ShardContent
+from cachestream.storage.tables import FailureRow, PassRow
+from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
+from cachestream.transport.remote_errors import redact_text
+from cachestream.worker.cached_units import END
+from cachestream.worker.encode import Table
+from cachestream.worker.job import Job
+from cachestream.worker.packer import Packer, Part
+
+BEAT_S: Final = 0.25  # between two signs of life while a shard is waited for
+_REASON_CHARS: Final = 300
+_SPACE_WAITS_S: Final = (0.02, 1.0)  # the first and the longest
+_LEASES_S: Final = 0.05  # between two looks at the leases
+
+
+class StartAgainError(Exception):
+    """The open shard does not fit the cache any more: a new process is to read its samples again."""
+
+
+class Tally:
+    """The progress of units since the last commit, to be committed with the open shard."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, tuple[int, int]] = {}
+        self._failures: dict[tuple[str, str], tuple[int, str]] = {}
+        self.settled: list[int] = []
+        self.done = (
+            0  # samples that were dealt with, and units that failed, but for those that ended the process
+        )
+        self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._claims or self._failures)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The samples of the open shard, with those that were dropped or skipped."""
+        return [Span(start, stop) for start, stop in self._spans]
+
+    def passed(self, claim_id: int, position: int, start: int, stop: int) -> None:
+        """Note that the samples at the offsets `start` to `stop` of a unit are packed, dropped or skipped."""
+        self._claims[claim_id] = (position, stop)
+        self.done += stop - start
+        self._extend((position, start), (position, stop))
+
+    def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
+        """Note that the unit at `position` is done.
+
+        `rest`: ranges of offsets in which it has no further samples.
+
+        The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span
+        over samples in another shard would hide their loss when that shard is evicted.
+        """
+        self._claims[claim_id] = (position + 1, 0)
+        for start, stop in rest:
+            self._extend((position, start), (position + 1, 0) if stop == END else (position, stop))
+
+    def _extend(self, start: tuple[int, int], stop: tuple[int, int]) -> None:
+        if self._spans and self._spans[-1][1] == start:
+            self._spans[-1][1] = stop
+        else:
+            self._spans.append([start, stop])
+
+    def skipped(self, kind: str, error: BaseException, example: str, count: int = 1) -> None:
+        """Count samples that were skipped because of `error`.
+
+        Most messages begin with the place ("s3://bucket/a.jpg: truncated"). The place becomes the example, so
+        that errors of one reason are counted together.
+        """
+        text, example = redact_text(str(error).strip()) or "no message", redact_text(example)
+        place, colon, rest = text.partition(": ")
+        if colon and rest and kind == "sample" and ("/" in place or place == example):
+            text, example = rest, place
+        name = "" if kind in ("sample", "schema", "quarantined") else f"{type(error).__name__}: "
+        reason = f"{name}{text}"[:_REASON_CHARS]
+        before, first = self._failures.get((kind, reason), (0, example))
+        self._failures[kind, reason] = (before + count, first)
+
+    def progress(self, pass_id: int) -> UnitProgress:
+        failures = tuple(
+            FailureRow(kind, reason, count, example)
+            for (kind, reason), (count, example) in self._failures.items()
+        )
+        claims = tuple((claim_id, *done) for claim_id, done in self._claims.items())
+        return UnitProgress(pass_id, claims, tuple(self.settled), failures)
+
+    def clear(self) -> None:
+        self._claims.clear()
+        self._failures.clear()
+        self.done = 0
+        self.settled.clear()
+        self._spans.clear()
+
+
+class OpenShard:
+    """Samples that are not published yet, and the progress to be committed with them."""
+
+    def __init__(self) -> None:
+        self.packer = Packer()
+        self.holdout: float | None = (
+            None  # the share, if samples are held out: these get a shard of their own
+        )
+        self.held_out = Packer()
+        # The splits of which samples were left out because other shards hold them.
+        self.elsewhere: set[int] = set()
+        self.tally = Tally()
+        self.row: PassRow | None = None
+        self.since_s: float | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.num_samples) or self.tally.has_news
+
+    @property
+    def num_samples(self) -> int:
+        return self.packer.num_samples + self.held_out.num_samples
+
+    @property
+    def size_bytes(self) -> int:
+        return self.packer.size_bytes + self.held_out.size_bytes
+
+    @property
+    def schema(self) -> Schema | None:
+        """The schema of the samples so far, which further samples have to fit; None without samples."""
+        packer = self.packer if self.packer.num_samples else self.held_out
+        return packer.schema if packer.num_samples else None
+
+    def part_of(self, key: bytes) -> int:
+        """The split of the sample `key`; WHOLE where no samples are held out."""
+        if self.holdout is None:
+            return WHOLE
+        return HELD_OUT if is_held_out(key, self.holdout) else TRAIN
+
+    def pack(self, part: Part, known: Schema | None) -> None:
+        """Add `part`, each sample to the shard of its split; raises as `Packer.take`."""
+        if self.holdout is None:
+            self.packer.take(part, known)
+        elif isinstance(part, Table):
+            splits = [self.part_of(key) for key in part.keys]
+            for split, packer in ((TRAIN, self.packer), (HELD_OUT, self.held_out)):
+                if rows := [row for row, one in enumerate(splits) if one == split]:
+                    packer.take(part.take(rows), known)
+        else:
+            is_out = self.part_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
+            (self.held_out if is_out else self.packer).take(part, known)
+
+    def contents(self, fill: dict[str, Any]) -> list[ShardContent]:
+        """The shards to be published together: one, or one for each split."""
+        if self.holdout is None:
+            return [self.packer.content(fill)]
+        parts = {HELD_OUT: self.held_out, TRAIN: self.packer}
+        parts = {part: packer for part, packer in parts.items() if packer.num_samples}
+        found = []
+        for part, packer in parts.items():
+            is_whole = len(parts) == 1 and not self.elsewhere - {part}
+            split = {
+                "holdout": self.holdout,
+                "held_out": packer.num_samples if part == HELD_OUT else 0,
+                "part": WHOLE if is_whole else part,
+            }
+            found.append(packer.content(split | fill))  # spans come last in a manifest
+        return found
+
+    def clear(self) -> None:
+        self.packer.clear()
+        self.held_out.clear()
+        self.elsewhere.clear()
+        self.holdout = None
+        self.tally.clear()
+        self.row = None
+        self.since_s = None
+
+
+class Outbox:
+    """Publishes one shard at a time, in the order they are sent, so that progress only moves forward."""
+
+    def __init__(self, job: Job, cache: Cache, slot: Slot, *, owner: str, stop: threading.Event) -> None:
+        self._job, self._cache, self._slot, self._stop = job, cache, slot, stop
+        self.publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner)
+        self._thread = ThreadPoolExecutor(1, "publish")
+        self._sent: Future[None] | None = None
+        self._spare = OpenShard()
+        self._gave_up = False
+        self.published = 0
+        self.schema: Schema | None = cache.schema
+
+    def send(self, shard: OpenShard) -> OpenShard:
+        """Publish `shard` in the background; returns an empty shard.
+
+        Waits until the shard before is published.
+
+        Raises the error of the shard before: CacheError (CatalogueReplacedError), StartAgainError.
+        """
+        self.settle()
+        spare, self._spare = self._spare, shard
+        self._sent = self._thread.submit(self._publish_or_commit, shard)
+        return spare
+
+    def settle(self) -> None:
+        """Wait until nothing is being published; raises the error of the last shard."""
+        while self._sent is not None:
+            self._slot["beat_s"] = time.monotonic()
+            try:
+                self._sent.result(timeout=BEAT_S)
+                self._sent = None
+            except FutureTimeoutError:
+                continue
+
+    def close(self) -> None:
+        """Let the thread end after the current shard."""
+        self._thread.shutdown()
+
+    def _publish_or_commit(self, shard: OpenShard) -> None:
+        begun_s = time.monotonic()
+        assert shard.row is not None
+        if self._gave_up:
+            return  # later progress would pass over the shard that was given up
+        try:
+            if shard.num_samples:
+                self._publish(shard, shard.row)
+            else:
+                self._commit(shard, shard.row)
+        except SchemaMismatchError as error:
+            # Another process published samples of another schema first: the samples of this shard do not fit,
+            # and samples that were skipped because of them may fit.
+            raise StartAgainError from error
+        except SampleError as error:
+            shard.tally.skipped("sample", error, "the only sample of a shard", shard.num_samples)
+            self._commit(shard, shard.row)
+        self.schema = self._cache.schema
+        if not self._gave_up:
+            self._slot["committed"] += shard.tally.done
+        shard.clear()
+        self._slot["publish_s"] += time.monotonic() - begun_s
+
+    def _publish(self, shard: OpenShard, row: PassRow) -> None:
+        """Write the shard as soon as there is space; not at all if the process is stopped before that."""
+        contents = shard.contents(self._fill(shard.tally, row))
+        progress = shard.tally.progress(row.id)
+        may_evict = self._job.when_full == "evict"
+
+        def publish() -> bool:
+            spans = shard.tally.spans
+            return self.publisher.publish_together(contents, spans, progress, may_evict=may_evict) is not None
+
+        def check() -> None:
+            for content in contents:
+                self._check_fits(content)
+
+        if self._insist(publish, check):
+            self.published += 1
+            self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
+
+    def _commit(self, shard: OpenShard, row: PassRow) -> None:
+        progress = shard.tally.progress(row.id)
+
+        def commit() -> bool:
+            self.publisher.commit(progress)
+            return True
+
+        self._insist(commit, lambda: None)
+
+    def _insist(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
+        """Try until there is space; False if stopped before that.
+
+        `check` raises if there can never be enough space.
+        """
+        wait_s, longest_s = _SPACE_WAITS_S
+        while True:
+            self._slot["state"] = WRITING
+            refusal = ""
+            try:
+                if attempt():
+                    return True
+            except (
+                CacheFullError,
+                DiskFailedError,
+            ) as error:  # treated like a lack of space, until it is over
+                refusal = str(error)
+            finally:
+                self._tell(refusal)
+            check()
+            self._slot["state"] = NO_SPACE
+            begun_s = time.monotonic()
+            if self._wait_for_space(begun_s + wait_s):
+                self._gave_up = True
+                return False
+            self._slot["space_wait_s"] += time.monotonic() - begun_s
+            wait_s = min(longest_s, 2 * wait_s)
+
+    def _wait_for_space(self, until_s: float) -> bool:
+        """Wait until `until_s`, or until an epoch begins or ends, which may make room.
+
+        True if the process is to stop.
+        """
+        leases = self._cache.directory.leases
+        with translated_disk_errors(leases):
+            seen_ns = os.stat(leases).st_mtime_ns
+            while (left_s := until_s - time.monotonic()) > 0 and os.stat(leases).st_mtime_ns == seen_ns:
+                if self._stop.wait(min(left_s, _LEASES_S)):
+                    return True
+        return self._stop.is_set()
+
+    def _tell(self, refusal: str) -> None:
+        """Show the error of the disk on the board, which needs no space, and once in the log."""
+        if refusal and not self._slot["refusal"]:
+            sys.stderr.write(f"{refusal}; it is tried again until then\n")
+        self._slot["refusal"] = board_text(refusal)
+
+    def _fill(self, tally: Tally, row: PassRow) -> dict[str, Any]:
+        spans = [[*span.start, *span.stop] for span in tally.spans]
+        return {"source": self._job.fingerprint, "plan": row.plan, "length": row.length, "spans": spans}
+
+    def _check_fits(self, content: ShardContent) -> None:
+        """Raise unless a shard of this size can ever fit the cache."""
+        limit_bytes = self._cache.size_limit
+        if disk_footprint(content.data_bytes) <= limit_bytes // 2:
+            return
+        if content.num_samples > 1:
+            raise StartAgainError
+        check_size(content.data_bytes, limit_bytes)
+
+
+def check_size(nbytes: int, limit_bytes: int) -> None:
+    """Raise SampleError if even an empty cache of `limit_bytes` has no room for one sample of `nbytes`."""
+    if disk_footprint(nbytes) > limit_bytes - MIN_LIMIT_BYTES // 2:
+        raise SampleError(
+            f"one sample of {format_size(nbytes)} is larger than the limit of "
+            f"{format_size(limit_bytes)} allows; raise the limit or crop it in the transform"
+        )
