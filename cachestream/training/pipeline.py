@@ -32,7 +32,6 @@ from cachestream.training.batches.batch_queue import (
     check_process,
 )
 from cachestream.training.batches.collate import packed
-from cachestream.training.batches.gather import LARGE_BYTES
 from cachestream.training.batches.locations import LocationsAhead
 from cachestream.training.batches.segment_reader import Gathered, read_batches
 from cachestream.training.batches.transfer import BatchTransform, Transfer
@@ -41,7 +40,7 @@ from cachestream.training.ranks import warn_if_early
 from cachestream.training.rendezvous import Cancelled, ProcessGroup
 from cachestream.training.schedule import Schedule
 from cachestream.training.segment import Request, Segment
-from cachestream.training.threads import Copier, OrderedThreads
+from cachestream.training.threads import OrderedThreads, use_threads
 
 _MOST_THREADS: Final = 2  # two copy as fast as the memory goes here
 
@@ -71,14 +70,12 @@ class Gathering:
         self._transform = None if transform is None else with_generator(transform)
         self._quarantine = quarantine
         self.feed = feed
-        self._copier = Copier(schedule.was_hurried)
 
     def run(self, segment: Segment) -> None:
         """Put all batches of `segment` into the queue, as they are gathered: a few small ones or a large one at a time."""
         threads = self._threads(segment)
-        # Large copies are shared by torch's own threads, which need no GIL; transforms are shared by ours.
+        use_threads(1)  # torch's own
         hands = 1 if self._transform is None else threads
-        self._copier.use(threads if hands == 1 and segment.batch_bytes >= LARGE_BYTES else 1)
         crew = OrderedThreads(hands, self._finish, self._deliver)
         assert segment.places is not None
         batches = read_batches(
@@ -100,8 +97,7 @@ class Gathering:
             return gathered, None
         parcel = BatchGroup(segment)
         try:
-            for copy in gathered.copies:
-                self._copier.run(copy)
+            gathered.copy.run()
             self._send(parcel, gathered)
         except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
             return parcel, error
@@ -288,12 +284,7 @@ class Pipeline:
         wanted = False
         try:
             segment.places = LocationsAhead(
-                segment.order,
-                segment.plan,
-                segment.place,
-                segment.maps,
-                self._executor,
-                blocks=not (self._gathering.feed and can_flow(segment)),
+                segment.order, segment.plan, segment.place, segment.maps, self._executor
             )
             wanted = self.schedule.add(segment)
         finally:

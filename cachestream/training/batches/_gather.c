@@ -624,8 +624,38 @@ static PyObject *gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(copy_runs_doc,
+"copy_runs(sources: int, lengths: int, targets: int, count: int) -> None\n--\n\n"
+"Copy `count` runs of bytes now, in this thread and without the GIL. The first three arguments are the addresses of\n"
+"int64 [count]: where each run begins, its bytes, and where it goes.");
+
+static PyObject *copy_runs(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 4) {
+        PyErr_SetString(PyExc_TypeError, "copy_runs() takes sources, lengths, targets and count");
+        return NULL;
+    }
+    const int64_t *sources = (const int64_t *)(intptr_t)PyLong_AsLongLong(args[0]);
+    const int64_t *lengths = (const int64_t *)(intptr_t)PyLong_AsLongLong(args[1]);
+    const int64_t *targets = (const int64_t *)(intptr_t)PyLong_AsLongLong(args[2]);
+    int64_t count = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ROWS_AHEAD < count) {
+            int64_t next = lengths[i + ROWS_AHEAD];
+            prefetch((const char *)sources[i + ROWS_AHEAD], next < START_BYTES ? next : START_BYTES);
+        }
+        memcpy((char *)targets[i], (const char *)sources[i], (size_t)lengths[i]);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, gather_doc},
+    {"copy_runs", (PyCFunction)(void (*)(void))copy_runs, METH_FASTCALL, copy_runs_doc},
     {NULL, NULL, 0, NULL},
 };
 

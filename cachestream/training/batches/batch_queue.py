@@ -28,8 +28,7 @@ import torch
 from cachestream.errors import EpochError
 from cachestream.training.batches.buffers import outside_inference
 from cachestream.training.batches.collate import packed
-from cachestream.training.batches.columns import FixedColumns, are_fixed, new_queue
-from cachestream.training.batches.gather import Columns
+from cachestream.training.batches.columns import Columns, FixedColumns, are_fixed, new_queue
 from cachestream.training.batches.locations import SampleLocations
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.batches.transfer import Staged, Transfer

@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cachestream.training.batches.row_views import rows_of
-
 _AS_IT_IS: Final = nullcontext()
 
 
@@ -52,14 +50,14 @@ class _End(weakref.ref[Any]):
 
 
 class _Buffer:
-    """Memory of a pool, pinned on demand; `rows` caches views of it.
+    """Memory of a pool, pinned on demand.
 
     It begins 16 bytes past a multiple of 64, as numpy's large arrays do. The rows gathered from begin at multiples
     of 64 as a rule, and between places of one alignment memcpy takes another path (`rep movsb`), which is a fifth
     slower here as soon as several buffers of 8 MiB are in turn.
     """
 
-    __slots__ = ("_rows", "address", "memory", "type")
+    __slots__ = ("address", "memory", "type")
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         with outside_inference():
@@ -68,16 +66,6 @@ class _Buffer:
             self.memory = memory[start : start + num_bytes]
         self.address = self.memory.data_ptr()
         self.type = _lent_type(num_bytes)
-        self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
-
-    def rows(self, count: int, row_bytes: int, unit: int) -> torch.Tensor:
-        """`rows_of` the start. The last view asked for is kept: batches are alike."""
-        rows = self._rows.get((count, row_bytes, unit))
-        if rows is None:
-            with outside_inference():
-                rows = rows_of(self.memory[: count * row_bytes], row_bytes, unit)
-            self._rows = {(count, row_bytes, unit): rows}
-        return rows
 
 
 @functools.lru_cache(maxsize=64)
@@ -91,11 +79,10 @@ def _own_type(num_bytes: int) -> Any:
 class Loan:
     """Memory for one batch of one field, from `address` on; arrays and tensors on it keep it on loan."""
 
-    __slots__ = ("_buffer", "_memory", "address")
+    __slots__ = ("_memory", "address")
 
-    def __init__(self, memory: Any, buffer: _Buffer | None) -> None:
+    def __init__(self, memory: Any) -> None:
         self._memory = memory  # an array of ctypes: all that is on it refers to it
-        self._buffer = buffer
         self.address: int = ctypes.addressof(memory)
 
     @property
@@ -106,12 +93,6 @@ class Loan:
     def shaped(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """The beginning of it as an array of `shape`."""
         return np.ndarray(shape, dtype, self._memory)
-
-    def rows(self, count: int, row_bytes: int, unit: int = 1) -> torch.Tensor:
-        """`rows_of` the first `count * row_bytes` bytes, valid while the loan is held."""
-        if self._buffer is None:
-            return rows_of(torch.from_numpy(self.array[: count * row_bytes]), row_bytes, unit)
-        return self._buffer.rows(count, row_bytes, unit)
 
 
 class BufferPool:
@@ -129,7 +110,7 @@ class BufferPool:
     def lend(self, num_bytes: int) -> Loan:
         """Memory of `num_bytes` or more: uninitialised."""
         if num_bytes < _SMALL_BYTES and not self._pinned:
-            return Loan(_own_type(num_bytes)(), None)
+            return Loan(_own_type(num_bytes)())
         num_bytes = max(num_bytes, 1)
         free = self._free.get(num_bytes)
         if free is None:
@@ -143,7 +124,7 @@ class BufferPool:
         end.buffer = buffer
         memory.end = end
         # All views and tensors on its arrays keep `memory`, which ends the loan when it dies.
-        return Loan(memory, buffer)
+        return Loan(memory)
 
     def _new_size(self, num_bytes: int) -> deque[_End]:
         """A free list for another size; the oldest size is forgotten, so that what is kept stays bounded."""

@@ -18,7 +18,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cachestream.errors import ConfigError
 from cachestream.schema import KEY_FIELD, Schema
-from cachestream.training.batches.gather import Columns
+from cachestream.training.batches.columns import Columns
 
 
 class Whole:

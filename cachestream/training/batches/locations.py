@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import Block, find_block
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.plan import Plan, SampleOrder
 from cachestream.training.rendezvous import Cancelled
@@ -27,15 +26,13 @@ _TIMEOUT_S: Final = 60.0
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleLocations:
     """The samples of a rank's batches `first`, `first + 1`, ...: their shards' places in the snapshot and the rows
-    there, int64 `[n]`, and where each batch begins and ends among them, int64 `[batches + 1]`. `block` is what they are
-    gathered from, if all shards are mapped and torch gathers.
+    there, int64 `[n]`, and where each batch begins and ends among them, int64 `[batches + 1]`.
     """
 
     first: int
     shards: IntArray
     rows: IntArray
     bounds: IntArray
-    block: Block | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -52,15 +49,14 @@ class SampleLocations:
 
 
 def find_places(
-    order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int, blocks: bool = True
+    order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int
 ) -> SampleLocations:
-    """The places of batches `first` to `stop` of rank number `rank`, with their block if `blocks` are wanted."""
+    """The places of batches `first` to `stop` of rank number `rank`."""
     starts, stops = plan.spans(rank, first, stop)
     bounds = np.concatenate([[0], np.cumsum(stops - starts)])
     positions = np.repeat(starts - bounds[:-1], stops - starts) + np.arange(bounds[-1])
     shards, rows = maps.locate(order.at(positions))
-    block = find_block(maps, shards, rows) if blocks and maps.all_mapped else None
-    return SampleLocations(first, shards, rows, bounds, block)
+    return SampleLocations(first, shards, rows, bounds)
 
 
 class LocationsAhead:
@@ -73,14 +69,12 @@ class LocationsAhead:
         rank: int,
         maps: EpochMaps,
         executor: Executor,
-        blocks: bool = True,
     ) -> None:
         self._order = order
         self._plan = plan
         self._rank = rank
         self._maps = maps
         self._executor = executor
-        self._blocks = blocks
         self._first = 0
         self._next: Future[SampleLocations] | None = None
         self.work_ahead()
@@ -96,7 +90,7 @@ class LocationsAhead:
         stop = min(plan.num_batches, self._first + max(1, _BLOCK // plan.batch_size))
         try:
             self._next = self._executor.submit(
-                find_places, self._order, plan, self._rank, self._maps, self._first, stop, self._blocks
+                find_places, self._order, plan, self._rank, self._maps, self._first, stop
             )
         except RuntimeError as error:  # shut down, and the loader with it
             raise Cancelled from error

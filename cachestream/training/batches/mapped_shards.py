@@ -20,12 +20,10 @@ import numpy.typing as npt
 from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.training.batches.row_views import Window
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
-_MARGIN: Final = 1 << 32  # the window grows by more than it must, so that it seldom has to
 
 
 class FieldAddresses:
@@ -104,8 +102,6 @@ class EpochMaps:
             for field in (*snapshot.schema.fields, KEYS)
         }
         self.mapped = np.zeros(snapshot.num_shards, np.bool_)
-        self.room_before = 1 << 30  # bytes of a file before its first value, the least of all shards
-        self.window = Window(0, 0)
         self.verified: set[int] = set() if previous is None else previous.verified
         self._keepers: npt.NDArray[Any] = np.full(snapshot.num_shards, None, object)
         self._last_used = np.zeros(snapshot.num_shards, np.int64)
@@ -214,24 +210,14 @@ class EpochMaps:
             raise CorruptShardError(
                 f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[place]}"
             )
-        low, high = shard.address, shard.address + shard.size_bytes
         with self._lock:
             if self.mapped[place]:
                 return  # another thread was quicker, and its addresses may be in use by now
-            if not self.window.covers(low, high):
-                self._widen(low, high)
             for field in self.fields.values():
                 field.read(shard, place)
-            self.room_before = min(self.room_before, *(c.offset for c in shard.columns.values()))
             # An array on the map keeps it, at a hundredth of the size of the shard's description.
             self._keepers[place] = shard.array(f"{KEY_FIELD}#offsets")
             self.mapped[place] = True
-
-    def _widen(self, low: int, high: int) -> None:
-        if self.window.high:
-            low, high = min(low, self.window.low), max(high, self.window.high)
-        low, high = max(4096, low - _MARGIN), high + _MARGIN
-        self.window = Window(low, high)
 
     def _drop_some(self, keep: IntArray) -> None:
         with self._lock:
@@ -261,8 +247,6 @@ class EpochMaps:
                         to[here] = come_from[there]
             self._keepers[here] = previous._keepers[there]
             self.mapped[here] = True
-            self.window = previous.window
-            self.room_before = previous.room_before
 
     def __repr__(self) -> str:
         return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
@@ -279,7 +263,17 @@ def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
 
 def element_bytes(field: Field) -> int:
     """Bytes of one element of a sample's tensor."""
-    return 2 if field.dtype == "bfloat16" else np.dtype(field.dtype).itemsize
+    return numpy_dtype(field.dtype).itemsize
+
+
+def fixed_row_bytes(field: Field) -> int:
+    """Bytes of one sample's value; 0 where they vary."""
+    return 0 if field.shape is None else math.prod(field.shape) * element_bytes(field)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype that carries values of torch dtype `dtype`: bfloat16 travels as the bits of uint16."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def stored_item_bytes(field: Field) -> int:

@@ -10,9 +10,8 @@ import numpy as np
 
 from cachestream.linux import ask_for_all, count_cached
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import fixed_row_bytes
-from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses
-from cachestream.training.batches.row_views import gather_rows
+from cachestream.training.batches.columns import read_numbers
+from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses, fixed_row_bytes
 
 _ENOUGH: Final = 256  # pages in memory, one after the other, after which nothing is missing any more
 _UNSEEN: Final = 1
@@ -74,7 +73,7 @@ def addresses_of(
     for name, num_bytes in row_bytes.items():
         places = maps.fields[name]
         if places.field.shape is None:
-            low, high = _varying(maps, places, shards, rows, counts)
+            low, high = _varying(places, shards, rows, counts)
         else:
             low = places.base[shards] + rows * num_bytes
             high = low + counts * num_bytes
@@ -98,7 +97,7 @@ def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray
 
 
 def _varying(
-    maps: EpochMaps, places: FieldAddresses, shards: IntArray, rows: IntArray, counts: IntArray
+    places: FieldAddresses, shards: IntArray, rows: IntArray, counts: IntArray
 ) -> tuple[IntArray, IntArray]:
     lengths = places.row_bytes[shards]
     low = places.base[shards] + rows * lengths
@@ -106,10 +105,9 @@ def _varying(
     ragged = np.flatnonzero(lengths < 0)
     if len(ragged):
         shards, rows, counts = shards[ragged], rows[ragged], counts[ragged]
-        table, window = places.offsets[shards], maps.window
-        base, unit = places.base[shards], places.item_bytes
-        low[ragged] = base + unit * gather_rows(window, table + rows * 8, 1)[:, 0]
-        high[ragged] = base + unit * gather_rows(window, table + (rows + counts) * 8, 1)[:, 0]
+        table, base, unit = places.offsets[shards], places.base[shards], places.item_bytes
+        low[ragged] = base + unit * read_numbers(table + rows * 8, 1)[:, 0]
+        high[ragged] = base + unit * read_numbers(table + (rows + counts) * 8, 1)[:, 0]
     return low, high
 
 

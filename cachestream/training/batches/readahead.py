@@ -15,7 +15,7 @@ import numpy as np
 
 from cachestream.linux import ask_for_all
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import fixed_row_bytes
+from cachestream.training.batches.mapped_shards import fixed_row_bytes
 from cachestream.training.batches.page_cache import Coldness, addresses_of
 from cachestream.training.plan import LocalOrder, SampleOrder, TailOrder
 from cachestream.training.segment import Segment

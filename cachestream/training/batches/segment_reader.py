@@ -12,7 +12,8 @@ from cachestream.errors import CorruptShardError
 from cachestream.schema import IntArray
 from cachestream.training.batches.batch_queue import Feed, Flow
 from cachestream.training.batches.buffers import BufferPool
-from cachestream.training.batches.gather import Columns, Copy, Gatherer
+from cachestream.training.batches.columns import Columns
+from cachestream.training.batches.gather import Copy, Gatherer
 from cachestream.training.batches.locations import LocationsAhead, SampleLocations
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.segment import Segment
@@ -24,12 +25,12 @@ class Gathered(NamedTuple):
     """A few batches, the first of which is number `first` of this rank: their fields, how many samples each has, and
     how many it lacks because their shard is damaged.
 
-    They are whole when all `copies` have run.
+    They are whole when `copy` has run.
     """
 
     first: int
     batches: list[Columns]
-    copies: list[Copy]
+    copy: Copy
     sizes: list[int]
     skipped: list[int]
 
@@ -86,9 +87,6 @@ class _SegmentReader:
         """`block` in parts whose shards are mapped, or damaged: one batch at a time where they are still to be
         opened, since the first must not wait for all.
         """
-        if block.block is not None:
-            yield block
-            return
         start = 0
         while start < len(block):
             stop = len(block) if self._maps.all_mapped else start + 1
@@ -110,8 +108,7 @@ class _SegmentReader:
         sound = ~self._damaged[shards]
         if not sound.all():
             shards, rows, bounds, skipped = _without(shards, rows, bounds, sound)
-        block, ends = part.block or self._gatherer.block(shards, rows), bounds.tolist()
-        start = 0
+        start, ends = 0, bounds.tolist()
         while start < len(part):
             stop = min(start + self._together, len(part))
             for number in range(part.first + start, part.first + stop):
@@ -119,7 +116,7 @@ class _SegmentReader:
             here = ends[start : stop + 1]
             yield Gathered(
                 part.first + start,
-                *self._gatherer.begin(block, here),
+                *self._gatherer.begin(shards, rows, here),
                 [last - first for first, last in pairwise(here)],
                 skipped[start:stop],
             )
