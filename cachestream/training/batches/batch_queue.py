@@ -1,8 +1,5 @@
 """The batches of one segment, gathered ahead in the trainer's order, and the queue in which they wait for it.
 
-A batch written through the caches is read from there, if all that is written until the trainer lets it go fits in; else
-each of its lines is fetched before it is written, and pushed out before it is read.
-
 A thread of ours that gathers needs the GIL for each batch, and a trainer that computes in Python gives it up for as long
 as that takes. So where all is simple (fields of one shape, all shards mapped, no transform) the trainer's thread asks for
 the coming batches itself, whenever it takes one, which is a matter of microseconds; the bytes are moved by threads of
@@ -11,7 +8,6 @@ the coming batches itself, whenever it takes one, which is a matter of microseco
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -19,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -36,48 +31,6 @@ from cachestream.training.segment import Request, Segment
 
 if TYPE_CHECKING:
     from cachestream.training.batches._gather import Queue
-
-
-_ROOT: Final = Path("/sys/devices/system/cpu/cpu0/cache")
-_USABLE: Final = 0.8  # the trainer's own data and the shards that are read pass through them too
-
-
-class LastLevel(NamedTuple):
-    """The last cache before the memory: `num_bytes`, for `processors` together."""
-
-    num_bytes: int
-    processors: int
-
-
-_USUAL: Final = LastLevel(16 << 20, 8)
-
-
-@functools.cache
-def last_level(root: Path = _ROOT) -> LastLevel:
-    """As the kernel tells it; a usual one where it does not."""
-    levels = []
-    try:
-        for index in root.glob("index*"):
-            size, mask = (index / "size").read_text(), (index / "shared_cpu_map").read_text()
-            processors = int(mask.replace(",", ""), 16).bit_count()
-            levels.append(
-                (int((index / "level").read_text()), int(size.strip().removesuffix("K")), processors)
-            )
-    except (OSError, ValueError):
-        return _USUAL
-    _, kilobytes, processors = max(levels, default=(0, 0, 0))
-    return LastLevel(kilobytes << 10, processors) if kilobytes and processors else _USUAL
-
-
-def usable_bytes(cache: LastLevel, processors: int, ranks: int) -> float:
-    """How much each of `ranks` processes, on `processors` together, can write and find in a `cache` like this one."""
-    in_all = cache.num_bytes * max(1, processors // cache.processors)
-    return _USABLE * min(cache.num_bytes, in_all / ranks)
-
-
-def fits_caches(num_bytes: int, ranks: int) -> bool:
-    """Whether `num_bytes` of each of `ranks` processes stay in the caches between being written and read."""
-    return num_bytes <= usable_bytes(last_level(), len(os.sched_getaffinity(0)), ranks)
 
 
 class QueuedBatch(NamedTuple):
@@ -272,9 +225,9 @@ class Flow(BatchGroup):
         self._together = self._most_together if places.first else 1  # the first is not to wait for others
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(places) // 4)
-        # What is ahead, what the trainer has, and what it lets go.
+        # Rows go around the caches where the batches ahead, those of the trainer and those it lets go do not fit in.
         in_use = self.most_ahead + 2 * self._most_together
-        self._around = not fits_caches(in_use * segment.batch_bytes, segment.plan.ranks)
+        self._around = in_use * segment.batch_bytes >= _AROUND_BYTES
         self._feed = feed
         self._places = places
         self._ahead = ahead
@@ -409,6 +362,7 @@ def _rows_of(columns: Columns, start: int, stop: int) -> Columns:
 
 
 _MOST_AHEAD: Final = 1024
+_AROUND_BYTES: Final = 16 << 20  # about what a process can keep of the last cache before the memory
 
 # What the tasks of a closed queue still write to, where the disk has not answered, by the process and the queue.
 _abandoned: Final[dict[tuple[int, Queue], Any]] = {}
