@@ -23,15 +23,9 @@ import torch
 from cachestream.config import NO_THREADS, with_generator
 from cachestream.errors import CorruptShardError, EpochError
 from cachestream.permutation import mix_key
-from cachestream.training.batches.batch_queue import (
-    BatchGroup,
-    Feed,
-    Flow,
-    QueuedBatch,
-    can_flow,
-    check_process,
-)
+from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
 from cachestream.training.batches.collate import packed
+from cachestream.training.batches.feed import Feed, Flow, can_flow, check_process
 from cachestream.training.batches.locations import LocationsAhead
 from cachestream.training.batches.segment_reader import Gathered, read_batches
 from cachestream.training.batches.transfer import BatchTransform, Transfer

@@ -10,9 +10,9 @@ import numpy as np
 
 from cachestream.errors import CorruptShardError
 from cachestream.schema import IntArray
-from cachestream.training.batches.batch_queue import Feed, Flow
 from cachestream.training.batches.buffers import BufferPool
 from cachestream.training.batches.columns import Columns
+from cachestream.training.batches.feed import Feed, Flow
 from cachestream.training.batches.gather import Copy, Gatherer
 from cachestream.training.batches.locations import LocationsAhead, SampleLocations
 from cachestream.training.batches.readahead import ReadAhead
