@@ -12,7 +12,9 @@ from cachestream.training.segment import Request, Segment
 
 
 class QueuedBatch(NamedTuple):
-    """Batch `number` of an epoch, counted from 1, with `size` samples. `skipped` samples of it are damaged and left out."""
+    """Batch `number` of an epoch, counted from 1, with `size` samples. `skipped` samples of it are damaged
+    and left out.
+    """
 
     staged: Staged
     number: int
@@ -22,8 +24,8 @@ class QueuedBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BatchGroup:
-    """A few batches that go to the trainer together, oldest first. A group without batches, with `is_end` set, marks the
-    end of an epoch.
+    """A few batches that go to the trainer together, oldest first. A group without batches, with `is_end`
+    set, marks the end of an epoch.
 
     `waited_s` is the time that the last `take` waited for its batch.
     """
@@ -54,7 +56,9 @@ class BatchGroup:
         return False
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
-        """Remove and return the next batch; None after `timeout_s`, or when another thread has closed the loader."""
+        """Remove and return the next batch; None after `timeout_s`, or when another thread has closed the
+        loader.
+        """
         try:
             return self.batches.popleft()
         except IndexError:
@@ -72,8 +76,8 @@ class BatchGroup:
 class BatchQueue:
     """Batch groups in the trainer's order, with about `most` batches in all. Not thread-safe.
 
-    `batches` is the number of batches that wait. `taken` is the group taken last, and `in_hand` the same if it is a
-    `Flow`, whose batches are still being gathered.
+    `batches` is the number of batches that wait. `taken` is the group taken last, and `in_hand` the same if
+    it is a `Flow`, whose batches are still being gathered.
     """
 
     def __init__(self, most: int) -> None:
@@ -81,8 +85,8 @@ class BatchQueue:
         self.in_hand: BatchGroup | None = None
         self.taken: BatchGroup | None = None
         self._most = most
-        # A full queue is filled again only when half of it is empty: each wake-up of the gathering thread takes the GIL
-        # from the trainer.
+        # A full queue is filled again only when half of it is empty: each wake-up of the gathering thread
+        # takes the GIL from the trainer.
         self._resume = most // 2 + 1
         self._groups: deque[BatchGroup] = deque()
 
@@ -111,7 +115,9 @@ class BatchQueue:
         return not self.batches or 2 * self.batches < self._most
 
     def waiting(self, segment: Segment) -> tuple[int, int]:
-        """Return how many batches are before the trainer, and how many of these are of `segment` and not gathered yet."""
+        """Return how many batches are before the trainer, and how many of these are of `segment` and not
+        gathered yet.
+        """
         groups = [*self._groups] if self.in_hand is None else [self.in_hand, *self._groups]
         promised = sum(group.num_ungathered for group in groups if group.segment is segment)
         return sum(map(len, groups)), promised
@@ -136,7 +142,9 @@ class BatchQueue:
         return group
 
     def lost(self, epoch: int, had: BatchGroup | None) -> BatchGroup | None:
-        """The group that a signal lost between `take` and the trainer, or None. `had` is the last group that the trainer got."""
+        """The group that a signal lost between `take` and the trainer, or None. `had` is the last group that
+        the trainer got.
+        """
         taken = self.taken
         if taken is None or taken is had or taken.segment.request.epoch != epoch:
             return None

@@ -1,8 +1,8 @@
 """Copies out of mapped shards: rows of fields of one shape, and runs of bytes of any length.
 
-The part in C does both, without the GIL. Where it was not built, torch's `index_select` gathers the rows, from a view of
-all memory in which a row begins at every byte, and numpy copies the runs one by one. Either way no bytes are
-touched but those at the addresses given.
+The part in C does both, without the GIL. Where it was not built, torch's `index_select` gathers the rows from
+a view of all memory in which a row begins at every byte, and numpy copies the runs one by one. Only the bytes
+at the given addresses are read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 in_c: ModuleType | None
 try:
     from cachestream.training.batches import _gather as in_c
-except ImportError:  # installed where there was no compiler
+except ImportError:  # no compiler at the installation
     in_c = None
 
-# Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested tensor.
+# Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested
+# tensor.
 Columns = dict[str, Any]
 
 AROUND_BYTES: Final = (
@@ -47,7 +48,7 @@ def are_fixed(schema: Schema) -> bool:
 
 
 def new_queue(threads: int) -> _gather.Queue:
-    """A queue of up to `threads` threads; only where the part in C is there."""
+    """Return a queue of up to `threads` threads. Requires the part in C."""
     assert in_c is not None
     queue: _gather.Queue = in_c.Queue(threads)
     return queue
@@ -62,7 +63,9 @@ class _Column(NamedTuple):
 
 
 class FixedColumns:
-    """The fields of one shape of samples in `maps`; the shards of those that are gathered must be mapped, and stay so."""
+    """The fields of one shape of samples in `maps`. The shards of gathered samples must be mapped, and stay
+    so.
+    """
 
     def __init__(self, maps: EpochMaps) -> None:
         self._maps = maps  # the addresses are of its arrays
@@ -81,7 +84,9 @@ class FixedColumns:
     def lend(
         self, lend: Callable[[int], Loan], size: int, room: int
     ) -> tuple[list[np.ndarray[Any, Any]], tuple[int, ...]]:
-        """Memory from `lend` for `room` samples, as fields of `size` samples `[size, *shape]`, and where each begins."""
+        """Take memory for `room` samples from `lend`; return it as fields `[size, *shape]`, and the address
+        of each.
+        """
         arrays, addresses = [], []
         for column in self._columns:
             loan = lend(room * column.row_bytes)
@@ -90,7 +95,7 @@ class FixedColumns:
         return arrays, tuple(addresses)
 
     def part(self, arrays: list[np.ndarray[Any, Any]], start: int, stop: int) -> Columns:
-        """Samples `start` to `stop` of what was lent, as tensors."""
+        """Return samples `start` to `stop` of the `arrays` of `lend` as tensors."""
         return {
             column.name: as_tensor(array[start:stop], column.dtype)
             for column, array in zip(self._columns, arrays, strict=True)
@@ -99,7 +104,7 @@ class FixedColumns:
     def gather(
         self, shards: IntArray, rows: IntArray, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
     ) -> None:
-        """Gather samples `rows` of `shards`, both int64 `[n]`, into what was lent for them."""
+        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `lend` at `outs`."""
         if in_c is not None:
             around = len(rows) * self._sample_bytes >= AROUND_BYTES
             in_c.gather(shards.ctypes.data, rows.ctypes.data, len(rows), self.sources, outs, around)
@@ -123,7 +128,7 @@ def copy_runs(sources: IntArray, lengths: IntArray, targets: IntArray) -> None:
 
 
 def read_numbers(addresses: IntArray, width: int) -> IntArray:
-    """`width` int64 numbers from each of `addresses`, int64 `[n, width]`."""
+    """Return `width` int64 numbers from each of `addresses`, int64 `[n, width]`."""
     memory, num_bytes = _memory(), 8 * width
     items = np.ndarray((len(memory) - num_bytes + 1,), f"V{num_bytes}", memory, strides=(1,))
     return items[addresses - _FIRST_ADDRESS].view(np.int64).reshape(-1, width)

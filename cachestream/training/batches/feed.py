@@ -1,9 +1,10 @@
 """Batches that threads in C gather while the trainer takes them.
 
-A Python thread that gathers needs the GIL for each batch, and a trainer that computes in Python may keep it for 5 ms. So
-where all fields have one shape, all shards are mapped and there is no transform, the trainer's own thread submits the
-coming batches whenever it takes one, which costs microseconds. Threads of `_gather` copy the bytes, and never wait for
-the GIL. With a GPU, the trainer's thread also starts the copies of what has been gathered by then.
+A Python thread that gathers needs the GIL for each batch, and a trainer that computes in Python may keep it
+for 5 ms. So where all fields have one shape, all shards are mapped and there is no transform, the trainer's
+own thread submits the coming batches whenever it takes one, which costs microseconds. Threads of `_gather`
+copy the bytes, and never wait for the GIL. With a GPU, the trainer's thread also starts the copies of what
+has been gathered by then.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def can_flow(segment: Segment) -> bool:
 class GatherTask:
     """Batches `first` to `last` of a flow, gathered together by task `number` of the queue.
 
-    They go into `arrays`, one for each field, whose addresses are `outs`. `batches` are for the trainer, once they are
-    staged or sent.
+    They go into `arrays`, one for each field, whose addresses are `outs`. `batches` are for the trainer, once
+    they are staged or sent.
     """
 
     __slots__ = ("arrays", "batches", "first", "last", "number", "outs")
@@ -70,13 +71,15 @@ class Flow(BatchGroup):
     def __init__(self, feed: Feed, segment: Segment, locations: SampleLocations, ahead: ReadAhead) -> None:
         super().__init__(segment)
         self.tasks: deque[GatherTask] = deque()
-        # Several small batches are one task, which shares the cost. While some are taken, others are gathered.
+        # Several small batches are one task, which shares the cost. While some are taken, others are
+        # gathered.
         self._most_together = segment.batches_together
         # The first batch of a segment must not wait for others.
         self._together = self._most_together if locations.first else 1
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(locations) // 4)
-        # Rows go around the caches where the batches ahead, those of the trainer and those it lets go do not fit in.
+        # Rows go around the caches where the batches ahead, those of the trainer and those it lets go do not
+        # fit in.
         in_use = self.most_ahead + 2 * self._most_together
         self._around = in_use * segment.batch_bytes >= _AROUND_BYTES
         self._feed = feed
@@ -196,7 +199,7 @@ class Flow(BatchGroup):
                 task.batches.append(self._queued(number, stop - start, columns, ready))
 
     def _spans(self, task: GatherTask) -> Iterator[tuple[int, int, int]]:
-        """Yield the number in the epoch of each batch of `task`, and its first and last sample in the arrays."""
+        """Yield for each batch of `task` its number in the epoch, and its start and stop in the arrays."""
         ends = self._bounds[task.first : task.last + 1]
         done, first = self.segment.request.done + self._locations.first + task.first, ends[0]
         for i, (start, stop) in enumerate(pairwise(ends), 1):
@@ -209,7 +212,9 @@ class Flow(BatchGroup):
 
 
 def _rows_of(columns: Columns, start: int, stop: int) -> Columns:
-    """Samples `start` to `stop`. Without `data`, autograd would take an in-place change of one batch for a change of all."""
+    """Samples `start` to `stop`. Without `data`, autograd would take an in-place change of one batch for a
+    change of all.
+    """
     return {name: column[start:stop].data for name, column in columns.items()}
 
 
@@ -238,9 +243,10 @@ def _drop_abandoned() -> None:
 class Feed:
     """Submits the batches of flows to the threads in C, in order, up to `prefetch` ahead. Thread-safe.
 
-    `_held` keeps the memory of a task from before it is submitted until it is done, whoever has dropped its batch
-    meanwhile: a signal may end any method after any step, and `rewind` begins again then. `_unsent` are tasks whose
-    batches are still to be sent to a device, in their order, as soon as a call finds them gathered.
+    `_held` keeps the memory of a task from before it is submitted until it is done, whoever has dropped its
+    batch meanwhile: a signal may end any method after any step, and `rewind` begins again then. `_unsent` are
+    tasks whose batches are still to be sent to a device, in their order, as soon as a call finds them
+    gathered.
     """
 
     def __init__(self, prefetch: int, transfer: Transfer) -> None:
@@ -269,7 +275,7 @@ class Feed:
             self._top_up(self._queue)
 
     def take(self, flow: Flow, timeout_s: float) -> GatherTask | None:
-        """Wait for the next task of `flow` and return it; None after `timeout_s`, or when the feed is closed."""
+        """Wait for the next task of `flow`; None after `timeout_s`, or when the feed is closed."""
         check_process(self._pid)
         with self._lock:
             queue = self._queue
@@ -297,7 +303,9 @@ class Feed:
         return task
 
     def ask_ahead(self) -> None:
-        """Submit as `take` does, in another thread while the trainer computes. From now on `take` leaves it to that thread."""
+        """Submit as `take` does, in another thread while the trainer computes. From now on `take` leaves it
+        to that thread.
+        """
         with self._lock:
             self._is_helped = True
             if self._queue is not None:

@@ -1,9 +1,8 @@
-"""From (shard, row) pairs to the fields of a batch, whatever the number of shards: one call for all fields of one shape,
-and a few for each field whose shape varies.
+"""The fields of batches, from (shard, row) pairs: one call copies all fields of one shape, and a few calls
+copy each field whose shape varies, whatever the number of shards.
 
-The thread that gathers does a bounded number of Python steps a batch. It avoids torch's small operations (views,
-slices of views), each of which gives the GIL away and may wait 5 ms for it while the trainer computes in
-Python; numpy's do not.
+The gathering thread avoids small torch operations (views, slices of views): each releases the GIL, and may
+wait 5 ms for it while the trainer computes in Python. Those of numpy do not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from cachestream.training.batches.ragged import Ragged, find_spans, gather_varyi
 
 
 class Copy(NamedTuple):
-    """The fields of one shape of a few batches, still to be gathered. `run` may be called in any thread."""
+    """A copy of the fields of one shape of a few batches, still to run, in any thread."""
 
     columns: FixedColumns
     shards: IntArray
@@ -31,16 +30,16 @@ class Copy(NamedTuple):
     outs: tuple[int, ...]
 
     def run(self) -> None:
-        """Gather them, without the GIL."""
+        """Copy the rows, without the GIL."""
         self.columns.gather(self.shards, self.rows, self.arrays, self.outs)
 
 
 class Gatherer:
     """Gathers samples of one snapshot. Not thread-safe; the shards of all samples must be mapped before.
 
-    `lend_samples` is the most that is gathered at a time: memory is taken for as many. 0 where that varies.
-    `with_keys` adds the samples' keys as one more field, a list of str. `ragged` gives the layout of fields whose
-    shape varies.
+    `lend_samples`: the most samples gathered at a time, for which memory is taken; 0 where their number
+    varies. `with_keys`: add the samples' keys as one more field, a list of str. `ragged`: the layout of
+    fields whose shape varies.
     """
 
     def __init__(
@@ -60,16 +59,16 @@ class Gatherer:
         self._fixed = FixedColumns(maps)
 
     def gather(self, shards: IntArray, rows: IntArray) -> Columns:
-        """Samples `rows` of `shards`, both int64 `[n]`, in memory of their own."""
+        """Return samples `rows` of `shards`, both int64 `[n]`, in memory of their own."""
         batches, copy = self.begin(shards, rows, [0, len(rows)])
         copy.run()
         return batches[0]
 
     def begin(self, shards: IntArray, rows: IntArray, bounds: Sequence[int]) -> tuple[list[Columns], Copy]:
-        """Batches that are gathered together: of the samples `rows` of `shards`, both int64 `[n]`, those from `bounds[0]`
-        to `bounds[1]`, to `bounds[2]`, ...
+        """Return batches that are gathered together, and the copy that fills their fields of one shape.
 
-        The copy returned with them fills them. The maps must not be dropped before.
+        Batch i has samples `bounds[i]` to `bounds[i + 1]` of `rows` of `shards`, both int64 `[n]`. The maps
+        must not be dropped before the copy has run.
         """
         first, last = bounds[0], bounds[-1]
         shards, rows, size = shards[first:last], rows[first:last], last - first
@@ -103,7 +102,7 @@ class Gatherer:
         return gather_varying(field, self._layouts.get(field.name, "list"), spans, self._pool)
 
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
-        """The keys of samples `rows` of `shards`."""
-        places = self.maps.fields[KEY_FIELD]
-        keys: list[str] = gather_varying(places.field, "list", find_spans(places, shards, rows), self._pool)
+        """Return the keys of samples `rows` of `shards`."""
+        column = self.maps.fields[KEY_FIELD]
+        keys: list[str] = gather_varying(column.field, "list", find_spans(column, shards, rows), self._pool)
         return keys

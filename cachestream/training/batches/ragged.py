@@ -26,9 +26,11 @@ _ALIGNMENT: Final = 16  # of values that are gathered one after the other, enoug
 
 
 class Padded(NamedTuple):
-    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample's own part.
+    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample's own
+    part.
 
-    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise `[B, ndim]`, the shape of each sample.
+    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise `[B, ndim]`, the shape of
+    each sample.
     """
 
     values: torch.Tensor
@@ -36,7 +38,7 @@ class Padded(NamedTuple):
 
     @property
     def mask(self) -> torch.Tensor:
-        """Which of `values` are a sample's own: bool, of the same shape."""
+        """Bool, of the shape of `values`: true for a sample's own elements, false for padding."""
         sizes = self.lengths if self.lengths.dim() > 1 else self.lengths[:, None]
         mask = torch.ones((), dtype=torch.bool, device=self.values.device)
         for axis in range(self.values.dim() - 1):
@@ -48,7 +50,9 @@ class Padded(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The values of one field of n samples: address and bytes of each, int64 `[n]`, and its shape, `[n, ndim]`."""
+    """The values of one field of n samples: address and bytes of each, int64 `[n]`, and its shape, `[n,
+    ndim]`.
+    """
 
     addresses: IntArray
     lengths: IntArray
@@ -66,8 +70,8 @@ def check_ragged(ragged: object) -> None:
 
 
 def layouts_of(ragged: Ragged, schema: Schema) -> dict[str, Layout]:
-    """The layout of each field that is not given as it always is: fields that a mapping names, or else those whose
-    shape varies, and bytes. Raises ConfigError for names that are no fields.
+    """Return the layout of each field that does not have the default one: of the fields that a mapping names,
+    or else of bytes and fields whose shape varies. Raises ConfigError for names that are not fields.
     """
     if isinstance(ragged, Mapping):
         for name in ragged:
@@ -80,7 +84,7 @@ def layouts_of(ragged: Ragged, schema: Schema) -> dict[str, Layout]:
 
 
 def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
-    """A field of one shape, `[B, *shape]`, in the layout that was asked for by its name."""
+    """Return a field of one shape, `[B, *shape]`, in the layout that `ragged` names for it."""
     shape = field.shape
     assert shape is not None
     if not shape:
@@ -93,25 +97,25 @@ def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
     return _nested(values.reshape(count * shape[0], *shape[1:]), offsets)
 
 
-def find_spans(places: FieldAddresses, shards: IntArray, rows: IntArray) -> Spans:
-    """Where one field of samples `rows` of `shards` lies."""
-    lengths = places.row_bytes[shards]
-    shapes = places.row_shapes[shards]
-    addresses = places.base[shards] + rows * lengths
+def find_spans(column: FieldAddresses, shards: IntArray, rows: IntArray) -> Spans:
+    """Return the spans of one field of samples `rows` of `shards`."""
+    lengths = column.row_bytes[shards]
+    shapes = column.row_shapes[shards]
+    addresses = column.base[shards] + rows * lengths
     ragged = np.flatnonzero(lengths < 0)
     if len(ragged):
         shards, rows = shards[ragged], rows[ragged]
-        ends = read_numbers(places.offsets[shards] + rows * 8, 2) * places.item_bytes
-        addresses[ragged] = places.base[shards] + ends[:, 0]
+        ends = read_numbers(column.offsets[shards] + rows * 8, 2) * column.item_bytes
+        addresses[ragged] = column.base[shards] + ends[:, 0]
         lengths[ragged] = ends[:, 1] - ends[:, 0]
-        ndim = places.field.ndim
-        if len(places.shapes) and ndim:
-            shapes[ragged] = read_numbers(places.shapes[shards] + rows * (8 * ndim), ndim)
+        ndim = column.field.ndim
+        if len(column.shapes) and ndim:
+            shapes[ragged] = read_numbers(column.shapes[shards] + rows * (8 * ndim), ndim)
     return Spans(addresses, lengths, shapes)
 
 
 def gather_varying(field: Field, layout: Layout, spans: Spans, pool: BufferPool) -> Any:
-    """The values at `spans` in the layout that was asked for."""
+    """Return the values at `spans` in `layout`; str, bytes and lists of tensors for "list"."""
     if layout == "nested":
         return _gather_nested(field, spans, pool)
     if layout == "padded":
@@ -125,7 +129,7 @@ def gather_varying(field: Field, layout: Layout, spans: Spans, pool: BufferPool)
 
 
 def _gather_arrays(dtype: np.dtype[Any], spans: Spans, pool: BufferPool) -> list[np.ndarray[Any, Any]]:
-    """The values as arrays of their shapes, all on one buffer."""
+    """Return the values as arrays of their shapes, all in one buffer."""
     data, starts, stops = _gather_bytes(spans, pool)
     values, unit = data.view(dtype), dtype.itemsize
     flat = [values[start // unit : stop // unit] for start, stop in zip(starts, stops, strict=True)]
@@ -135,7 +139,7 @@ def _gather_arrays(dtype: np.dtype[Any], spans: Spans, pool: BufferPool) -> list
 
 
 def _gather_bytes(spans: Spans, pool: BufferPool) -> tuple[Bytes, list[int], list[int]]:
-    """The bytes of all values in one buffer, and where each begins and ends in it."""
+    """Copy all values into one buffer; return its bytes, and the start and the end of each value in it."""
     taken = (spans.lengths + (_ALIGNMENT - 1)) & -_ALIGNMENT
     ends = np.cumsum(taken)
     starts = ends - taken
@@ -156,7 +160,7 @@ def _gather_padded(field: Field, spans: Spans, pool: BufferPool) -> Padded:
     if (shapes[:, 1:] == most[1:]).all():
         width = values.nbytes // max(1, len(values))
         copy_runs(spans.addresses, spans.lengths, values.ctypes.data + np.arange(len(values)) * width)
-    else:  # several dimensions vary: into a corner of each
+    else:  # several dimensions vary: each value goes into a corner of its part
         for value, part in zip(values, _gather_arrays(values.dtype, spans, pool), strict=True):
             value[tuple(map(slice, part.shape))] = part
     lengths = torch.from_numpy(shapes[:, 0].copy() if shapes.shape[1] == 1 else shapes.copy())
@@ -183,6 +187,6 @@ def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(field: Field, shape: tuple[int, ...], pool: BufferPool) -> np.ndarray[Any, Any]:
-    """Memory for `shape`, in the numpy dtype that carries the field's."""
+    """Return memory for `shape`, in the numpy dtype that carries the dtype of `field`."""
     dtype = numpy_dtype(field.dtype)
     return pool.lend_rounded(math.prod(shape) * dtype.itemsize).shaped(shape, dtype)
