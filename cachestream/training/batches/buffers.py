@@ -119,10 +119,7 @@ class BufferPool:
             free = self._new_size(num_bytes)
         try:
             buffer = free.pop().buffer
-        except (
-            IndexError,
-            AttributeError,
-        ):  # no buffer, or one whose loan a signal interrupted before it began
+        except (IndexError, AttributeError):  # none, or one whose loan a signal interrupted
             buffer = _Buffer(num_bytes, self._pinned)
         memory = buffer.type.from_address(buffer.address)
         end = _End(memory, free.append)

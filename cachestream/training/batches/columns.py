@@ -34,9 +34,8 @@ except ImportError:  # no compiler at the installation
 # tensor.
 Columns = dict[str, Any]
 
-AROUND_BYTES: Final = (
-    2 << 20
-)  # batches from this size on are written around the caches: that is faster for one thread
+# Batches of this size or more are written with non-temporal stores, which is faster for a single thread.
+AROUND_BYTES: Final = 2 << 20
 _FIRST_ADDRESS: Final = 4096  # no page is ever mapped below
 _END_ADDRESS: Final = 1 << 48  # of what processors give to programs
 _MOST_ROW_BYTES: Final = 1 << 14  # torch counts the bytes of overlapping rows in an int64
