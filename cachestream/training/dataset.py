@@ -20,36 +20,15 @@ import torch.utils.data
 from cachestream.errors import EpochError
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.batches import columns
 from cachestream.training.batches.buffers import BufferPool
 from cachestream.training.batches.collate import as_samples, packed
-from cachestream.training.batches.columns import FixedColumns, are_fixed
-from cachestream.training.batches.gather import Block, Columns, Gatherer, SmallSnapshot
+from cachestream.training.batches.columns import Columns
+from cachestream.training.batches.gather import Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.page_cache import ReadTogether
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def select_alone(rows: torch.Tensor, wanted: torch.Tensor, out: torch.Tensor) -> None:
-    """Do `torch.index_select(rows, 0, wanted, out=out)` in this thread, for rows of a window; `wanted` is not
-    checked.
-    """
-    if columns.in_c is None or not out.is_contiguous():
-        out.numpy()[...] = rows.numpy()[wanted.numpy()]
-        return
-    count = len(wanted)
-    if not count:
-        return
-    # Each row is passed as row 0 of a shard of its own: shard numbers, row numbers, addresses.
-    places = np.zeros((3, count), np.int64)
-    places[0] = np.arange(count)
-    places[2] = wanted.numpy() * rows.element_size() + rows.data_ptr()
-    shards, size = places.ctypes.data, out.nbytes
-    source = (shards + 16 * count, size // count)
-    around = size >= columns.AROUND_BYTES
-    columns.in_c.gather(shards, shards + 8 * count, count, source, (out.data_ptr(),), around)
 
 
 Indices: TypeAlias = Sequence[int] | IntArray | torch.Tensor
@@ -84,8 +63,6 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._lock = threading.Lock()
         self._pool = BufferPool(_KEEP_BUFFERS)
         self._gatherer: Gatherer | None = None
-        self._small_snapshot: SmallSnapshot | None = None
-        self._columns: FixedColumns | None = None
 
     def __len__(self) -> int:
         return self.snapshot.num_samples
@@ -122,8 +99,6 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
         self._closed = True
         self._maps = None
         self._gatherer = None
-        self._small_snapshot = None
-        self._columns = None
         if self._lease is not None:
             self._lease.release()
 
@@ -166,20 +141,9 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
     def _gather(self, where: IntArray) -> Columns:
         with self._exclusive():
             gatherer = self._open()
-            if self._columns is not None:
-                shards, rows = _mapped(gatherer.maps, where)
-                self._reading.reach(where)
-                return self._columns.gather(self._pool, shards, rows)
-            return gatherer.gather(self._block(gatherer, where), 0, len(where))
-
-    def _block(self, gatherer: Gatherer, where: IntArray) -> Block:
-        if (small := self._small_snapshot) is not None:
+            shards, rows = _mapped(gatherer.maps, where)
             self._reading.reach(where)
-            return small.block(where)
-        block = gatherer.block(*_mapped(gatherer.maps, where))
-        self._reading.reach(where)
-        self._small_snapshot = SmallSnapshot.of(gatherer.maps)
-        return block
+            return gatherer.gather(shards, rows)
 
     def _exclusive(self) -> threading.Lock:
         """The lock of the gatherer, which one thread at a time uses."""
@@ -193,9 +157,8 @@ class EpochDataset(torch.utils.data.Dataset[Any]):
             raise EpochError("this EpochDataset is closed; take a new one with cache.snapshot()")
         if self._gatherer is None:
             self._maps = EpochMaps(self.snapshot, self._maps)
-            self._gatherer = Gatherer(self._maps, self._pool, select=select_alone)
+            self._gatherer = Gatherer(self._maps, self._pool)
             self._reading = ReadTogether(self._maps)
-            self._columns = FixedColumns(self._maps) if are_fixed(self.snapshot.schema) else None
         return self._gatherer
 
     def _follow_fork(self) -> None:

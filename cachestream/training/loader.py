@@ -16,7 +16,7 @@ import torch
 from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
 from cachestream.storage.holdout import choose_split
-from cachestream.training.batches.batch_queue import Feed
+from cachestream.training.batches.feed import Feed
 from cachestream.training.batches.ragged import Ragged
 from cachestream.training.batches.transfer import BatchTransform, make_transfer
 from cachestream.training.dataset import EpochDataset

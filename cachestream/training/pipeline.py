@@ -23,15 +23,9 @@ import torch
 from cachestream.config import NO_THREADS, with_generator
 from cachestream.errors import CorruptShardError, EpochError
 from cachestream.permutation import mix_key
-from cachestream.training.batches.batch_queue import (
-    BatchGroup,
-    Feed,
-    Flow,
-    QueuedBatch,
-    can_flow,
-    check_process,
-)
+from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
 from cachestream.training.batches.collate import packed
+from cachestream.training.batches.feed import Feed, Flow, can_flow, check_process
 from cachestream.training.batches.locations import LocationsAhead
 from cachestream.training.batches.segment_reader import Gathered, read_batches
 from cachestream.training.batches.transfer import BatchTransform, Transfer
@@ -96,8 +90,7 @@ class Gathering:
             return gathered, None
         group = BatchGroup(segment)
         try:
-            for copy in gathered.copies:
-                copy.run()
+            gathered.copy.run()
             self._send(group, gathered)
         except BaseException as error:  # noqa: BLE001 - raised by `_deliver`, after what came before it
             return group, error
@@ -288,12 +281,7 @@ class Pipeline:
         wanted = False
         try:
             segment.places = LocationsAhead(
-                segment.order,
-                segment.plan,
-                segment.place,
-                segment.maps,
-                self._executor,
-                blocks=not (self._gathering.feed and can_flow(segment)),
+                segment.order, segment.plan, segment.place, segment.maps, self._executor
             )
             wanted = self.schedule.add(segment)
         finally:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cachestream.schema import Snapshot
-from cachestream.training.batches.gather import fixed_row_bytes
 from cachestream.training.batches.locations import LocationsAhead
-from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.mapped_shards import EpochMaps, fixed_row_bytes
 from cachestream.training.batches.ragged import Ragged
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset

@@ -16,7 +16,8 @@ import torch
 from cachestream import Cache, EpochError, EpochLoader, collate
 from cachestream.training import loader as loader_module
 from cachestream.training.batches import buffers, columns
-from cachestream.training.batches.batch_queue import BatchGroup, Feed
+from cachestream.training.batches.batch_queue import BatchGroup
+from cachestream.training.batches.feed import Feed
 from cachestream.training.batches.transfer import (
     BatchTransform,
     HostTransfer,

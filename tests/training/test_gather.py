@@ -20,10 +20,9 @@ from cachestream.schema import Schema, Snapshot
 from cachestream.training.batches import columns as columns_module
 from cachestream.training.batches import mapped_shards as maps_module
 from cachestream.training.batches.buffers import BufferPool
+from cachestream.training.batches.columns import copy_runs, read_numbers
 from cachestream.training.batches.gather import Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.batches.row_views import Select, SpanLayout, Window, select_shared
-from cachestream.training.dataset import select_alone
 from tests.support.caches import add_shard, numbered
 from tests.support.same import same
 from tests.training.conftest import NewCache
@@ -144,22 +143,29 @@ def test_collate_works_on_lists_of_samples_as_the_default_collate_does(cache_of:
         assert [len(value) for value in ragged] == [2, 3]
 
 
+@pytest.mark.parametrize("in_c", [True, False])
 @given(st.data())
 @settings(max_examples=60)
-def test_runs_of_any_lengths_from_anywhere_are_copied_exactly(data: st.DataObject) -> None:
-    """The layout of spans against slices of the same memory: short ones, long ones, empty ones, overlapping."""
+def test_runs_of_any_lengths_from_anywhere_are_copied_exactly(in_c: bool, data: st.DataObject) -> None:
+    """Runs against slices of the same memory: short ones, long ones, empty ones, overlapping."""
     memory = np.random.default_rng(0).integers(0, 256, 300_000).astype(np.uint8)
     longest = data.draw(st.sampled_from([1, 20, 300, 5_000, 90_000]))
-    lengths = np.array(data.draw(st.lists(st.integers(0, longest), min_size=1, max_size=12)), np.int64)
-    starts = np.array([data.draw(st.integers(256, len(memory) - int(n))) for n in lengths], np.int64)
-    room = data.draw(st.sampled_from([256, 100, 20, 0]))
-    base = memory.ctypes.data
-    layout = SpanLayout(base + starts, lengths, room)
-    out = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    if layout.num_bytes:
-        layout.copy(Window(base, base + len(memory)), out.view(-1, layout.row_bytes))
-    for start, length, at in zip(starts, lengths, layout.starts, strict=True):
-        assert np.array_equal(out.numpy()[at : at + length], memory[start : start + length])
+    lengths = np.array(data.draw(st.lists(st.integers(0, longest), max_size=12)), np.int64)
+    starts = np.array([data.draw(st.integers(0, len(memory) - int(n))) for n in lengths], np.int64)
+    ends = np.cumsum(lengths + 1)  # a byte between them, which stays as it is
+    out = np.full(int((lengths + 1).sum()), 7, np.uint8)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _with_part_in_c(in_c, monkeypatch)
+        copy_runs(memory.ctypes.data + starts, lengths, out.ctypes.data + (ends - lengths - 1))
+    expected = [[*memory[start : start + n], 7] for start, n in zip(starts, lengths, strict=True)]
+    assert out.tolist() == [byte for run in expected for byte in run]
+
+
+def test_numbers_are_read_from_addresses_that_are_multiples_of_nothing() -> None:
+    memory = bytes(5) + np.arange(10, dtype=np.int64).tobytes()
+    begin = np.frombuffer(memory, np.uint8).ctypes.data + 5
+    assert read_numbers(begin + 8 * np.array([7, 0, 7]), 2).tolist() == [[7, 8], [0, 1], [7, 8]]
+    assert read_numbers(np.empty(0, np.int64), 3).shape == (0, 3)
 
 
 def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cache: NewCache) -> None:
@@ -175,33 +181,23 @@ def test_more_shards_than_may_be_mapped_are_opened_and_dropped_in_turns(new_cach
         shards, rows = maps.locate(samples)
         assert maps.open(shards) == []
         assert maps.num_mapped <= 4
-        columns = gatherer.gather(gatherer.block(shards, rows), 0, 3)
+        columns = gatherer.gather(shards, rows)
         assert columns["number"].tolist() == samples.tolist()
     lease.release()
 
 
 @pytest.mark.parametrize("shape", [(3, 1181, 1181), (40_009,), (2, 3), (5,)])  # the second is a prime number
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
-@pytest.mark.parametrize(
-    ("select", "in_c"), [(select_shared, False), (select_alone, True), (select_alone, False)]
-)
-def test_rows_of_any_size_are_gathered_from_shards_that_lie_as_far_apart_as_can_be(
-    shape: tuple[int, ...],
-    dtype: str,
-    select: Select,
-    in_c: bool,
-    cache_of: CacheOf,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("in_c", [True, False])
+def test_rows_of_any_size_are_gathered(
+    shape: tuple[int, ...], dtype: str, in_c: bool, cache_of: CacheOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_part_in_c(in_c, monkeypatch)
     rows = [random_tensor(dtype, shape, i) for i in range(4)]
     snapshot, lease = cache_of([{"x": row, "short": i} for i, row in enumerate(rows)], [3, 1]).take_snapshot()
     maps = EpochMaps(snapshot)
     assert maps.open(np.arange(2)) == []
-    maps.window = Window(4096, 1 << 47)  # no bytes are touched but those of the shards
-    gatherer = Gatherer(maps, BufferPool(2), select=select)
-    block = gatherer.block(*maps.locate(np.array([3, 0, 2])))
-    columns = gatherer.gather(block, 0, 3)
+    columns = Gatherer(maps, BufferPool(2)).gather(*maps.locate(np.array([3, 0, 2])))
     assert columns["short"].tolist() == [3, 0, 2]
     assert all(same(value, rows[i]) for value, i in zip(columns["x"], (3, 0, 2), strict=True))
     lease.release()
@@ -279,7 +275,7 @@ def test_maps_are_handed_on_to_the_next_snapshot_and_only_new_shards_are_opened(
     assert after.open(np.arange(4)) == []
     gatherer = Gatherer(after, BufferPool(2))
     shards, rows = after.locate(np.arange(16))
-    assert gatherer.gather(gatherer.block(shards, rows), 0, 16)["number"].tolist() == list(range(16))
+    assert gatherer.gather(shards, rows)["number"].tolist() == list(range(16))
     lease.release()
     other_lease.release()
 

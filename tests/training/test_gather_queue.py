@@ -423,6 +423,16 @@ WRONG: Final = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [(TypeError, (0, 0, 0)), (TypeError, (0, 0, "0", 0)), (OverflowError, (2**63, 0, 0, 0))],
+)
+def test_runs_that_make_no_sense_are_refused(error: type[Exception], arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(error):
+        _gather.copy_runs(*arguments)
+    _gather.copy_runs(0, 0, 0, 0)
+
+
 @pytest.mark.parametrize(("method", "error", "arguments"), WRONG)
 def test_arguments_that_make_no_sense_are_refused_and_change_nothing(
     method: str, error: type[Exception], arguments: tuple[Any, ...]

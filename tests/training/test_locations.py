@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cachestream.permutation import Permutation
 from cachestream.schema import IntArray, Schema, Snapshot
-from cachestream.training.batches.locations import LocationsAhead, find_places
+from cachestream.training.batches.locations import LocationsAhead, find_locations
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.plan import Plan, SampleOrder, ShuffledOrder, count_batches
 from cachestream.training.rendezvous import Cancelled
@@ -47,7 +47,7 @@ def test_places_are_those_of_the_samples_that_the_plan_gives_each_batch(
     rank = data.draw(st.integers(0, ranks - 1))
     first = data.draw(st.integers(0, plan.num_batches - 1))
     stop = data.draw(st.integers(first + 1, plan.num_batches))
-    places = find_places(order, plan, rank, maps, first, stop)
+    places = find_locations(order, plan, rank, maps, first, stop)
     assert len(places) == stop - first
     for number in range(first, stop):
         part = places.part(number - first, number - first + 1)

@@ -98,7 +98,7 @@ def test_every_field_holds_what_the_lists_hold(
     where = np.array(data.draw(st.lists(st.integers(0, len(samples) - 1), min_size=1, max_size=9)), np.int64)
     gatherer = Gatherer(maps, pool, ragged=dict.fromkeys(names, layout))  # type: ignore[arg-type]
     for _ in range(2):  # the second time in memory that was used before
-        got = gatherer.gather(gatherer.block(*maps.locate(where)), 0, len(where))
+        got = gatherer.gather(*maps.locate(where))
         for name in names:
             for row, i in zip(as_samples(got[name]), where.tolist(), strict=True):
                 assert same(row, as_tensor(samples[i][name])), name

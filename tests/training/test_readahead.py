@@ -20,8 +20,7 @@ from cachestream import EpochDataset
 from cachestream.linux import FileMap, ask_for_all, count_cached
 from cachestream.permutation import Permutation
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import fixed_row_bytes
-from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.mapped_shards import EpochMaps, fixed_row_bytes
 from cachestream.training.batches.page_cache import Coldness, addresses_of, merged
 from cachestream.training.batches.readahead import ReadAhead
 from cachestream.training.checkpoint import SegmentRecord

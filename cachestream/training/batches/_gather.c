@@ -1,8 +1,8 @@
 /* Gathers rows into batches in threads of its own, which never touch the interpreter.
 
-   A Queue takes tasks in order: for each field, the rows of `count` samples, found by their shards' places and the rows
-   there, one after the other into the memory given. Whoever submits a task keeps its memory until the task is done: tasks
-   hold addresses and nothing else. The first thread works on all tasks; the others help while somebody waits. */
+   A Queue runs tasks in order. A task copies the rows of `count` samples, given by shard and row, one after the other into
+   the memory given for each field. The caller keeps that memory until the task is done: a task holds addresses only. The
+   first thread works on all tasks; the others help while a thread waits. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030a0000
@@ -26,9 +26,9 @@
 #define LINE 64
 #define ROWS_AHEAD 2
 #define LONG_ROW_BYTES 4096
-#define START_BYTES 1024 /* of the next long row: the processor finds the rest by itself */
-#define SIGNALS_S 0.2 /* how long Ctrl-C may be waited for */
-#define EXIT_S 30 /* at the end of the interpreter: as long as a disk may take to answer */
+#define START_BYTES 1024 /* prefetched of the next long row: the processor prefetches the rest by itself */
+#define SIGNALS_S 0.2 /* the longest wait between two checks for signals */
+#define EXIT_S 30 /* the longest wait for running tasks at the end of the interpreter: a disk may be slow */
 
 /* One field of a task: sample i of it lies at base[shard of i] + (row of i) * row_bytes. */
 typedef struct {
@@ -46,19 +46,19 @@ typedef struct {
     Column columns[];
 } Task;
 
-/* Shared by the Queue object and its threads; the last of them frees it. */
+/* Owned by the Queue object and its threads; the last owner frees it. */
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work; /* for the first thread */
     pthread_cond_t help; /* for the others */
-    pthread_cond_t done; /* for whoever waits */
+    pthread_cond_t done; /* for threads in wait() */
     pthread_cond_t gone; /* a thread has ended */
     Task *tasks[MOST_WAITING];
     unsigned char finished[MOST_WAITING];
-    uint64_t submitted; /* so many tasks have come, */
-    uint64_t begun;     /* so many of them are begun, in order, */
-    uint64_t completed; /* and all of the first so many are done */
-    uint64_t awaited;   /* the least number that somebody waits for, while there are waiters */
+    uint64_t submitted; /* number of tasks submitted, */
+    uint64_t begun;     /* number of tasks begun, in order, */
+    uint64_t completed; /* and the number up to which all tasks are done */
+    uint64_t awaited;   /* the least task number that a thread waits for, while there are waiters */
     int waiters;
     int threads;
     int most_threads;
@@ -72,18 +72,18 @@ typedef struct {
     Shared *shared;
 } Queue;
 
-/* The interpreter takes memory apart when it ends, whoever keeps it for a task: none may run then, of any Queue. */
+/* When the interpreter ends it frees memory that tasks use: no task of any Queue may run then. */
 static atomic_int running;
 static atomic_int exiting;
 
 /* --- gathering */
 
 #ifdef __x86_64__
-/* Around the caches: what is written is read much later, and lines that are not read before they are written save a third
-   of the memory's traffic. By 32 bytes a store: by 16 it is a tenth slower, by 64 no faster. */
+/* Non-temporal stores: the row is read much later, and a line that is not fetched before it is written saves a third of the
+   memory traffic. Stores of 32 bytes: 16 are a tenth slower, 64 no faster. */
 __attribute__((target("avx2"))) static void stream_row(char *out, const char *row, int64_t row_bytes)
 {
-    int64_t at = -(intptr_t)out & (LINE - 1); /* the first line of `out` that is written whole */
+    int64_t at = -(intptr_t)out & (LINE - 1); /* offset of the first whole line of `out` */
     memcpy(out, row, (size_t)at);
     for (; at + LINE <= row_bytes; at += LINE) {
         __m256i low = _mm256_loadu_si256((const __m256i *)(row + at));
@@ -127,7 +127,7 @@ static void copy_long_rows(const Task *task, const Column *column)
         copy_long_row(out, row_at(task, column, i, row_bytes), row_bytes);
     }
 #ifdef __x86_64__
-    _mm_sfence(); /* before others are told that it is done */
+    _mm_sfence(); /* before other threads learn that the task is done */
 #endif
 }
 
@@ -136,7 +136,7 @@ static inline void copy_rows(const Task *task, const Column *column, int64_t row
     const int64_t count = task->count;
     char *out = column->out;
     for (int64_t i = 0; i < count; i++, out += row_bytes) {
-        if (i + ROWS_AHEAD < count) /* the processor sees no pattern in where short rows lie */
+        if (i + ROWS_AHEAD < count) /* the processor sees no pattern in the addresses of short rows */
             prefetch(row_at(task, column, i + ROWS_AHEAD, row_bytes), row_bytes);
         memcpy(out, row_at(task, column, i, row_bytes), (size_t)row_bytes);
     }
@@ -146,7 +146,7 @@ static void run(const Task *task)
 {
     for (int64_t i = 0; i < task->num_columns; i++) {
         const Column *column = &task->columns[i];
-        switch (column->row_bytes) { /* a constant number of bytes is copied by an instruction, not by a call */
+        switch (column->row_bytes) { /* for a constant size, memcpy is an instruction and not a call */
         case 1: copy_rows(task, column, 1); break;
         case 2: copy_rows(task, column, 2); break;
         case 4: copy_rows(task, column, 4); break;
@@ -162,7 +162,7 @@ static void run(const Task *task)
 
 /* --- threads */
 
-static void release(Shared *shared) /* with the lock, which it gives back */
+static void release(Shared *shared) /* with the lock, which is unlocked here */
 {
     int last = --shared->owners == 0;
     pthread_cond_broadcast(&shared->gone);
@@ -184,7 +184,7 @@ static int has_work(const Shared *shared, int first)
     return shared->begun < shared->submitted && (first || shared->waiters);
 }
 
-/* With the lock: whether somebody waits for that. */
+/* With the lock: mark the task as finished, and return whether a waiting thread must be woken. */
 static int finish(Shared *shared, uint64_t number)
 {
     shared->finished[number % MOST_WAITING] = 1;
@@ -192,13 +192,13 @@ static int finish(Shared *shared, uint64_t number)
         shared->finished[shared->completed++ % MOST_WAITING] = 0;
     if (!shared->waiters || shared->completed < shared->awaited)
         return 0;
-    shared->awaited = UINT64_MAX; /* those that go on waiting say so again */
+    shared->awaited = UINT64_MAX; /* threads that go on waiting set it again */
     return 1;
 }
 
 static void work(Shared *shared, int first)
 {
-    int tell = 0; /* without the lock, or whoever wakes up has to wait for that */
+    int tell = 0; /* broadcast after unlocking: woken threads need the lock */
     pthread_mutex_lock(&shared->lock);
     for (;;) {
         while (!shared->stopped && !tell && !has_work(shared, first))
@@ -208,7 +208,8 @@ static void work(Shared *shared, int first)
         Task *task = NULL;
         uint64_t number = 0;
         if (has_work(shared, first)) {
-            atomic_fetch_add(&running, 1); /* before the look: either `at_exit` sees this, or this one sees that it is late */
+            /* Before `exiting` is read: either at_exit() sees this task, or this thread sees `exiting` */
+            atomic_fetch_add(&running, 1);
             if (atomic_load(&exiting)) {
                 atomic_fetch_sub(&running, 1);
                 shared->stopped = 1;
@@ -250,7 +251,7 @@ static int start_thread(Shared *shared) /* with the lock; returns errno */
 {
     pthread_t thread;
     sigset_t all, before;
-    /* Signals are for the interpreter's threads: one that came here would wake up none of them. */
+    /* Signals are blocked: one that was delivered here would interrupt no thread of the interpreter. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&thread, NULL, shared->threads ? help_out : work_first, shared);
@@ -266,7 +267,7 @@ static int start_thread(Shared *shared) /* with the lock; returns errno */
 static struct timespec deadline(double timeout_s)
 {
     struct timespec at;
-    if (!(timeout_s > 0)) /* not a number is none either */
+    if (!(timeout_s > 0)) /* also for NaN */
         timeout_s = 0;
     if (timeout_s > 1e8)
         timeout_s = 1e8;
@@ -326,7 +327,7 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void queue_dealloc(Queue *self)
 {
     Shared *shared = self->shared;
-    if (shared->pid == getpid()) { /* in a forked child another thread may have held the lock for ever */
+    if (shared->pid == getpid()) { /* in a forked child, the lock may be held by a thread that does not exist there */
         pthread_mutex_lock(&shared->lock);
         shared->stopped = 1;
         pthread_cond_broadcast(&shared->work);
@@ -433,14 +434,14 @@ static double now(void)
     return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
 }
 
-/* Without the GIL: whether the task is done by then; `ended` tells that it will not be. */
+/* Without the GIL: return whether the task is done by `until`; `ended` is set if the queue is closed. */
 static int await_task(Shared *shared, uint64_t number, const struct timespec *until, int *ended)
 {
     pthread_mutex_lock(&shared->lock);
     shared->waiters++;
     if (shared->begun < shared->submitted && shared->most_threads > 1) {
         if (shared->threads < shared->most_threads)
-            (void)start_thread(shared); /* without it the first one does all */
+            (void)start_thread(shared); /* if it fails, the first thread does all */
         else
             pthread_cond_broadcast(&shared->help);
     }
@@ -478,13 +479,13 @@ static PyObject *queue_wait(Queue *self, PyObject *const *args, Py_ssize_t num_a
     pthread_mutex_unlock(&shared->lock);
     if (unknown)
         return PyErr_Format(PyExc_ValueError, "wait(): no task has this number yet");
-    double left_s = timeout_s > 0 ? timeout_s : 0; /* not a number is none either */
+    double left_s = timeout_s > 0 ? timeout_s : 0; /* also for NaN */
     for (int ended = 0; !done && left_s > 0 && !ended;) {
         Py_BEGIN_ALLOW_THREADS
         double begun_s = now();
         struct timespec soon = deadline(left_s < SIGNALS_S ? left_s : SIGNALS_S);
         done = await_task(shared, number, &soon, &ended);
-        double took_s = now() - begun_s; /* more where the process was stopped, with all of its threads */
+        double took_s = now() - begun_s; /* longer if the process was stopped: that time does not count */
         left_s -= took_s < SIGNALS_S ? took_s : SIGNALS_S;
         Py_END_ALLOW_THREADS
         if (!done && PyErr_CheckSignals())
@@ -624,8 +625,38 @@ static PyObject *gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(copy_runs_doc,
+"copy_runs(sources: int, lengths: int, targets: int, count: int) -> None\n--\n\n"
+"Copy `count` runs of bytes now, in this thread and without the GIL. The first three arguments are the addresses of\n"
+"int64 [count]: where each run begins, its bytes, and where it goes.");
+
+static PyObject *copy_runs(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 4) {
+        PyErr_SetString(PyExc_TypeError, "copy_runs() takes sources, lengths, targets and count");
+        return NULL;
+    }
+    const int64_t *sources = (const int64_t *)(intptr_t)PyLong_AsLongLong(args[0]);
+    const int64_t *lengths = (const int64_t *)(intptr_t)PyLong_AsLongLong(args[1]);
+    const int64_t *targets = (const int64_t *)(intptr_t)PyLong_AsLongLong(args[2]);
+    int64_t count = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ROWS_AHEAD < count) {
+            int64_t next = lengths[i + ROWS_AHEAD];
+            prefetch((const char *)sources[i + ROWS_AHEAD], next < START_BYTES ? next : START_BYTES);
+        }
+        memcpy((char *)targets[i], (const char *)sources[i], (size_t)lengths[i]);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, gather_doc},
+    {"copy_runs", (PyCFunction)(void (*)(void))copy_runs, METH_FASTCALL, copy_runs_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,6 +4,7 @@ from typing import final
 def gather(
     shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], around: bool, /
 ) -> None: ...
+def copy_runs(sources: int, lengths: int, targets: int, count: int, /) -> None: ...
 
 @final
 class Queue:

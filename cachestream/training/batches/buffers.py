@@ -1,8 +1,8 @@
-"""Batch memory that is used again: a buffer returns to its pool when the last tensor on it dies.
+"""Reused batch memory: a buffer returns to its pool when the last tensor on it is freed.
 
-Fresh memory of a batch's size costs page faults that are slower than the gather itself. So tensors are made
-on borrowed memory, and the borrowing ends with them, wherever and whenever that is: no batch is aliased by a
-later one while any tensor of it lives.
+Page faults on fresh memory of a batch's size take longer than the gather itself. So tensors are made on
+memory on loan, which ends when the last of them is freed, in whatever thread: no later batch uses the memory
+before that.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cachestream.training.batches.row_views import rows_of
-
 _AS_IT_IS: Final = nullcontext()
 
 
 def outside_inference() -> AbstractContextManager[Any]:
-    """In here tensors are made that can be trained on, also where the thread is in `torch.inference_mode`: it may have left
-    that when it takes them.
+    """Return a context that makes ordinary tensors also in `torch.inference_mode`: the trainer may have left
+    that mode when it gets them.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 Bytes = npt.NDArray[np.uint8]
-_SIZES: Final = 8  # sizes of which free buffers are kept
-_SMALL_BYTES: Final = 64 * 1024  # below this malloc reuses its memory as well as a pool does, and is quicker
+_SIZES: Final = 8  # number of sizes of which free buffers are kept
+_SMALL_BYTES: Final = 64 * 1024  # below this size malloc reuses memory as well as a pool, and is faster
 
 
 @functools.lru_cache(maxsize=64)
 def _lent_type(num_bytes: int) -> Any:
-    """A type for memory on loan, which knows its `end`."""
+    """Return the ctypes type of memory on loan; instances have an attribute `end`."""
     return type("Lent", (ctypes.c_uint8 * num_bytes,), {"end": None})
 
 
 class _End(weakref.ref[Any]):
-    """The end of the loan of `buffer`: put into a list by a callback in C, since Ctrl-C in one in Python is swallowed.
+    """A weak reference that ends the loan of `buffer`. Its callback is a method in C that appends it to a
+    free list: a KeyboardInterrupt in a callback in Python would be swallowed.
 
-    The memory on loan keeps it. Where that is garbage in a cycle there is no callback, and the buffer goes.
+    The memory on loan refers to it. If that memory is garbage in a cycle, no callback runs, and the buffer is
+    freed.
     """
 
     __slots__ = ("buffer",)
@@ -52,14 +52,14 @@ class _End(weakref.ref[Any]):
 
 
 class _Buffer:
-    """Memory of a pool, pinned on demand; `rows` caches views of it.
+    """Memory of a pool, pinned on demand.
 
-    It begins 16 bytes past a multiple of 64, as numpy's large arrays do. The rows gathered from begin at multiples
-    of 64 as a rule, and between places of one alignment memcpy takes another path (`rep movsb`), which is a fifth
-    slower here as soon as several buffers of 8 MiB are in turn.
+    It begins 16 bytes past a multiple of 64, as numpy's large arrays do. Rows in shards begin at multiples of
+    64 as a rule, and between addresses of equal alignment memcpy uses `rep movsb`, which was a fifth slower
+    when several buffers of 8 MiB took turns.
     """
 
-    __slots__ = ("_rows", "address", "memory", "type")
+    __slots__ = ("address", "memory", "type")
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         with outside_inference():
@@ -68,22 +68,12 @@ class _Buffer:
             self.memory = memory[start : start + num_bytes]
         self.address = self.memory.data_ptr()
         self.type = _lent_type(num_bytes)
-        self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
-
-    def rows(self, count: int, row_bytes: int, unit: int) -> torch.Tensor:
-        """`rows_of` the start. The last view asked for is kept: batches are alike."""
-        rows = self._rows.get((count, row_bytes, unit))
-        if rows is None:
-            with outside_inference():
-                rows = rows_of(self.memory[: count * row_bytes], row_bytes, unit)
-            self._rows = {(count, row_bytes, unit): rows}
-        return rows
 
 
 @functools.lru_cache(maxsize=64)
 def _own_type(num_bytes: int) -> Any:
-    """A type for memory that is nobody else's: a small array of ctypes is made, and its address told, in a tenth of the
-    time that numpy takes.
+    """Return the ctypes type of memory outside of the pool: making a small ctypes array, and getting its
+    address, takes a tenth of the time of a numpy array.
     """
     return ctypes.c_uint8 * num_bytes
 
@@ -91,34 +81,27 @@ def _own_type(num_bytes: int) -> Any:
 class Loan:
     """Memory for one batch of one field, from `address` on; arrays and tensors on it keep it on loan."""
 
-    __slots__ = ("_buffer", "_memory", "address")
+    __slots__ = ("_memory", "address")
 
-    def __init__(self, memory: Any, buffer: _Buffer | None) -> None:
-        self._memory = memory  # an array of ctypes: all that is on it refers to it
-        self._buffer = buffer
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory  # a ctypes array, which all arrays and tensors on it refer to
         self.address: int = ctypes.addressof(memory)
 
     @property
     def array(self) -> Bytes:
-        """All of it: uint8 `[num_bytes]`."""
+        """The memory as uint8 `[num_bytes]`."""
         return np.frombuffer(self._memory, np.uint8)
 
     def shaped(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """The beginning of it as an array of `shape`."""
+        """Return the beginning of the memory as an array of `shape`."""
         return np.ndarray(shape, dtype, self._memory)
-
-    def rows(self, count: int, row_bytes: int, unit: int = 1) -> torch.Tensor:
-        """`rows_of` the first `count * row_bytes` bytes, valid while the loan is held."""
-        if self._buffer is None:
-            return rows_of(torch.from_numpy(self.array[: count * row_bytes]), row_bytes, unit)
-        return self._buffer.rows(count, row_bytes, unit)
 
 
 class BufferPool:
     """Lends memory; keeps at most `keep` free buffers of a size. Thread-safe.
 
-    Loans end in any thread at any time, also in the midst of a call of `lend`, which a signal may end after any step: so
-    the free lists are deques, whose operations are atomic, and nothing takes a lock.
+    A loan may end in any thread at any time, also within a call of `lend`, and a signal may end `lend` after
+    any step. So the free lists are deques, whose operations are atomic, and no lock is taken.
     """
 
     def __init__(self, keep: int, *, pinned: bool = False) -> None:
@@ -127,32 +110,32 @@ class BufferPool:
         self._free: dict[int, deque[_End]] = {}
 
     def lend(self, num_bytes: int) -> Loan:
-        """Memory of `num_bytes` or more: uninitialised."""
+        """Return uninitialised memory of at least `num_bytes`."""
         if num_bytes < _SMALL_BYTES and not self._pinned:
-            return Loan(_own_type(num_bytes)(), None)
+            return Loan(_own_type(num_bytes)())
         num_bytes = max(num_bytes, 1)
         free = self._free.get(num_bytes)
         if free is None:
             free = self._new_size(num_bytes)
         try:
             buffer = free.pop().buffer
-        except (IndexError, AttributeError):  # none, or one whose loan a signal ended before it began
+        except (IndexError, AttributeError):  # none, or one whose loan a signal interrupted
             buffer = _Buffer(num_bytes, self._pinned)
         memory = buffer.type.from_address(buffer.address)
         end = _End(memory, free.append)
         end.buffer = buffer
         memory.end = end
         # All views and tensors on its arrays keep `memory`, which ends the loan when it dies.
-        return Loan(memory, buffer)
+        return Loan(memory)
 
     def _new_size(self, num_bytes: int) -> deque[_End]:
-        """A free list for another size; the oldest size is forgotten, so that what is kept stays bounded."""
+        """Return a free list for a new size; the oldest size is forgotten, which bounds the memory kept."""
         while len(self._free) >= _SIZES:
             self._free.pop(next(iter(self._free), 0), None)
         return self._free.setdefault(num_bytes, deque(maxlen=self._keep))
 
     def lend_rounded(self, num_bytes: int) -> Loan:
-        """As `lend`, for sizes that vary: a power of two, so that buffers fit again."""
+        """Lend memory of a power of two: buffers of sizes that vary can then be reused."""
         return self.lend(1 << max(num_bytes - 1, 0).bit_length())
 
     def __repr__(self) -> str:
@@ -161,6 +144,6 @@ class BufferPool:
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:
-    """`array`, in the numpy dtype that torch dtype `dtype` is stored as, as a tensor without a copy."""
+    """Return `array`, in the numpy dtype that stores torch dtype `dtype`, as a tensor without a copy."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

@@ -1,8 +1,8 @@
 """The container of a batch: fields stacked into tensors, or lists, as torch's default collate would.
 
-It looks at the type of the first sample, in a registry that is meant to be extended (the documentation of
-`torch.utils.data.default_collate`). So the first sample of our batches is of a type of its own; it is a dict, tuple,
-tensor, str or bytes as any other to everybody else.
+torch's default collate looks up the type of the first sample in a registry that may be extended (see the
+documentation of `torch.utils.data.default_collate`). So the first sample of our batches has a subclass of
+dict, tuple, tensor, str or bytes that is registered there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cachestream.errors import ConfigError
 from cachestream.schema import KEY_FIELD, Schema
-from cachestream.training.batches.gather import Columns
+from cachestream.training.batches.columns import Columns
 
 
 class Whole:
-    """A sequence of samples that are in one piece already."""
+    """A sequence of samples that are stacked already."""
 
     def whole(self) -> Any:
-        """The samples as one batch; None once somebody may have changed them one by one."""
+        """Return the samples as one batch; None if single samples may have been changed."""
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class _MarkedBytes(bytes):
 
 
 class _Tensor(torch.Tensor):
-    # What is made of it is an ordinary tensor.
+    # Results of operations on it are ordinary tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -55,16 +55,16 @@ _PLAIN: Final[dict[type, Any]] = {mark: kind for kind, mark in _KINDS.items()}
 
 
 def marked(sample: Any) -> Any:
-    """`sample`, the first of a `Whole`, with the mark."""
+    """Return `sample`, the first of a `Whole`, as an instance of its registered subclass."""
     if isinstance(sample, torch.Tensor):
         return sample.as_subclass(_Tensor)
     return _KINDS[type(sample)](sample)
 
 
 def _collate(samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
-    """What the default collate does with `samples`, the first of which is marked."""
+    """Collate `samples`, the first of which is marked, for the default collate."""
     if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
-        return list(whole) if isinstance(whole, tuple) else whole  # tuples come as lists from it
+        return list(whole) if isinstance(whole, tuple) else whole  # the default collate makes lists of tuples
     first = samples[0]
     plain = first.as_subclass(torch.Tensor) if isinstance(first, _Tensor) else _PLAIN[type(first)](first)
     return collate_with([plain, *samples[1:]], collate_fn_map=collate_fn_map)
@@ -74,9 +74,10 @@ default_collate_fn_map.update(dict.fromkeys((_Tensor, *_PLAIN), _collate))
 
 
 def packed(columns: Columns, schema: Schema) -> Any:
-    """The fields as the samples had them: a dict, a tuple in the order of the fields, or the only field.
+    """Return the fields in the container of the samples: a dict, a tuple in the order of the fields, or the
+    only field.
 
-    Keys that were asked for come as the field "__key__" of a dict, and as the last of a tuple.
+    Keys are the field "__key__" of a dict, and the last element of a tuple.
     """
     if schema.container == "dict":
         return columns
@@ -87,14 +88,16 @@ def packed(columns: Columns, schema: Schema) -> Any:
 
 
 def as_samples(columns: Columns, schema: Schema, size: int) -> Sequence[Any]:
-    """The `size` samples of `columns`: a sequence for any collate function, which ours and torch's take whole."""
+    """Return the `size` samples of `columns` as a sequence for any collate function; ours and torch's take it
+    whole.
+    """
     if schema.container in ("dict", "tuple"):
         return SampleBatch(columns, schema, size)
     return ValueBatch(columns[schema.names[0]])
 
 
 class SampleBatch(Whole, Sequence[Any]):
-    """Dicts or tuples, made of views of the batch's tensors only when they are asked for; who changes one finds it changed."""
+    """Samples that are dicts or tuples of views of the batch's tensors, made at the first access and kept."""
 
     def __init__(self, columns: Columns, schema: Schema, size: int) -> None:
         self._columns = columns
@@ -105,7 +108,7 @@ class SampleBatch(Whole, Sequence[Any]):
         self._samples: list[Any] | None = None
 
     def whole(self) -> Any:
-        """The batch: tensors `[n, *shape]`, lists for str, bytes and fields whose shape varies."""
+        """Return the batch: tensors `[n, *shape]`, lists for str, bytes and fields whose shape varies."""
         first, given = self._first, self._fields_of_first
         if self._samples is not None:
             return None
@@ -119,7 +122,7 @@ class SampleBatch(Whole, Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if index != 0 or self._samples is not None:
             return self._taken_apart()[index]
-        if self._first is None:  # what a collate function looks at to see what it has got
+        if self._first is None:  # a collate function looks at its type
             self._fields_of_first = {name: column[0] for name, column in self._columns.items()}
             self._first = marked(packed(self._fields_of_first, self._schema))
         return self._first
@@ -137,7 +140,9 @@ class SampleBatch(Whole, Sequence[Any]):
 
 
 class ValueBatch(Whole, list[Any]):
-    """Samples that are arrays, numbers, str or bytes by themselves: a list, since `torch.stack` takes nothing else."""
+    """Samples without a container: arrays, numbers, str or bytes. A list, since `torch.stack` takes no other
+    sequence.
+    """
 
     def __init__(self, column: Any) -> None:
         super().__init__(_rows_of(column))
@@ -147,7 +152,7 @@ class ValueBatch(Whole, list[Any]):
         self._given = tuple(self)
 
     def whole(self) -> Any:
-        """The batch: a tensor `[n, *shape]`, or a list for str, bytes and arrays whose shape varies."""
+        """Return the batch: a tensor `[n, *shape]`, or a list for str, bytes and ragged arrays."""
         return self._column if _are_same(self, self._given) else None
 
 
@@ -163,9 +168,9 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 def collate(samples: Sequence[Any]) -> Any:
     """Samples of an `EpochDataset` as one batch, for `DataLoader(collate_fn=cs.collate)`.
 
-    The layout is that of `EpochLoader`: fields of one shape become tensors `[batch, *shape]`; fields whose shape
-    varies, str and bytes become lists; dicts and tuples stay dicts and tuples. Samples that come straight from
-    the dataset are not copied again.
+    The layout is that of `EpochLoader`: fields of one shape become tensors `[batch, *shape]`; fields whose
+    shape varies, str and bytes become lists; dicts and tuples stay dicts and tuples. Samples that come
+    straight from the dataset are not copied again.
     """
     if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
         return whole

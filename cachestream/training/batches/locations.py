@@ -1,8 +1,8 @@
 """Locations of the samples of the coming batches, worked out ahead of their gathering.
 
-A block takes dozens of numpy's calls, each of which gives the GIL away: in the thread that gathers they would hold up
-every 64th batch of 256 samples for the time of a third of those batches, and longer beside a trainer that computes in
-Python.
+A block takes dozens of numpy calls, each of which releases the GIL. In the gathering thread they would delay
+every 64th batch of 256 samples by the time of a third of those batches, and by more beside a trainer that
+computes in Python.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Final
 import numpy as np
 
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import Block, find_block
 from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.plan import Plan, SampleOrder
 from cachestream.training.rendezvous import Cancelled
 
-_BLOCK: Final = 65_536  # samples whose places are worked out at once: the cost of numpy's calls is shared
+_BLOCK: Final = 65_536  # samples located at once, to share the cost of numpy calls
 _TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleLocations:
-    """The samples of a rank's batches `first`, `first + 1`, ...: their shards' places in the snapshot and the rows
-    there, int64 `[n]`, and where each batch begins and ends among them, int64 `[batches + 1]`. `block` is what they are
-    gathered from, if all shards are mapped and torch gathers.
+    """Locations of the samples of a rank's batches `first`, `first + 1`, ...
+
+    `shards` are the shards' positions in the snapshot and `rows` the rows in them, both int64 `[n]`; batch
+    `first + i` has samples `bounds[i]` to `bounds[i + 1]` of them, int64 `[batches + 1]`.
     """
 
     first: int
     shards: IntArray
     rows: IntArray
     bounds: IntArray
-    block: Block | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -51,20 +50,19 @@ class SampleLocations:
         )
 
 
-def find_places(
-    order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int, blocks: bool = True
+def find_locations(
+    order: SampleOrder, plan: Plan, rank: int, maps: EpochMaps, first: int, stop: int
 ) -> SampleLocations:
-    """The places of batches `first` to `stop` of rank number `rank`, with their block if `blocks` are wanted."""
+    """Return the locations of batches `first` to `stop` of rank number `rank`."""
     starts, stops = plan.spans(rank, first, stop)
     bounds = np.concatenate([[0], np.cumsum(stops - starts)])
     positions = np.repeat(starts - bounds[:-1], stops - starts) + np.arange(bounds[-1])
     shards, rows = maps.locate(order.at(positions))
-    block = find_block(maps, shards, rows) if blocks and maps.all_mapped else None
-    return SampleLocations(first, shards, rows, bounds, block)
+    return SampleLocations(first, shards, rows, bounds)
 
 
 class LocationsAhead:
-    """The places of all batches of a rank, block by block: `executor` works on the next one from now on."""
+    """The locations of all batches of a rank, in blocks; `executor` computes the next block ahead."""
 
     def __init__(
         self,
@@ -73,22 +71,21 @@ class LocationsAhead:
         rank: int,
         maps: EpochMaps,
         executor: Executor,
-        blocks: bool = True,
     ) -> None:
         self._order = order
         self._plan = plan
         self._rank = rank
         self._maps = maps
         self._executor = executor
-        self._blocks = blocks
         self._first = 0
         self._next: Future[SampleLocations] | None = None
         self.work_ahead()
 
     def work_ahead(self) -> None:
-        """Begin with the next block, if that has not been done; raises Cancelled when the executor is shut down.
+        """Start to compute the next block, unless that has begun; raises Cancelled when the executor is shut
+        down.
 
-        To be called when this thread is about to copy: numpy's short calls hardly let another thread have the GIL.
+        Call it when this thread is about to copy, and so releases the GIL for long.
         """
         plan = self._plan
         if self._next is not None or self._first >= plan.num_batches:
@@ -96,19 +93,19 @@ class LocationsAhead:
         stop = min(plan.num_batches, self._first + max(1, _BLOCK // plan.batch_size))
         try:
             self._next = self._executor.submit(
-                find_places, self._order, plan, self._rank, self._maps, self._first, stop, self._blocks
+                find_locations, self._order, plan, self._rank, self._maps, self._first, stop
             )
         except RuntimeError as error:  # shut down, and the loader with it
             raise Cancelled from error
         self._first = stop
 
     def __iter__(self) -> Iterator[SampleLocations]:
-        """Raises Cancelled when the executor is shut down."""
+        """Yield the blocks in order; raises Cancelled when the executor is shut down."""
         while self._next is not None:
             try:
-                places = self._next.result(_TIMEOUT_S)
+                locations = self._next.result(_TIMEOUT_S)
             except CancelledError as error:
                 raise Cancelled from error
             self._next = None
-            yield places
+            yield locations
             self.work_ahead()

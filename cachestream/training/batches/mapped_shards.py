@@ -1,8 +1,8 @@
-"""The shards of a snapshot as addresses: what is mapped, where each field's values lie, which shard has which sample.
+"""The mapped shards of a snapshot: the address of each field's values, and the shard and row of each sample.
 
-A map is opened and verified once a process, before anything is delivered from it, and handed on from one
-epoch to the next. Maps are kept by references, never unmapped by hand: an address stays good for as long as
-someone holds the map behind it.
+A shard is mapped and verified once in a process, before any sample of it is delivered, and its map is handed
+on from one epoch to the next. Maps are held by references and never unmapped explicitly: an address is valid
+as long as a reference to its map exists.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
-from cachestream.training.batches.row_views import Window
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
-_MARGIN: Final = 1 << 32  # the window grows by more than it must, so that it seldom has to
 
 
 class FieldAddresses:
-    """Where the values of one field begin in each shard, int64 `[num_shards]`; 0 where it is not mapped.
+    """The addresses of one field's values in each shard, int64 `[num_shards]`; 0 where the shard is not
+    mapped.
 
-    A field of one shape has its rows at `base`. One whose shape varies has `offsets` and `shapes` (0 in a
-    shard where all its samples have one shape: then `row_bytes` and `row_shapes` say which).
+    `base` is the address of the values. A field whose shape varies also has the addresses of its `offsets`
+    and `shapes`. Both are 0 in a shard whose samples all have one shape: `row_bytes` and `row_shapes` give
+    that shape.
     """
 
     __slots__ = ("base", "field", "item_bytes", "offsets", "row_bytes", "row_shapes", "shapes")
@@ -48,33 +48,33 @@ class FieldAddresses:
         self.row_shapes = np.zeros((num_shards if varies else 0, field.ndim), np.int64)
 
     def arrays(self) -> tuple[IntArray, ...]:
-        """All that is known for each shard."""
+        """All arrays with an entry for each shard."""
         return self.base, self.offsets, self.shapes, self.row_bytes, self.row_shapes
 
-    def read(self, shard: MappedShard, place: int) -> None:
-        """Note where the field lies in `shard`, the snapshot's shard number `place`."""
+    def read(self, shard: MappedShard, position: int) -> None:
+        """Store the addresses of the field in `shard`, the shard at position `position` of the snapshot."""
         columns, name, address = shard.columns, self.field.name, shard.address
-        self.base[place] = address + columns[name].offset
+        self.base[position] = address + columns[name].offset
         if self.field.shape is not None:
             return
         offsets = columns.get(f"{name}#offsets")
         if offsets is None:
             shape = next(f.shape for f in shard.schema.fields if f.name == name)
             assert shape is not None
-            self.row_shapes[place] = shape
-            self.row_bytes[place] = math.prod(shape) * element_bytes(self.field)
+            self.row_shapes[position] = shape
+            self.row_bytes[position] = math.prod(shape) * element_bytes(self.field)
             return
-        self.offsets[place] = address + offsets.offset
+        self.offsets[position] = address + offsets.offset
         if self.field.kind == "tensor" and name != KEY_FIELD:
-            self.shapes[place] = address + columns[f"{name}#shapes"].offset
+            self.shapes[position] = address + columns[f"{name}#shapes"].offset
 
 
 class EpochMaps:
-    """The mapped shards of one snapshot. Thread-safe, but for the dropping of maps: see `open`.
+    """The mapped shards of one snapshot. Thread-safe, except that `open` may drop maps.
 
-    `verified` holds the ids of the shards that this process has checked, shared with later epochs, and `picked` the rows
-    of the snapshot's split in the shards that hold samples of both.
-    At most `max_open` shards are mapped at a time (the kernel limits the maps of a process).
+    `verified` has the ids of the shards that this process has verified, and is shared with later epochs.
+    `picked` has the rows of the snapshot's split, for shards with samples of both splits. At most `max_open`
+    shards are mapped at a time (the kernel limits the maps of a process).
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class EpochMaps:
         self.snapshot = snapshot
         self.max_open = max_open or _default_max_open()
         self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
-        # The first shard of each run of 2**bits samples: a look-up and a step or two, where a binary search among
-        # thousands of shards costs ten times that in cache misses. Of few samples each has an entry.
+        # The first shard of each run of 2**bits samples: a look-up and a step or two. A binary search among
+        # thousands of shards costs ten times that in cache misses. With few samples, each one has an entry.
         bits = max(0, (snapshot.num_samples // max(1, 4 * snapshot.num_shards)).bit_length() - 1)
         self._bucket_bits = 0 if snapshot.num_samples <= _LISTED_SAMPLES else bits
         self._buckets: IntArray
@@ -104,8 +104,6 @@ class EpochMaps:
             for field in (*snapshot.schema.fields, KEYS)
         }
         self.mapped = np.zeros(snapshot.num_shards, np.bool_)
-        self.room_before = 1 << 30  # bytes of a file before its first value, the least of all shards
-        self.window = Window(0, 0)
         self.verified: set[int] = set() if previous is None else previous.verified
         self._keepers: npt.NDArray[Any] = np.full(snapshot.num_shards, None, object)
         self._last_used = np.zeros(snapshot.num_shards, np.int64)
@@ -123,7 +121,9 @@ class EpochMaps:
         return int(np.count_nonzero(self.mapped))
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """For each of `samples` (numbers within the snapshot) the shard's place and the row in it."""
+        """Return the shard's position and the row in it for each of `samples`, which are numbers within the
+        snapshot.
+        """
         if self._rows is not None:
             return self._shards_of(samples), self._rows[samples]
         shards = self._shards_of(samples)
@@ -142,7 +142,7 @@ class EpochMaps:
         return shards
 
     def _rows_of_split(self) -> IntArray | None:
-        """The row of each sample in its shard; None where shards have samples of one split alone."""
+        """Return the row of each sample in its shard; None if no shard has samples of two splits."""
         snapshot = self.snapshot
         if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
             return None
@@ -154,7 +154,7 @@ class EpochMaps:
             if count < size:
                 if shard_id not in self.picked:
                     self.picked[shard_id] = _pick(snapshot, shard_id)
-                if len(self.picked[shard_id]) == count:  # else it is put aside when it is opened
+                if len(self.picked[shard_id]) == count:  # otherwise `open` reports it as damaged
                     picked = self.picked[shard_id]
             rows.append(picked)
         return np.concatenate(rows)
@@ -162,11 +162,12 @@ class EpochMaps:
     def open(
         self, shards: IntArray, settle: Callable[[], None] | None = None, *, ahead: bool = False
     ) -> list[tuple[int, CorruptShardError]]:
-        """Map and verify those of `shards` (places) that are not mapped; returns the damaged (place, error).
+        """Map and verify those of `shards` (positions) that are not mapped; return the damaged (position,
+        error).
 
-        Over `max_open` the maps unused for longest go, after a call of `settle`: it must return when nobody
-        gathers from them any more. All shards of a gather must be asked for at once. Another thread may open some
-        `ahead`, which drops none.
+        Above `max_open`, the maps that were unused for longest are dropped, after a call of `settle`, which
+        must return when no thread gathers from them any more. All shards of a gather must be opened by one
+        call. With `ahead`, which another thread may use, no map is dropped.
         """
         if not ahead:
             self._tick += 1
@@ -175,7 +176,7 @@ class EpochMaps:
         absent = ~self.mapped[shards]
         if not absent.any():
             return damaged
-        for place in np.unique(shards[absent]).tolist():
+        for position in np.unique(shards[absent]).tolist():
             if self.num_mapped >= self.max_open:
                 if ahead:
                     break
@@ -183,13 +184,13 @@ class EpochMaps:
                     settle()
                 self._drop_some(keep=shards)
             try:
-                self._insert(place, self._map(int(self.snapshot.shard_ids[place])))
+                self._insert(position, self._map(int(self.snapshot.shard_ids[position])))
             except CorruptShardError as error:
-                damaged.append((place, error))
+                damaged.append((position, error))
         return damaged
 
     def after_fork(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
+        """Replace the lock in a forked child: a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def _map(self, shard_id: int) -> MappedShard:
@@ -198,51 +199,45 @@ class EpochMaps:
             shard.verify()
             _check_offsets(shard)
             self.verified.add(shard_id)
-        shard.expect_random()  # not before: it is verified from end to end
+        shard.expect_random()  # not before: verifying reads the file from end to end
         return shard
 
-    def _insert(self, place: int, shard: MappedShard) -> None:
-        expected = int((self.snapshot.counts if self.snapshot.sizes is None else self.snapshot.sizes)[place])
+    def _insert(self, position: int, shard: MappedShard) -> None:
+        expected = int(
+            (self.snapshot.counts if self.snapshot.sizes is None else self.snapshot.sizes)[position]
+        )
         merged = self.snapshot.schema.merge(shard.schema)
         if shard.num_samples != expected or merged != self.snapshot.schema:
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
                 f"{expected} of {self.snapshot.schema}; run 'cachestream verify CACHE --repair'"
             )
-        picked = self.picked.get(int(self.snapshot.shard_ids[place]))
-        if self._rows is not None and picked is not None and len(picked) != self.snapshot.counts[place]:
+        picked = self.picked.get(int(self.snapshot.shard_ids[position]))
+        if self._rows is not None and picked is not None and len(picked) != self.snapshot.counts[position]:
             raise CorruptShardError(
-                f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[place]}"
+                f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[position]}"
             )
-        low, high = shard.address, shard.address + shard.size_bytes
         with self._lock:
-            if self.mapped[place]:
-                return  # another thread was quicker, and its addresses may be in use by now
-            if not self.window.covers(low, high):
-                self._widen(low, high)
+            if self.mapped[position]:
+                return  # by another thread; its addresses may be in use by now
             for field in self.fields.values():
-                field.read(shard, place)
-            self.room_before = min(self.room_before, *(c.offset for c in shard.columns.values()))
+                field.read(shard, position)
             # An array on the map keeps it, at a hundredth of the size of the shard's description.
-            self._keepers[place] = shard.array(f"{KEY_FIELD}#offsets")
-            self.mapped[place] = True
-
-    def _widen(self, low: int, high: int) -> None:
-        if self.window.high:
-            low, high = min(low, self.window.low), max(high, self.window.high)
-        low, high = max(4096, low - _MARGIN), high + _MARGIN
-        self.window = Window(low, high)
+            self._keepers[position] = shard.array(f"{KEY_FIELD}#offsets")
+            self.mapped[position] = True
 
     def _drop_some(self, keep: IntArray) -> None:
         with self._lock:
-            places = np.flatnonzero(self.mapped)
-            places = places[~np.isin(places, keep)]
-            oldest = places[np.argsort(self._last_used[places], kind="stable")][: max(1, self.max_open // 8)]
+            positions = np.flatnonzero(self.mapped)
+            positions = positions[~np.isin(positions, keep)]
+            oldest = positions[np.argsort(self._last_used[positions], kind="stable")][
+                : max(1, self.max_open // 8)
+            ]
             self.mapped[oldest] = False
             self._keepers[oldest] = None
 
     def _adopt(self, previous: EpochMaps) -> None:
-        """Take over the maps of shards that `previous` has too, by a few array operations for all of them."""
+        """Take over the maps of the shards that `previous` has too, by a few array operations."""
         mine, theirs = self.snapshot, previous.snapshot
         if mine.root != theirs.root or mine.schema != theirs.schema:
             return
@@ -261,15 +256,13 @@ class EpochMaps:
                         to[here] = come_from[there]
             self._keepers[here] = previous._keepers[there]
             self.mapped[here] = True
-            self.window = previous.window
-            self.room_before = previous.room_before
 
     def __repr__(self) -> str:
         return f"<EpochMaps {self.num_mapped}/{self.snapshot.num_shards} shards mapped>"
 
 
 def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
-    """The rows of the snapshot's split in a shard; none where it is damaged."""
+    """Return the rows of the snapshot's split in a shard; none if it is damaged."""
     assert snapshot.split is not None
     try:
         return snapshot.split.rows(MappedShard(shard_path(snapshot.root, shard_id)).key_hashes())
@@ -279,7 +272,17 @@ def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
 
 def element_bytes(field: Field) -> int:
     """Bytes of one element of a sample's tensor."""
-    return 2 if field.dtype == "bfloat16" else np.dtype(field.dtype).itemsize
+    return numpy_dtype(field.dtype).itemsize
+
+
+def fixed_row_bytes(field: Field) -> int:
+    """Bytes of one sample's value; 0 if its shape varies."""
+    return 0 if field.shape is None else math.prod(field.shape) * element_bytes(field)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype that carries values of torch dtype `dtype`: bfloat16 travels as the bits of uint16."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def stored_item_bytes(field: Field) -> int:
@@ -308,7 +311,7 @@ def _check_offsets(shard: MappedShard) -> None:
 
 @functools.cache
 def _default_max_open() -> int:
-    """A quarter of the maps that the kernel grants a process; the rest is for everything else in it."""
+    """A quarter of the maps that the kernel grants a process, at most `_MAX_OPEN`."""
     try:
         granted = int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):

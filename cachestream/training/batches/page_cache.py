@@ -1,4 +1,6 @@
-"""Samples that are not in memory: found by page faults, and read from the disk together before they are gathered."""
+"""Samples whose pages are not in memory: found by page faults, and read ahead together before they are
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,21 @@ import numpy as np
 
 from cachestream.linux import ask_for_all, count_cached
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import fixed_row_bytes
-from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses
-from cachestream.training.batches.row_views import gather_rows
+from cachestream.training.batches.columns import read_numbers
+from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses, fixed_row_bytes
 
-_ENOUGH: Final = 256  # pages in memory, one after the other, after which nothing is missing any more
+_ENOUGH: Final = 256  # consecutive pages found in memory after which all are taken to be there
 _UNSEEN: Final = 1
 
 
 def count_faults() -> int:
-    """How often this process has waited for a page from the disk."""
+    """Return the number of page faults of this process that read from the disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class Coldness:
-    """Whether pages are missing. It is to be seen at the first look; then, from when the process has waited for the
-    disk, until `_ENOUGH` pages that were asked for were there, one after the other.
+    """Estimates whether pages are missing: at the first look, and from a page fault that read from the disk
+    until `_ENOUGH` consecutive pages were found in memory.
     """
 
     def __init__(self, faults: Callable[[], int] = count_faults) -> None:
@@ -34,7 +35,7 @@ class Coldness:
         self._left = _UNSEEN
 
     def look(self) -> bool:
-        """Whether to see what is missing now."""
+        """Return whether pages may be missing now."""
         before, self._seen = self._seen, self._faults()
         if 0 <= before < self._seen:
             self._left = _ENOUGH
@@ -42,18 +43,18 @@ class Coldness:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing has been seen yet."""
+        """True before the first pages were noted."""
         return self._left == _UNSEEN
 
     def note(self, pages: int, cached: int) -> None:
-        """`cached` of `pages` that will be needed are in memory."""
+        """Note that `cached` of `pages` that will be needed are in memory."""
         if cached < pages:
             self._left = _ENOUGH
         else:
             self._left = max(0, self._left - pages)
 
     def see(self, addresses: IntArray, most: int) -> None:
-        """Note of up to `most` of these addresses, int64 `[n]`, whether they are in memory."""
+        """Note how many of up to `most` of `addresses`, int64 `[n]`, are in memory."""
         some = addresses[:: -(-len(addresses) // most) or 1]
         self.note(len(some), count_cached(some))
 
@@ -64,19 +65,20 @@ _NOTHING: Final[IntArray] = np.empty(0, np.int64)
 def addresses_of(
     maps: EpochMaps, row_bytes: dict[str, int], starts: IntArray, stops: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Where samples `starts` up to `stops` lie, as far as their shards are mapped: addresses of the first bytes and of
-    those after the last, of each field, those that touch merged. `row_bytes` are those of the fields of one shape.
+    """Return the address ranges of samples `starts` up to `stops`, as first bytes and ends: of each field, as
+    far as the shards are mapped, with ranges that touch merged. `row_bytes` are those of the fields of one
+    shape.
     """
     shards, rows, counts = _split(maps, starts, stops)
     mapped = maps.mapped[shards]
     shards, rows, counts = shards[mapped], rows[mapped], counts[mapped]
     begins, ends = [_NOTHING], [_NOTHING]
     for name, num_bytes in row_bytes.items():
-        places = maps.fields[name]
-        if places.field.shape is None:
-            low, high = _varying(maps, places, shards, rows, counts)
+        column = maps.fields[name]
+        if column.field.shape is None:
+            low, high = _varying(column, shards, rows, counts)
         else:
-            low = places.base[shards] + rows * num_bytes
+            low = column.base[shards] + rows * num_bytes
             high = low + counts * num_bytes
         begins.append(low)
         ends.append(high)
@@ -84,12 +86,12 @@ def addresses_of(
 
 
 def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Stretches of samples as parts that lie in one shard each: shard, first row and number of rows."""
+    """Divide ranges of samples into parts within one shard: shard, first row and number of rows."""
     parts = [(_NOTHING, _NOTHING, _NOTHING)]
     while len(starts):
         shards, rows = maps.locate(starts)
         ends = np.minimum(stops, maps.starts[shards + 1])
-        last = maps.locate(ends - 1)[1]  # of one split, others may lie in between
+        last = maps.locate(ends - 1)[1]  # rows of another split may lie in between
         parts.append((shards, rows, last + 1 - rows))
         more = ends < stops
         starts, stops = ends[more], stops[more]
@@ -98,23 +100,24 @@ def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray
 
 
 def _varying(
-    maps: EpochMaps, places: FieldAddresses, shards: IntArray, rows: IntArray, counts: IntArray
+    column: FieldAddresses, shards: IntArray, rows: IntArray, counts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    lengths = places.row_bytes[shards]
-    low = places.base[shards] + rows * lengths
+    lengths = column.row_bytes[shards]
+    low = column.base[shards] + rows * lengths
     high = low + counts * lengths
     ragged = np.flatnonzero(lengths < 0)
     if len(ragged):
         shards, rows, counts = shards[ragged], rows[ragged], counts[ragged]
-        table, window = places.offsets[shards], maps.window
-        base, unit = places.base[shards], places.item_bytes
-        low[ragged] = base + unit * gather_rows(window, table + rows * 8, 1)[:, 0]
-        high[ragged] = base + unit * gather_rows(window, table + (rows + counts) * 8, 1)[:, 0]
+        table, base, unit = column.offsets[shards], column.base[shards], column.item_bytes
+        low[ragged] = base + unit * read_numbers(table + rows * 8, 1)[:, 0]
+        high[ragged] = base + unit * read_numbers(table + (rows + counts) * 8, 1)[:, 0]
     return low, high
 
 
 def merged(begins: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
-    """The ranges from `begins` up to `ends`, sorted, with those that overlap or touch as one; without empty ones."""
+    """Return the ranges from `begins` up to `ends` sorted, without empty ones; those that overlap or touch
+    are merged.
+    """
     some = begins < ends
     order = np.argsort(begins[some], kind="stable")
     begins, ends = begins[some][order], np.maximum.accumulate(ends[some][order]) if some.any() else ends[some]
@@ -127,8 +130,8 @@ _LOOKED_AT: Final = 16  # pages
 
 
 class ReadTogether:
-    """For samples that are asked for batch by batch, in an order that nobody knows: those of a batch are asked of the disk
-    together, before the first of them is waited for. Used by one thread at a time.
+    """Reads the samples of a batch from the disk together, where the order of batches is not known in
+    advance. Used by one thread at a time.
     """
 
     def __init__(self, maps: EpochMaps) -> None:
@@ -137,7 +140,7 @@ class ReadTogether:
         self._coldness = Coldness()
 
     def reach(self, samples: IntArray) -> None:
-        """`samples`, int64 `[n]`, are gathered next; their shards are mapped."""
+        """Read ahead `samples`, int64 `[n]`, which are gathered next, and whose shards are mapped."""
         if not len(samples) or not self._coldness.look():
             return
         starts, stops = addresses_of(self._maps, self._row_bytes, samples, samples + 1)

@@ -1,7 +1,6 @@
-"""Fields whose shape varies, gathered as one tensor: padded, or nested in torch's jagged layout.
+"""Fields whose shape varies, gathered as lists, or as one tensor: padded, or nested in torch's jagged layout.
 
-Short values (a few words, a few numbers) are copied by one call for all samples of a batch, whatever shards they lie in.
-Longer ones are copied one by one: that is quicker from some 200 bytes on, and makes no objects that stay.
+The values of a field are copied by one call for all samples of a batch, whatever shards they lie in.
 """
 
 from __future__ import annotations
@@ -15,21 +14,23 @@ import torch
 
 from cachestream.errors import ConfigError
 from cachestream.schema import Field, IntArray, Schema
-from cachestream.training.batches.buffers import BufferPool, as_tensor
-from cachestream.training.batches.row_views import Window
+from cachestream.training.batches.buffers import BufferPool, Bytes, as_tensor
+from cachestream.training.batches.columns import copy_runs, read_numbers
+from cachestream.training.batches.mapped_shards import FieldAddresses, numpy_dtype
 
 Layout = Literal["list", "padded", "nested"]
 Ragged = Layout | Mapping[str, Layout]
 
 _LAYOUTS: Final = ("list", "padded", "nested")
-_LONG_BYTES: Final = 256  # on the average: a step of Python copies as much as the arithmetic of a call costs
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_ALIGNMENT: Final = 16  # of values that are gathered one after the other, enough for every dtype
 
 
 class Padded(NamedTuple):
-    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample's own part.
+    """A field whose shape varies, as one tensor: `values` `[B, *largest]`, zeros beside each sample's own
+    part.
 
-    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise `[B, ndim]`, the shape of each sample.
+    `lengths`, int64: `[B]` for fields of one dimension, str and bytes, otherwise `[B, ndim]`, the shape of
+    each sample.
     """
 
     values: torch.Tensor
@@ -37,7 +38,7 @@ class Padded(NamedTuple):
 
     @property
     def mask(self) -> torch.Tensor:
-        """Which of `values` are a sample's own: bool, of the same shape."""
+        """Bool, of the shape of `values`: true for a sample's own elements, false for padding."""
         sizes = self.lengths if self.lengths.dim() > 1 else self.lengths[:, None]
         mask = torch.ones((), dtype=torch.bool, device=self.values.device)
         for axis in range(self.values.dim() - 1):
@@ -49,7 +50,9 @@ class Padded(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The values of one field of n samples: address and bytes of each, int64 `[n]`, and its shape, `[n, ndim]`."""
+    """The values of one field of n samples: address and bytes of each, int64 `[n]`, and its shape, `[n,
+    ndim]`.
+    """
 
     addresses: IntArray
     lengths: IntArray
@@ -67,8 +70,8 @@ def check_ragged(ragged: object) -> None:
 
 
 def layouts_of(ragged: Ragged, schema: Schema) -> dict[str, Layout]:
-    """The layout of each field that is not given as it always is: fields that a mapping names, or else those whose
-    shape varies, and bytes. Raises ConfigError for names that are no fields.
+    """Return the layout of each field that does not have the default one: of the fields that a mapping names,
+    or else of bytes and fields whose shape varies. Raises ConfigError for names that are not fields.
     """
     if isinstance(ragged, Mapping):
         for name in ragged:
@@ -81,7 +84,7 @@ def layouts_of(ragged: Ragged, schema: Schema) -> dict[str, Layout]:
 
 
 def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
-    """A field of one shape, `[B, *shape]`, in the layout that was asked for by its name."""
+    """Return a field of one shape, `[B, *shape]`, in the layout that `ragged` names for it."""
     shape = field.shape
     assert shape is not None
     if not shape:
@@ -94,25 +97,78 @@ def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
     return _nested(values.reshape(count * shape[0], *shape[1:]), offsets)
 
 
-def gather_ragged(field: Field, layout: Layout, spans: Spans, window: Window, pool: BufferPool) -> Any:
-    """The values at `spans` as a `Padded` or a nested tensor."""
-    shapes = spans.shapes if field.kind == "tensor" else spans.lengths[:, None]
+def find_spans(column: FieldAddresses, shards: IntArray, rows: IntArray) -> Spans:
+    """Return the spans of one field of samples `rows` of `shards`."""
+    lengths = column.row_bytes[shards]
+    shapes = column.row_shapes[shards]
+    addresses = column.base[shards] + rows * lengths
+    ragged = np.flatnonzero(lengths < 0)
+    if len(ragged):
+        shards, rows = shards[ragged], rows[ragged]
+        ends = read_numbers(column.offsets[shards] + rows * 8, 2) * column.item_bytes
+        addresses[ragged] = column.base[shards] + ends[:, 0]
+        lengths[ragged] = ends[:, 1] - ends[:, 0]
+        ndim = column.field.ndim
+        if len(column.shapes) and ndim:
+            shapes[ragged] = read_numbers(column.shapes[shards] + rows * (8 * ndim), ndim)
+    return Spans(addresses, lengths, shapes)
+
+
+def gather_varying(field: Field, layout: Layout, spans: Spans, pool: BufferPool) -> Any:
+    """Return the values at `spans` in `layout`; str, bytes and lists of tensors for "list"."""
     if layout == "nested":
-        return _gather_nested(field, spans, shapes, window, pool)
+        return _gather_nested(field, spans, pool)
+    if layout == "padded":
+        return _gather_padded(field, spans, pool)
+    if field.kind == "tensor":
+        arrays = _gather_arrays(numpy_dtype(field.dtype), spans, pool)
+        return [as_tensor(array, field.dtype) for array in arrays]
+    data, starts, stops = _gather_bytes(spans, pool)
+    values = map(data.data.__getitem__, map(slice, starts, stops))
+    return [bytes(v) if field.kind == "bytes" else str(v, "utf-8", "surrogatepass") for v in values]
+
+
+def _gather_arrays(dtype: np.dtype[Any], spans: Spans, pool: BufferPool) -> list[np.ndarray[Any, Any]]:
+    """Return the values as arrays of their shapes, all in one buffer."""
+    data, starts, stops = _gather_bytes(spans, pool)
+    values, unit = data.view(dtype), dtype.itemsize
+    flat = [values[start // unit : stop // unit] for start, stop in zip(starts, stops, strict=True)]
+    if spans.shapes.shape[1] == 1:
+        return flat
+    return [value.reshape(shape) for value, shape in zip(flat, spans.shapes.tolist(), strict=True)]
+
+
+def _gather_bytes(spans: Spans, pool: BufferPool) -> tuple[Bytes, list[int], list[int]]:
+    """Copy all values into one buffer; return its bytes, and the start and the end of each value in it."""
+    taken = (spans.lengths + (_ALIGNMENT - 1)) & -_ALIGNMENT
+    ends = np.cumsum(taken)
+    starts = ends - taken
+    loan = pool.lend_rounded(max(_ALIGNMENT, int(taken.sum())))  # a whole number of elements of any dtype
+    copy_runs(spans.addresses, spans.lengths, loan.address + starts)
+    return loan.array, starts.tolist(), (starts + spans.lengths).tolist()
+
+
+def _shapes(field: Field, spans: Spans) -> IntArray:
+    return spans.shapes if field.kind == "tensor" else spans.lengths[:, None]
+
+
+def _gather_padded(field: Field, spans: Spans, pool: BufferPool) -> Padded:
+    shapes = _shapes(field, spans)
     most = shapes.max(axis=0, initial=0)
     values = _empty(field, (len(shapes), *most.tolist()), pool)
     values.fill(0)
     if (shapes[:, 1:] == most[1:]).all():
-        _copy_padded(spans, values, window)
-    else:
-        _copy_parts(spans, shapes, values, window)
+        width = values.nbytes // max(1, len(values))
+        copy_runs(spans.addresses, spans.lengths, values.ctypes.data + np.arange(len(values)) * width)
+    else:  # several dimensions vary: each value goes into a corner of its part
+        for value, part in zip(values, _gather_arrays(values.dtype, spans, pool), strict=True):
+            value[tuple(map(slice, part.shape))] = part
     lengths = torch.from_numpy(shapes[:, 0].copy() if shapes.shape[1] == 1 else shapes.copy())
     return Padded(as_tensor(values, field.dtype), lengths)
 
 
-def _gather_nested(
-    field: Field, spans: Spans, shapes: IntArray, window: Window, pool: BufferPool
-) -> torch.Tensor:
+def _gather_nested(field: Field, spans: Spans, pool: BufferPool) -> torch.Tensor:
+    shapes = _shapes(field, spans)
     rest = shapes[:, 1:].max(axis=0, initial=0)
     if not (shapes[:, 1:] == rest).all():
         raise ConfigError(
@@ -121,13 +177,8 @@ def _gather_nested(
         )
     offsets = np.concatenate([[0], np.cumsum(shapes[:, 0])]).astype(np.int64)
     values = _empty(field, (int(offsets[-1]), *rest.tolist()), pool)
-    flat = values.reshape(-1).view(np.uint8)
     starts = np.cumsum(spans.lengths) - spans.lengths
-    if _are_long(spans.lengths):
-        _copy_one_by_one(spans, starts, flat, window)
-    elif len(flat):
-        unit = _row_bytes(values)
-        _select(window, spans, unit, torch.from_numpy(flat.reshape(-1, unit)))
+    copy_runs(spans.addresses, spans.lengths, values.ctypes.data + starts)
     return _nested(as_tensor(values, field.dtype), torch.from_numpy(offsets))
 
 
@@ -136,59 +187,6 @@ def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(field: Field, shape: tuple[int, ...], pool: BufferPool) -> np.ndarray[Any, Any]:
-    """Memory for `shape`, in the numpy dtype that carries the field's."""
-    dtype = np.dtype("uint16" if field.dtype == "bfloat16" else field.dtype)
+    """Return memory for `shape`, in the numpy dtype that carries the dtype of `field`."""
+    dtype = numpy_dtype(field.dtype)
     return pool.lend_rounded(math.prod(shape) * dtype.itemsize).shaped(shape, dtype)
-
-
-def _row_bytes(values: np.ndarray[Any, Any]) -> int:
-    """Bytes of one step of the first dimension that varies."""
-    row_bytes: int = math.prod(values.shape[1:]) * values.itemsize
-    return row_bytes
-
-
-def _are_long(lengths: IntArray) -> bool:
-    return bool(len(lengths)) and int(lengths.sum()) >= _LONG_BYTES * len(lengths)
-
-
-def _select(window: Window, spans: Spans, unit: int, out: torch.Tensor) -> None:
-    """Copy all of `spans` one after the other into `out`, uint8 `[n, unit]`, by one call."""
-    counts = spans.lengths // unit
-    before = np.cumsum(counts) - counts
-    addresses = (
-        np.repeat(spans.addresses - before * unit, counts) + np.arange(len(out), dtype=np.int64) * unit
-    )
-    rows = window.rows(unit)
-    torch.index_select(rows, 0, window.index(addresses), out=out.view(-1, *rows.shape[1:]))
-
-
-def _copy_one_by_one(spans: Spans, starts: IntArray, flat: Bytes, window: Window) -> None:
-    places = (spans.addresses - window.low).tolist()
-    for place, length, start in zip(places, spans.lengths.tolist(), starts.tolist(), strict=True):
-        flat[start : start + length] = window.array[place : place + length]
-
-
-def _copy_padded(spans: Spans, values: np.ndarray[Any, Any], window: Window) -> None:
-    """Into the beginning of each row of `values`: only the first dimension varies."""
-    if not values.size:
-        return
-    flat, width = values.reshape(-1).view(np.uint8), values.nbytes // len(values)
-    if _are_long(spans.lengths):
-        _copy_one_by_one(spans, np.arange(len(values), dtype=np.int64) * width, flat, window)
-        return
-    unit = math.prod(values.shape[2:]) * values.itemsize
-    counts = spans.lengths // unit
-    rows = torch.empty((int(counts.sum()), unit), dtype=torch.uint8, device="cpu")
-    _select(window, spans, unit, rows)
-    inside = np.arange(width // unit) < counts[:, None]
-    flat.reshape(len(values), width // unit, unit)[inside] = rows.numpy()
-
-
-def _copy_parts(spans: Spans, shapes: IntArray, values: np.ndarray[Any, Any], window: Window) -> None:
-    """Into a corner of each of `values`: several dimensions vary."""
-    places = (spans.addresses - window.low).tolist()
-    for value, place, length, shape in zip(
-        values, places, spans.lengths.tolist(), shapes.tolist(), strict=True
-    ):
-        sample = window.array[place : place + length].view(values.dtype)
-        value[tuple(map(slice, shape))] = sample.reshape(shape)

@@ -1,8 +1,8 @@
-"""Reading ahead: what the coming batches need is asked of the disk before they are gathered, in their known order.
+"""Read-ahead of the coming batches from the disk, in their known order.
 
-A page fault reads one row, or a part of it, and waits for it: half a gigabyte a second from disks that do four.
-Asking costs time too, so that it is done only while pages are missing: when some of the first batches are, or
-whenever the process has waited for the disk, until all that is asked for turns out to be in memory.
+A page fault reads one row, or a part of it, and waits: 0.5 GB/s from disks that reach 4. Advising the kernel
+takes time too, so it is done only while pages are missing: if some of the first batch are, or after a page
+fault that read from the disk, until all pages advised are found in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from cachestream.linux import ask_for_all
 from cachestream.schema import IntArray
-from cachestream.training.batches.gather import fixed_row_bytes
+from cachestream.training.batches.mapped_shards import fixed_row_bytes
 from cachestream.training.batches.page_cache import Coldness, addresses_of
 from cachestream.training.plan import LocalOrder, SampleOrder, TailOrder
 from cachestream.training.segment import Segment
@@ -30,8 +30,8 @@ _NOTHING: Final[IntArray] = np.empty(0, np.int64)
 
 
 class ReadAhead:
-    """For one rank's batches of `segment`. `reach` and `close` are called by one thread at a time; a thread of its own
-    asks the disk.
+    """Reads ahead for one rank's batches of `segment`, in a thread of its own. `reach` and `close` are called
+    by one thread at a time.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class ReadAhead:
         self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
         self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
         self._order, self._offset = _innermost(segment.order)
-        self._asked_to = 0  # batches, or places in the order of runs
-        self._most_places = max(1, AHEAD_BYTES * segment.plan.batch_size // batch_bytes)
+        self._asked_to = 0  # batches, or positions in the order of runs
+        self._most_positions = max(1, AHEAD_BYTES * segment.plan.batch_size // batch_bytes)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
     def reach(self, batch: int) -> None:
-        """Batch `batch` is gathered next."""
+        """Read ahead from batch `batch` on, which is gathered next."""
         if batch % self._every or not self._coldness.look():
             return
         self._pending = [future for future in self._pending if not future.done()]
@@ -74,7 +74,7 @@ class ReadAhead:
         self._pending.append(self._thread.submit(self._ask, starts, stops))
 
     def _first_of(self, batch: int) -> IntArray:
-        """Addresses of the first samples of `batch`."""
+        """Return the addresses of the first samples of `batch`."""
         start, stop = self._segment.plan.span(self._segment.place, batch)
         samples = self._segment.order.at(np.arange(start, min(stop, start + _FIRST_SAMPLES), dtype=np.int64))
         return self._addresses(samples, samples + 1)[0]
@@ -86,13 +86,13 @@ class ReadAhead:
             thread.shutdown(wait=False, cancel_futures=True)
 
     def _coming(self, batch: int) -> tuple[IntArray, IntArray]:
-        """What is to be asked for now, as addresses, in the order of need."""
+        """Return the address ranges to read now, in the order of need."""
         plan, place = self._segment.plan, self._segment.place
         if isinstance(self._order, LocalOrder):
             first = max(self._order.needs(self._offset + plan.position(batch))[0], self._asked_to)
             upcoming = min(batch + 1 + self._every, plan.num_batches)
             last = self._order.needs(self._offset + plan.position(upcoming))[1]
-            self._asked_to = max(first, min(last, first + self._most_places))
+            self._asked_to = max(first, min(last, first + self._most_positions))
             return self._addresses(*self._order.stretches(first, self._asked_to))
         step = max(1, self._every // 2)
         ahead = (
@@ -115,7 +115,7 @@ class ReadAhead:
 
 
 def _innermost(order: SampleOrder) -> tuple[SampleOrder, int]:
-    """The order that an order is a part of, and where that part begins in it."""
+    """Return the order that `order` is a part of, and the position where that part begins."""
     offset = 0
     while isinstance(order, TailOrder):
         offset += order.start

@@ -17,16 +17,17 @@ _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
 
 
 class Staged(NamedTuple):
-    """A batch on its way: `ready` is the event after the last work on it, None when it needs no waiting."""
+    """A sent batch: `ready` is the event after the last work on it, None if it needs no wait."""
 
     batch: Any
     ready: torch.cuda.Event | None = None
 
 
 class Transfer(Protocol):
-    """`send` runs in the threads that gather and the one that trains, `receive` in the one that trains.
+    """The way of a batch to its device. `send` runs in gathering threads and in the trainer's, `receive` in
+    the trainer's.
 
-    `moves` says whether batches leave the memory of `pool`, where they were gathered, for `device`.
+    `moves`: batches are copied from the memory of `pool`, where they were gathered, to `device`.
     """
 
     moves: ClassVar[bool]
@@ -34,11 +35,11 @@ class Transfer(Protocol):
     device: torch.device
 
     def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
-        """Start to move `batch`, and apply `transform` to it where it will be."""
+        """Start to move `batch`, and apply `transform` to it on its device."""
         ...
 
     def receive(self, staged: Staged) -> Any:
-        """The batch, safe to use on the current stream."""
+        """Return the batch, safe to use on the current stream."""
         ...
 
 
@@ -111,9 +112,9 @@ _nested: Final = torch.nested.nested_tensor_from_jagged
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with `change` applied to all tensors in its dicts, lists and tuples."""
+    """Return `value` with `change` applied to all tensors in its dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
-        if value.is_nested:  # part by part: not all that is done to tensors is known for these
+        if value.is_nested:  # part by part: not all operations support nested tensors
             return _nested(change(value.values()), change(value.offsets()))  # type: ignore[attr-defined]
         return change(value)
     if isinstance(value, dict):
@@ -128,12 +129,12 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def has_cuda() -> bool:
-    """Whether batches can be delivered to "cuda" here."""
+    """Return whether batches can be delivered to "cuda" here."""
     return torch.cuda.is_available()
 
 
 def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfer:
-    """The transfer to `device` ("cpu" or None: host memory); `keep` batches may wait there.
+    """Return the transfer to `device` ("cpu" or None: host memory), for which `keep` batches may wait.
 
     Raises ConfigError for a device that does not exist or is of another kind.
     """
