@@ -102,7 +102,7 @@ def _open(path: str) -> Cache:
 
 
 def _is_there(path: str) -> bool:
-    """Raises OSError for what this user may not look into."""
+    """Return whether `path` exists. Raises OSError where this user has no access."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +165,7 @@ def worker(
 
 
 def _follow(started: Worker, filled: Cache) -> None:
-    """Show progress until the worker is done, or Ctrl-C; then what there is: it stays, and can be gone on with."""
+    """Show progress until the worker is done, or Ctrl-C; then what is cached, which stays for the next worker."""
     try:
         with started:
             display.follow(started)
@@ -395,7 +395,7 @@ def demo(
 
 
 def _late(name: str) -> Any:
-    """A module that brings torch, which takes seconds that no other command should wait for."""
+    """Import a module that imports torch, which takes seconds that other commands should not wait."""
     return importlib.import_module(f"cachestream.{name}")
 
 

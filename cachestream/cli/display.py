@@ -2,8 +2,7 @@
 
 Everything is made from frozen `CacheStatus` values; nothing here opens a cache.
 
-Data goes to stdout, progress to stderr. Where these are no terminals, lines take the place of what
-would be drawn over and over.
+Data goes to stdout, progress to stderr. Without a terminal, plain lines replace the live display.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _GAP: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the worker achieves: samples cached and bytes fetched, a second."""
+    """Speed of the worker: samples cached and bytes fetched, a second."""
 
     samples_per_s: float
     fetched_bytes_per_s: float
@@ -101,7 +100,7 @@ def remaining_s(status: CacheStatus) -> float | None:
 
 
 def bottleneck(totals: Totals) -> list[tuple[str, float]]:
-    """Where the sampling processes' time went: (stage, share), the largest first; empty before any work."""
+    """Shares of the sampling processes' time by stage, the largest first; empty before any work."""
     stages = {
         "remote": totals.fetch_wait_s,
         "transform": totals.transform_s,
@@ -262,7 +261,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _can_draw(console: Console) -> bool:
-    """Whether what was written can be drawn over; on a dumb terminal only the last state would be seen."""
+    """Return whether the console can draw over earlier output; a dumb terminal would show only the last state."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -272,7 +271,7 @@ def _write(line: str) -> None:
 
 
 def show(status: CacheStatus, *, as_json: bool = False) -> None:
-    """One look at a cache."""
+    """Show the status of a cache once."""
     if as_json:
         _write(json.dumps(status.to_dict(), indent=2))
     else:
@@ -280,7 +279,7 @@ def show(status: CacheStatus, *, as_json: bool = False) -> None:
 
 
 def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
-    """Look again every `interval_s`, until Ctrl-C: drawn on a terminal, else a line (of JSON) each time."""
+    """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each time."""
     rates, console, pause = RateWindow(), _console(), threading.Event()
     try:
         if as_json or not _can_draw(console):
@@ -300,7 +299,7 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
 
 
 def say_what_there_is(status: CacheStatus) -> None:
-    """What filling has come to, and why there is not more."""
+    """Show the result of filling, with the reason where samples are missing."""
     say(one_line(status))
     if told := describe_skipped(status.failures):
         say(f"{told}; all reasons: cachestream status {status.path}")
@@ -309,7 +308,7 @@ def say_what_there_is(status: CacheStatus) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Show the filling on stderr until the worker has nothing left to do, or has ended; one of a full cache goes on.
+    """Show the filling on stderr until the pass or the worker has ended; a worker that waits for space goes on.
 
     Raises WorkerError, with the traceback from the background, if it failed.
     """
@@ -343,7 +342,7 @@ def _has_ended(worker: Worker, timeout_s: float) -> bool:
 
 
 def say(line: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     _console(stderr=True).print(line, soft_wrap=True)
 
 
@@ -362,7 +361,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def show_verification(report: VerifyReport, *, as_json: bool = False) -> None:
-    """What `verify` found: a summary, and a line for each damaged or missing thing."""
+    """Show the result of `verify`: a line for each damaged or missing file, and a summary."""
     if as_json:
         values: dict[str, Any] = {**dataclasses.asdict(report), "ok": report.ok}
         _write(json.dumps(values, indent=2))

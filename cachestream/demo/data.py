@@ -1,7 +1,7 @@
-"""The demo's remote: JPEG views of places in the photographs that scikit-image ships, in a folder for each place.
+"""Remote of the demo: JPEG views of places in the photographs that scikit-image ships, in a folder for each place.
 
-The task is to tell from a view (position and scale vary) which of 135 places it shows. It needs many views
-of each place, so accuracy follows what has been cached. No network, nothing synthetic.
+The task is to recognise the place (one of 135) in a view of varying position and scale. Training needs many views of
+each place, so accuracy follows the number of samples cached.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError
 
-# From one palette that also people with colour blindness tell apart (Okabe and Ito).
+# Okabe and Ito's palette, for people with colour blindness, too.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#888888"
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86_400.0
 
@@ -34,7 +34,7 @@ def plot_growth(
     seconds, unit, unit_s = _time_axis(rows["time_s"] - rows["time_s"][0])
     figure = figure_class(figsize=(9, 9 if accuracy else 6), layout="constrained")
     panels = figure.subplots(3 if accuracy else 2, 1, sharex=True)
-    # A path may hold anything: no letters of ours, and no formula.
+    # A path may hold undecodable bytes, and "$" is not a formula.
     figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
     _draw_sizes(panels[0], seconds, rows)
     _draw_samples(panels[1], seconds, rows)
