@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,11 +74,6 @@ class RateWindow:
             (worker.totals.samples - then.samples) / span_s,
             (worker.totals.fetched_bytes - then.fetched_bytes) / span_s,
         )
-
-
-def average_rates(worker: WorkerStatus) -> Rates:
-    """The rates since the worker started."""
-    return Rates(worker.samples_per_s, worker.fetched_bytes_per_s)
 
 
 def describe_duration(seconds: float) -> str:
@@ -221,7 +216,7 @@ def _lines_of_worker(worker: WorkerStatus, rates: Rates | None) -> Iterable[tupl
     yield "worker", _worker(worker)
     if not worker.states:
         return
-    yield "speed", f"{rates or average_rates(worker)}"
+    yield "speed", f"{rates or Rates(worker.samples_per_s, worker.fetched_bytes_per_s)}"
     stages = bottleneck(worker.totals)
     if stages:
         yield "time goes to", ", ".join(f"{name} {share:.0%}" for name, share in stages if share >= 0.005)
@@ -281,21 +276,17 @@ def show(status: CacheStatus, *, as_json: bool = False) -> None:
 def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
     """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each time."""
     rates, console, pause = RateWindow(), _console(), threading.Event()
-    try:
-        if as_json or not _can_draw(console):
-            while True:
-                status = cache.status()
-                now = rates.add(time.monotonic(), status.worker)
-                _write(json.dumps(status.to_dict()) if as_json else one_line(status, now))
-                pause.wait(interval_s)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                status = cache.status()
-                now = rates.add(time.monotonic(), status.worker)
+    draws = not as_json and _can_draw(console)
+    live = Live(console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), live if draws else nullcontext():
+        while True:
+            status = cache.status()
+            now = rates.add(time.monotonic(), status.worker)
+            if draws:
                 live.update(status_view(status, now), refresh=True)
-                pause.wait(interval_s)
-    except KeyboardInterrupt:
-        return
+            else:
+                _write(json.dumps(status.to_dict()) if as_json else one_line(status, now))
+            pause.wait(interval_s)
 
 
 def say_what_there_is(status: CacheStatus) -> None:
@@ -313,17 +304,17 @@ def follow(worker: Worker) -> None:
     Raises WorkerError, with the traceback from the background, if it failed.
     """
     rates, console = RateWindow(), _console(stderr=True)
-    if _can_draw(console):
-        with Live(console=console, auto_refresh=False) as live:
-            ended = False
-            while not ended:
-                ended = _has_ended(worker, _LOOK_S)
-                status = worker.status()
-                live.update(status_view(status, rates.add(time.monotonic(), status.worker)), refresh=True)
-    else:
-        while not _has_ended(worker, _LINE_S):
+    draws, ended = _can_draw(console), False
+    live = Live(console=console, auto_refresh=False)
+    with live if draws else nullcontext():
+        while not ended:
+            ended = _has_ended(worker, _LOOK_S if draws else _LINE_S)
             status = worker.status()
-            console.print(one_line(status, rates.add(time.monotonic(), status.worker)), soft_wrap=True)
+            now = rates.add(time.monotonic(), status.worker)
+            if draws:
+                live.update(status_view(status, now), refresh=True)
+            elif not ended:
+                console.print(one_line(status, now), soft_wrap=True)
 
 
 def _has_ended(worker: Worker, timeout_s: float) -> bool:

@@ -44,12 +44,12 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         strategy = strategy or getattr(args, "train_sampling_strategy", "random")
         if strategy != "random":
             raise ConfigError(
-                f"'{strategy}' in the TrainingArguments would not be heard: the EpochLoader makes the batches. Give it "
+                f"'{strategy}' in the TrainingArguments would have no effect: the EpochLoader makes the batches. Give it "
                 "shuffle=False, or a sampler= that sorts by length, and leave that argument out"
             )
         if args.auto_find_batch_size:
             raise ConfigError(
-                "auto_find_batch_size would not be heard: the EpochLoader makes the batches; give it a smaller batch_size"
+                "auto_find_batch_size would have no effect: the EpochLoader makes the batches; give it a smaller batch_size"
             )
 
     def on_train_begin(
