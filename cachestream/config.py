@@ -18,7 +18,7 @@ from cachestream.errors import ConfigError
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """The module `module`, which `what` needs and the extra `extra` brings; ConfigError without it."""
+    """Import `module`, which `what` needs and the extra `extra` installs; ConfigError without it."""
     try:
         found: ModuleType = importlib.import_module(module)
     except ImportError as error:
@@ -34,7 +34,7 @@ NO_THREADS: Final = (
     "raise 'ulimit -u', or the container's limit on processes (pids), or use fewer num_workers"
 )
 
-SHORTEST_S: Final = 0.001  # below it no deadline is meant
+SHORTEST_S: Final = 0.001  # a deadline below this is a mistake
 
 _UNITS: Final[dict[str, int]] = {
     "": 1,
@@ -57,10 +57,10 @@ _UNITS: Final[dict[str, int]] = {
 }
 _GENERATORS: Final = ("generator", "rng")
 Result = TypeVar("Result")
-_MOST_BYTES: Final = 2**62  # the catalogue and the system count with 64 bits, one of them for the sign
+_MOST_BYTES: Final = 2**62  # the catalogue and the system use signed 64-bit integers
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
-# What users of the peers type, and what it is called here.
+# Names of options in similar libraries, and their names here.
 PEER_KEYWORDS: Final[dict[str, str]] = {
     "cache_dir": "cache",
     "cache_limit": "size_limit",
@@ -83,7 +83,7 @@ PEER_KEYWORDS: Final[dict[str, str]] = {
     "workers": "num_workers",
 }
 
-# What they type that has no name here, and what to do about it.
+# Options of similar libraries without an equivalent here, and what to do instead.
 PEER_ANSWERS: Final[dict[str, str]] = {
     "batch_sampler": "EpochLoader and stream take it as sampler=",
     "batching_method": "make a loader for each stream",
@@ -168,10 +168,10 @@ def keywords_of(function: Callable[..., object]) -> set[str]:
 
 
 def with_generator(function: Callable[..., Result]) -> Callable[[Any, Callable[[], Any]], Result]:
-    """`function` of a value, or of a value and a random generator, as a function of the value and of what makes a generator.
+    """Wrap `function`, of a value or of a value and a random generator, as a function of (value, factory of generators).
 
-    It takes one as its second positional parameter without a default, or by a parameter `generator` or `rng` that is None by
-    default. Otherwise, and where it has no signature, it takes the value alone.
+    `function` gets a generator as its second positional parameter without a default, or as a parameter `generator` or
+    `rng` that is None by default. Otherwise, and where it has no signature, it gets the value alone.
     """
     name = _generator_parameter(function)
     if name is None:
@@ -182,11 +182,11 @@ def with_generator(function: Callable[..., Result]) -> Callable[[Any, Callable[[
 
 
 def _generator_parameter(function: Callable[..., object]) -> str | None:
-    """The name of the parameter for a generator, "" for the second positional one; None where there is none."""
+    """The name of the parameter for a generator, "" for the second positional one; None without one."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
         if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
-            # The call of a torch.nn.Module hands all on to its `forward`.
+            # A torch.nn.Module passes all arguments on to its `forward`.
             parameters = list(inspect.signature(getattr(function, "forward", function)).parameters.values())
     except (TypeError, ValueError):
         return None
@@ -194,13 +194,13 @@ def _generator_parameter(function: Callable[..., object]) -> str | None:
     needed = [one for one in parameters if one.kind in positional and one.default is one.empty]
     if len(needed) == 2:
         return ""
-    # With another default it is the user's own generator, of a functools.partial for one.
+    # With another default it is the user's own generator, for example one bound by functools.partial.
     named = [one.name for one in parameters if one.name in _GENERATORS and one.default is None]
     return named[0] if len(needed) == 1 and named else None
 
 
 def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise ConfigError for keywords that `function` does not take, saying for a peer's what to use instead."""
+    """Raise ConfigError for unknown keywords of `function`, with the equivalent of those of similar libraries."""
     for name in unknown:
         raise ConfigError(f"{function}() has no argument '{name}'{_advice(name, sorted(known))}")
 
@@ -215,7 +215,7 @@ def _advice(name: str, options: list[str]) -> str:
 
 
 def check_mapping(name: str, value: object, such_as: str) -> None:
-    """Raise ConfigError for a `value` of the argument `name` that is neither None nor a mapping, `such_as` one.
+    """Raise ConfigError unless the argument `name` is None or a mapping; `such_as` is an example of one.
 
     The value is not shown: it may be a secret.
     """
@@ -224,7 +224,7 @@ def check_mapping(name: str, value: object, such_as: str) -> None:
 
 
 def whole_number(value: object) -> int | None:
-    """`value` as a plain int, if it is a whole number: Python's, numpy's or torch's, and no bool."""
+    """`value` as a plain int if it is a whole number of Python, numpy or torch; None otherwise, and for a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -234,7 +234,7 @@ def whole_number(value: object) -> int | None:
 
 
 def check_count(name: str, value: object, least: float = 1, most: float = math.inf) -> int:
-    """`value`, a whole number from `least` to `most`, as a plain int; raises ConfigError for what is none."""
+    """`value` as a plain int; raises ConfigError unless it is a whole number from `least` to `most`."""
     count = whole_number(value)
     if count is None or not least <= count <= most:
         lower = "" if math.isinf(least) else f", {least} or more"
@@ -252,7 +252,7 @@ def check_seconds(name: str, value: object, least: float = -math.inf, most: floa
 
 
 def check_share(name: str, value: object) -> None:
-    """Raise ConfigError unless `value` is a share of a whole, and less than all of it."""
+    """Raise ConfigError unless `value` is at least 0 and less than 1."""
     if not (_is_number(value) and 0 <= value < 1):
         raise ConfigError(f"{name}={value!r}: give a share from 0 up to, not with, 1")
 

@@ -39,7 +39,7 @@ class SourceError(CacheStreamError):
 
 
 class SampleError(SourceError):
-    """One sample cannot be used: it is skipped and counted. At the end of a unit that gave others, `lost` of them."""
+    """Samples cannot be used: they are skipped and counted. `lost`: how many, at the end of a unit that gave others."""
 
     lost: int = 1
 
@@ -57,7 +57,7 @@ class CorruptShardError(CacheError):
 
 
 class CacheFullError(CacheError):
-    """No space can be freed now: raise the limit, or close epochs that lease shards."""
+    """Space cannot be freed now: raise the limit, or close epochs that lease shards."""
 
 
 class CacheLockedError(CacheError):
@@ -69,7 +69,7 @@ class CacheVersionError(CacheError):
 
 
 class SchemaMismatchError(CacheError):
-    """Samples of another shape of record than the cache holds (other fields or dtypes)."""
+    """Samples have other fields or dtypes than those in the cache."""
 
 
 class WorkerError(CacheStreamError):
@@ -87,7 +87,7 @@ class WorkerError(CacheStreamError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """The worker was not done within the deadline, and goes on: wait longer, or use what there is."""
+    """The worker was not done within the deadline, and goes on: wait longer, or use what is cached."""
 
 
 class EpochError(CacheStreamError):
@@ -95,7 +95,7 @@ class EpochError(CacheStreamError):
 
 
 class NotEnoughSamplesError(EpochError, TimeoutError):
-    """The cache does not hold enough samples, and will not, or did not within the deadline."""
+    """The cache does not hold enough samples: no more will come, or none came within the deadline."""
 
 
 class RankMismatchError(EpochError):

@@ -1,10 +1,10 @@
 """Calls to Linux that the layers share: files mapped without a descriptor, filesystem types, private files.
 
-Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would run into
-the limit of open files (1024 in many shells). Here the map is all there is.
+Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would exceed the limit of
+open files (1024 in many shells). `FileMap` keeps the mapping only.
 
-Whoever owns a cache may put a link anywhere in it, at any time. Root, who works in a user's cache, would follow it
-and make, give away or remove files of its own. So every change goes by a descriptor of the folder.
+The owner of a cache may put a link anywhere in it, at any time. Root, working in a user's cache, would follow it and
+create, give away or remove files of its own. So every change goes through a descriptor of the folder.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FileMap:
         return np.asarray(self)
 
     def read_all(self) -> None:
-        """Bring all pages in. As `bring_in`, but that before Linux 5.14 it does nothing."""
+        """Bring all pages in, as `bring_in` does; does nothing before Linux 5.14."""
         self.bring_in(0, self.size_bytes)
 
     def bring_in(self, start: int, stop: int) -> bool:
@@ -89,13 +89,15 @@ class FileMap:
         return False
 
     def expect_random(self) -> None:
-        """Let a page fault read its page alone. Otherwise the kernel reads what lies around it, too (128 KiB as a rule, 8 MiB
-        where `read_ahead_kb` says so), which throws out what other batches need where a cache is larger than memory.
+        """Let a page fault read its page alone.
+
+        Otherwise the kernel also reads the pages around it (128 KiB as a rule, up to `read_ahead_kb`), which evicts pages
+        that other batches need where a cache is larger than memory.
         """
         _libc.madvise(self.address, self.size_bytes, mmap.MADV_RANDOM)
 
     def is_cached(self, start: int, stop: int) -> bool:
-        """Whether the pages of [start, stop) are in memory; True also where the kernel does not tell us."""
+        """Return whether the pages of [start, stop) are in memory; True also where the kernel does not tell."""
         start -= start % mmap.PAGESIZE
         pages = np.zeros(-(-(stop - start) // mmap.PAGESIZE), np.uint8)
         failed = _libc.mincore(self.address + start, stop - start, pages.ctypes.data)
@@ -110,9 +112,8 @@ class FileMap:
 def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
     """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the disk.
 
-    By one system call for many ranges where the kernel lets us (Linux 5.13; before 6.13 it asks for CAP_SYS_NICE),
-    otherwise by one for each: every call gives the GIL away and has to get it again. Addresses that are not mapped (any
-    more) do no harm.
+    Uses one system call for many ranges where the kernel allows it (Linux 5.13; before 6.13 with CAP_SYS_NICE), and
+    otherwise one for each range: every call releases the GIL and has to acquire it again. Unmapped addresses are ignored.
     """
     ranges = np.empty((len(starts), 2), np.uint64)
     ranges[:, 0] = starts - starts % mmap.PAGESIZE
@@ -125,7 +126,7 @@ def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> 
 
 
 def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
-    """`madvise(MADV_WILLNEED)` of `ranges`, uint64 `[n, 2]` of address and size, by one call; False where it is refused."""
+    """`madvise(MADV_WILLNEED)` of `ranges` (uint64 `[n, 2]`: address, size) by one call; False where it is refused."""
     try:
         process = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -145,7 +146,7 @@ def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
 
 
 def count_cached(addresses: npt.NDArray[np.int64]) -> int:
-    """How many of the pages at these mapped addresses are in memory; all of them where the kernel does not tell us."""
+    """Count the pages at these mapped addresses that are in memory; all of them where the kernel does not tell."""
     page, cached = ctypes.c_ubyte(), 0
     for address in (addresses - addresses % mmap.PAGESIZE).tolist():
         cached += _libc.mincore(address, mmap.PAGESIZE, ctypes.byref(page)) != 0 or page.value & 1
@@ -157,7 +158,7 @@ def _system_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-# Filesystems whose locks, sizes or speed other machines, or a remote store, have a say in.
+# Filesystems whose locks, sizes or speed depend on other machines or a remote store.
 _NETWORK_FILESYSTEM: Final = re.compile(
     r"9p|acfs|afs|beegfs|ceph|cifs|coda|davfs|gfs2|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|prl_fs|pvfs2"
     r"|smb3|smbfs|vboxsf|wekafs"
@@ -167,7 +168,7 @@ _OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how mountinfo writes blanks
 
 
 def is_network_filesystem(kind: str) -> bool:
-    """Whether filesystems of this type, as `filesystem_of` gives it, lie elsewhere."""
+    """Return whether `kind`, a type as `filesystem_of` gives it, is a network filesystem."""
     return _NETWORK_FILESYSTEM.fullmatch(kind) is not None
 
 
@@ -197,11 +198,11 @@ _ATTEMPTS: Final = 100
 def open_private(path: str, flags: int) -> int:
     """An `opener` for `open`: the file it makes is readable by its owner only, and no child inherits it.
 
-    A file that root makes in a user's folder is that user's. Links are not followed: they are no part of a cache.
+    A file that root creates in a user's folder is given to that user. Links are not followed.
     """
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not stop us
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not block
     if not flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
-        return os.open(path, flags)  # a look changes nothing, wherever it goes
+        return os.open(path, flags)  # reading changes nothing, wherever a link leads
     with _parent(path) as (name, folder):
         for _ in range(_ATTEMPTS if flags & os.O_CREAT else 0):
             try:
@@ -218,7 +219,7 @@ def open_private(path: str, flags: int) -> int:
 
 
 def make_private_folder(path: str) -> None:
-    """Make the folder `path`, unless it is there; one that root makes in a user's folder is that user's."""
+    """Make the folder `path`, unless it exists; one that root makes in a user's folder is given to that user."""
     with _parent(path) as (name, folder):
         try:
             os.mkdir(name, 0o700, dir_fd=folder)
@@ -247,16 +248,16 @@ def remove(path: str) -> None:
 
 
 def _give(fd: int, folder: int) -> None:
-    """Give what root has just made, and has open as `fd`, to whom `folder` belongs: it would be locked out else."""
+    """Give a file that root has just made, open as `fd`, to the owner of `folder`, who could not open it otherwise."""
     owner = os.fstat(folder)
     if os.geteuid() == 0 and owner.st_uid != 0:
-        with suppress(OSError):  # some filesystems know no owners: there all are let in
+        with suppress(OSError):  # some filesystems have no owners: everyone has access
             os.fchown(fd, owner.st_uid, owner.st_gid)
 
 
 @contextmanager
 def _parent(path: str) -> Iterator[tuple[str, int]]:
-    """The last part of `path`, and a descriptor of the folder before it, to which no link leads. Errors name `path`."""
+    """The last part of `path`, and a descriptor of its folder, opened without following links. Errors name `path`."""
     *above, name = os.path.abspath(path).split("/")
     folder = os.open("/", _FOLDER)
     try:

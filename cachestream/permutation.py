@@ -1,6 +1,6 @@
-"""A keyed pseudo-random permutation of range(n), computed where it is asked, in O(1) memory for any n.
+"""A keyed pseudo-random permutation of range(n), computed on demand, in O(1) memory for any n.
 
-A position in the permuted order is all that a resume needs, and any block of it is computed alone.
+A resume needs only a position in the permuted order, and any block of it is computed alone.
 
 The algorithm is the generalised Feistel cipher with cycle walking of Black and Rogaway, "Ciphers with
 Arbitrary Finite Domains" (CT-RSA 2002): a value is split into two digits of bases a and b with a*b just above n,
@@ -124,7 +124,7 @@ class Permutation:
         return left
 
     def _hashed(self, i: int, digits: _U64) -> _U64:
-        """What round `i` adds to the other digits: of many, each hash is computed once and looked up."""
+        """The summands of round `i` for the other digits; for many digits, looked up in a table of hashes."""
         if not self._digit_hashes:
             if self._a > min(_MOST_DIGITS, len(digits)):
                 return self._hash_of_round(i, digits)

@@ -1,7 +1,7 @@
 """The frozen values that pass between the layers: fields, schemas, shards, snapshots, the held-out split.
 
-A sample is held out if the xxh3 hash (64 bits, seed 0) of its key's UTF-8 is below `holdout` times 2**64: the same on
-every run, node and resume, whatever is cached, and whoever asks.
+A sample is held out if the xxh3 hash (64 bits, seed 0) of its key's UTF-8 is below `holdout` times 2**64. So its split
+is the same on every run, node and resume, whatever is cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SplitName = Literal["train", "held-out"]
 Hashes = npt.NDArray[np.uint64]
 IntArray = npt.NDArray[np.int64]
 
-# The samples that a shard has of its stretches of the remote: all, or those of one split.
+# The samples of its spans that a shard holds: all, or those of one split.
 WHOLE: Final = 0
 TRAIN: Final = 1
 HELD_OUT: Final = 2
@@ -29,7 +29,7 @@ HELD_OUT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One of the two splits of a cache that holds out the share `holdout` of its samples."""
+    """A split of a cache, "train" or "held-out", where the share `holdout` of the samples is held out."""
 
     name: SplitName
     holdout: float
@@ -39,12 +39,12 @@ class Split:
         return self.name == "held-out"
 
     def rows(self, hashes: Hashes) -> IntArray:
-        """The rows of its samples among those of a shard, whose keys have the `hashes`: int64 `[n]`, ascending."""
+        """The rows of this split in a shard whose keys have the `hashes`: int64 `[n]`, ascending."""
         return np.flatnonzero((hashes < np.uint64(_bound(self.holdout))) == self.held_out)
 
 
 def is_held_out(key: bytes, holdout: float) -> bool:
-    """Whether the sample of this key (UTF-8) is held out."""
+    """Return whether the sample with this key (UTF-8) is held out."""
     return xxhash.xxh3_64_intdigest(key) < _bound(holdout)
 
 
@@ -62,7 +62,7 @@ def check_holdout(holdout: object) -> float:
 
 
 def check_split(split: object) -> SplitName:
-    """`split`, the name of one; raises ConfigError for another value."""
+    """`split`, if it is the name of a split; raises ConfigError otherwise."""
     if split == "train":
         return "train"
     if split == "held-out":
@@ -80,7 +80,7 @@ KEY_FIELD: Final = "__key__"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a sample.
+    """A field of a sample.
 
     `dtype` is the name of a torch dtype ("float32", "bfloat16", "complex64", "bool", …; "uint8"
     for str and bytes). `shape` is the shape of one sample's tensor, or None where it varies
@@ -94,7 +94,7 @@ class Field:
     shape: tuple[int, ...] | None
 
     def merge(self, other: Field, *, widen: bool = False) -> Field:
-        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError where none does."""
+        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError if there is none."""
         if widen and other.is_widened_to(self):
             return self.merge(replace(other, dtype=self.dtype))
         if widen and self.is_widened_to(other):
@@ -104,7 +104,7 @@ class Field:
         return self if self.shape == other.shape else Field(self.name, self.kind, self.dtype, self.ndim, None)
 
     def is_widened_to(self, other: Field) -> bool:
-        """Whether the field holds integers, and the field `other` of as many dimensions floats."""
+        """Return whether this field holds integers and `other`, with as many dimensions, floats."""
         return (self.kind, self.ndim) == (other.kind, other.ndim) and (
             self.dtype.startswith(("int", "uint")) and other.dtype in ("float32", "float64")
         )
@@ -118,9 +118,9 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The fields of a sample, sorted by name ("0", "1", … by number), and what held them.
+    """The fields of a sample, sorted by name ("0", "1", … by number), and their container.
 
-    `container` says what a sample is when it comes out again: a dict, a tuple of the fields
+    `container` is the type of a sample in a batch: a dict, a tuple of the fields
     "0", "1", …, or the bare value of the only field "0".
     """
 
@@ -216,8 +216,8 @@ class Snapshot:
     """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
 
     `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival.
-    `epoch_size` is how many of `num_samples` the epoch takes, or None for all. Of one `split`, `counts` are of its
-    samples alone, and `sizes` (int64 `[num_shards]`) of all that are in the shards.
+    `epoch_size`: the samples that the epoch takes of `num_samples`, or None for all. With a `split`, `counts` are of its
+    samples alone, and `sizes` (int64 `[num_shards]`) of all samples in the shards.
     """
 
     cache_id: str

@@ -25,7 +25,7 @@ logger = logging.getLogger("cachestream")
 class StreamLoader(EpochLoader):
     """An EpochLoader that also holds its cache and the worker that fills it.
 
-    `close` lets the worker go, too: it stops unless other processes use it.
+    `close` also releases the worker, which stops unless other processes use it.
     """
 
     def __init__(self, cache: Cache, worker: Worker, batch_size: int, **options: Any) -> None:
@@ -39,7 +39,7 @@ class StreamLoader(EpochLoader):
 
     def __exit__(self, *error: object) -> None:
         if any(error) and self.worker.linger_s:
-            super().close()  # the process dies of the error, and the worker waits for the one that follows
+            super().close()  # the process dies of the error; the worker stays for the process that follows
         else:
             self.close()
 
@@ -84,7 +84,7 @@ def stream(
     timeout_s = options.get("timeout_s", _TIMEOUT_S)
     check_seconds("timeout_s", timeout_s, SHORTEST_S)
     given = _only(options, SOURCE_OPTIONS)
-    # What is none yet is opened while the worker's Python starts.
+    # A path or dataset is opened while the worker's Python starts.
     source = open_source(source, **given) if is_source(source) else Unopened(source, given)
     asked = {"transform": transform, "num_workers": num_workers, **_only(options, worker_names)}
     WorkerOptions(**_only(asked, WorkerOptions.__dataclass_fields__)).check()  # before a cache is made
@@ -102,7 +102,7 @@ def stream(
 
 
 def _of_this_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """What the worker is told where the caller says nothing else: the share of its cache, and how long to linger."""
+    """Defaults for the worker from the distributed job: its cache's share of the remote, and its time to linger."""
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
     if "partition" not in options:
         found["partition"] = find_share(cache.cache_id, 0.9 * timeout_s)
@@ -112,7 +112,7 @@ def _of_this_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> 
 
 
 def _set(cache: Cache, settings: Mapping[str, Any]) -> None:
-    """Give `cache` the settings that are not None: the limit last, which evicts by the others."""
+    """Apply the settings that are not None to `cache`: the limit last, because it evicts by the others."""
     for name, value in settings.items():
         if value is not None:
             setattr(cache, name, value)

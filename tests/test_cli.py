@@ -467,6 +467,11 @@ def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_command_line_does_not_load_torch() -> None:
+    code = "import sys, cachestream.cli.app; print('torch' in sys.modules)"
+    assert done(run_code(code)) == "False\n"
+
+
 def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_says_so(
     images: Path, cache: Path
 ) -> None:

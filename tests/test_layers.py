@@ -31,8 +31,8 @@ ONLY: Final[dict[str, tuple[str, ...]]] = {
     "torch.distributed": ("training.ranks", "training.rendezvous", "integrations", "demo"),
     "sqlite3": ("storage",),
     "typer": ("cli",),
-    "rich": ("cli", "demo"),
-    "matplotlib": ("tools.plots", "demo"),
+    "rich": ("cli",),
+    "matplotlib": ("tools.plots",),
     **dict.fromkeys(
         ("accelerate", "lightning", "pytorch_lightning", "ray", "transformers"), ("integrations",)
     ),

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
@@ -44,13 +44,10 @@ from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import read_history
-from cachestream.tools import refetching
 from cachestream.tools.plots import plot_growth
 from cachestream.transport.remote_errors import redact
 from cachestream.worker.options import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
-
-DONE: Final = 0
 
 app = typer.Typer(
     name="cachestream",
@@ -102,7 +99,7 @@ def _open(path: str) -> Cache:
 
 
 def _is_there(path: str) -> bool:
-    """Raises OSError for what this user may not look into."""
+    """Return whether `path` exists. Raises OSError where this user has no access."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -140,8 +137,8 @@ def worker(
 ) -> None:
     """Fill CACHE from SOURCE.
 
-    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it; with --detach in the background, until it is stopped.
-    Started again, it goes on where it stopped.
+    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it; with
+    --detach in the background, until it is stopped. Started again, it goes on where it stopped.
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
@@ -165,7 +162,7 @@ def worker(
 
 
 def _follow(started: Worker, filled: Cache) -> None:
-    """Show progress until the worker is done, or Ctrl-C; then what there is: it stays, and can be gone on with."""
+    """Show progress until the worker is done, or Ctrl-C; then what is cached, which stays for the next worker."""
     try:
         with started:
             display.follow(started)
@@ -298,10 +295,12 @@ def refetch(
 ) -> None:
     """Bring the shards of recorded epochs back into CACHE.
 
-    They come back identical, to replay those epochs. Needed shards that are cached stay, others may be evicted for those that come. CACHE may be a new directory.
+    They come back identical, to replay those epochs. Needed shards that are cached stay, others may be evicted.
+    CACHE may be a new directory.
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
+    refetching = _late("tools.refetching")
     wanted = refetching.wanted_shards(manifest)
     with Cache(cache, size_limit) as filled, display.progress("refetching") as advance:
         report = refetching.refetch(wanted, filled, opened, transform=function, on_progress=advance)
@@ -387,15 +386,15 @@ def demo(
         bool, typer.Option("--keep", help="Keep the remote data and the cache, to look at.")
     ] = False,
 ) -> None:
-    """Show the whole thing on this machine.
+    """Show cachestream at work on this machine.
 
     Two ranks train on a growing cache, without a network.
     """
-    raise typer.Exit(int(_late("demo").run(output, keep=keep) or DONE))
+    raise typer.Exit(_late("demo").run(output, keep=keep))
 
 
 def _late(name: str) -> Any:
-    """A module that brings torch, which takes seconds that no other command should wait for."""
+    """Import a module that imports torch, which takes seconds that other commands should not wait."""
     return importlib.import_module(f"cachestream.{name}")
 
 

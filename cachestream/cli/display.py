@@ -2,8 +2,7 @@
 
 Everything is made from frozen `CacheStatus` values; nothing here opens a cache.
 
-Data goes to stdout, progress to stderr. Where these are no terminals, lines take the place of what
-would be drawn over and over.
+Data goes to stdout, progress to stderr. Without a terminal, plain lines replace the live display.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,7 +41,7 @@ _GAP: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the worker achieves: samples cached and bytes fetched, a second."""
+    """Speed of the worker: samples cached and bytes fetched, a second."""
 
     samples_per_s: float
     fetched_bytes_per_s: float
@@ -77,11 +76,6 @@ class RateWindow:
         )
 
 
-def average_rates(worker: WorkerStatus) -> Rates:
-    """The rates since the worker started."""
-    return Rates(worker.samples_per_s, worker.fetched_bytes_per_s)
-
-
 def describe_duration(seconds: float) -> str:
     """A time for a person: "42 s", "12 min", "3 h 5 min", "2 d 4 h"."""
     whole = int(seconds)
@@ -101,7 +95,7 @@ def remaining_s(status: CacheStatus) -> float | None:
 
 
 def bottleneck(totals: Totals) -> list[tuple[str, float]]:
-    """Where the sampling processes' time went: (stage, share), the largest first; empty before any work."""
+    """Shares of the sampling processes' time by stage, the largest first; empty before any work."""
     stages = {
         "remote": totals.fetch_wait_s,
         "transform": totals.transform_s,
@@ -222,7 +216,7 @@ def _lines_of_worker(worker: WorkerStatus, rates: Rates | None) -> Iterable[tupl
     yield "worker", _worker(worker)
     if not worker.states:
         return
-    yield "speed", f"{rates or average_rates(worker)}"
+    yield "speed", f"{rates or Rates(worker.samples_per_s, worker.fetched_bytes_per_s)}"
     stages = bottleneck(worker.totals)
     if stages:
         yield "time goes to", ", ".join(f"{name} {share:.0%}" for name, share in stages if share >= 0.005)
@@ -262,7 +256,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _can_draw(console: Console) -> bool:
-    """Whether what was written can be drawn over; on a dumb terminal only the last state would be seen."""
+    """Return whether the console can draw over earlier output; a dumb terminal would show only the last state."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -272,7 +266,7 @@ def _write(line: str) -> None:
 
 
 def show(status: CacheStatus, *, as_json: bool = False) -> None:
-    """One look at a cache."""
+    """Show the status of a cache once."""
     if as_json:
         _write(json.dumps(status.to_dict(), indent=2))
     else:
@@ -280,27 +274,23 @@ def show(status: CacheStatus, *, as_json: bool = False) -> None:
 
 
 def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
-    """Look again every `interval_s`, until Ctrl-C: drawn on a terminal, else a line (of JSON) each time."""
+    """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each time."""
     rates, console, pause = RateWindow(), _console(), threading.Event()
-    try:
-        if as_json or not _can_draw(console):
-            while True:
-                status = cache.status()
-                now = rates.add(time.monotonic(), status.worker)
-                _write(json.dumps(status.to_dict()) if as_json else one_line(status, now))
-                pause.wait(interval_s)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                status = cache.status()
-                now = rates.add(time.monotonic(), status.worker)
+    draws = not as_json and _can_draw(console)
+    live = Live(console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), live if draws else nullcontext():
+        while True:
+            status = cache.status()
+            now = rates.add(time.monotonic(), status.worker)
+            if draws:
                 live.update(status_view(status, now), refresh=True)
-                pause.wait(interval_s)
-    except KeyboardInterrupt:
-        return
+            else:
+                _write(json.dumps(status.to_dict()) if as_json else one_line(status, now))
+            pause.wait(interval_s)
 
 
 def say_what_there_is(status: CacheStatus) -> None:
-    """What filling has come to, and why there is not more."""
+    """Show the result of filling, with the reason where samples are missing."""
     say(one_line(status))
     if told := describe_skipped(status.failures):
         say(f"{told}; all reasons: cachestream status {status.path}")
@@ -309,22 +299,22 @@ def say_what_there_is(status: CacheStatus) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Show the filling on stderr until the worker has nothing left to do, or has ended; one of a full cache goes on.
+    """Show the filling on stderr until the pass or the worker has ended; a worker that waits for space goes on.
 
     Raises WorkerError, with the traceback from the background, if it failed.
     """
     rates, console = RateWindow(), _console(stderr=True)
-    if _can_draw(console):
-        with Live(console=console, auto_refresh=False) as live:
-            ended = False
-            while not ended:
-                ended = _has_ended(worker, _LOOK_S)
-                status = worker.status()
-                live.update(status_view(status, rates.add(time.monotonic(), status.worker)), refresh=True)
-    else:
-        while not _has_ended(worker, _LINE_S):
+    draws, ended = _can_draw(console), False
+    live = Live(console=console, auto_refresh=False)
+    with live if draws else nullcontext():
+        while not ended:
+            ended = _has_ended(worker, _LOOK_S if draws else _LINE_S)
             status = worker.status()
-            console.print(one_line(status, rates.add(time.monotonic(), status.worker)), soft_wrap=True)
+            now = rates.add(time.monotonic(), status.worker)
+            if draws:
+                live.update(status_view(status, now), refresh=True)
+            elif not ended:
+                console.print(one_line(status, now), soft_wrap=True)
 
 
 def _has_ended(worker: Worker, timeout_s: float) -> bool:
@@ -343,7 +333,7 @@ def _has_ended(worker: Worker, timeout_s: float) -> bool:
 
 
 def say(line: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     _console(stderr=True).print(line, soft_wrap=True)
 
 
@@ -362,7 +352,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def show_verification(report: VerifyReport, *, as_json: bool = False) -> None:
-    """What `verify` found: a summary, and a line for each damaged or missing thing."""
+    """Show the result of `verify`: a line for each damaged or missing file, and a summary."""
     if as_json:
         values: dict[str, Any] = {**dataclasses.asdict(report), "ok": report.ok}
         _write(json.dumps(values, indent=2))

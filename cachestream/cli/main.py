@@ -1,6 +1,6 @@
-"""The command `cachestream`, from its first moment to its exit code: whatever happens, it ends in one clear line.
+"""Entry point of the command `cachestream`: signals, output and exit codes. Every failure ends in one clear line.
 
-It loads the command line itself: that takes a moment, in which Ctrl-C is to end it as quietly as later.
+The command line is imported here, with Ctrl-C handled: the import takes a moment.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None 
 
 
 def _end_at_once(number: int, _frame: FrameType | None) -> None:
-    """Nothing has begun: while modules are loaded, an exception would be told as theirs."""
+    """Exit without an exception, which importing modules would report as their own error; nothing has begun yet."""
     os._exit(128 + number)
 
 
@@ -76,7 +76,7 @@ def _say(line: str) -> None:
 
 
 def _write_what_can_be_written() -> None:
-    """Have both outputs, and paths in them that their encoding does not know, escaped."""
+    """Open both outputs where they are closed, and escape characters that their encoding lacks."""
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
@@ -85,7 +85,7 @@ def _write_what_can_be_written() -> None:
 
 
 def _drop_output() -> None:
-    """Forget what could not be written: Python would try again as it ends, and complain."""
+    """Drop unwritten output: Python would try to write it again at exit, and complain."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.close(nothing)

@@ -1,4 +1,4 @@
-"""The whole thing on this machine: two ranks train on a growing, limited cache of a slow remote, no network needed."""
+"""Demo without a network: two ranks train on a growing, limited cache of a slow remote."""
 
 from cachestream.demo.run import Size, run
 

@@ -1,13 +1,14 @@
-"""The demo's remote: JPEG views of places in the photographs that scikit-image ships, in a folder for each place.
+"""Remote of the demo: JPEG views of places in the photographs that scikit-image ships, in a folder for each place.
 
-The task is to tell from a view (position and scale vary) which of 135 places it shows. It needs many views
-of each place, so accuracy follows what has been cached. No network, nothing synthetic.
+The task is to recognise the place (one of 135) in a view of varying position and scale. Training needs many views of
+each place, so accuracy follows the number of samples cached.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ _THREADS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DemoData:
-    """What was made: `url` is the folder to sample, `held_out` one with further views, to measure accuracy on."""
+    """The folder to sample, and one with further views to measure accuracy on; `size_bytes` of the first."""
 
     url: str
     held_out: str
@@ -43,35 +44,22 @@ class DemoData:
     size_bytes: int
 
 
-def make_remote(
-    root: Path,
-    num_samples: int,
-    num_held_out: int,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> DemoData:
-    """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out.
+def make_remote(root: Path, num_samples: int, num_held_out: int) -> DemoData:
+    """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out, the same each time.
 
-    The same files each time. Raises ConfigError without scikit-image, and for fewer samples than places.
+    Raises ConfigError without scikit-image, and for fewer samples than places.
     """
     if min(num_samples, num_held_out) < PLACES:
         raise ConfigError(f"the demo needs at least {PLACES} samples, one for each place; give more")
     photographs = _photographs()
-    total = num_samples + num_held_out
-    folders = {"train": range(num_samples), "held-out": range(num_samples, total)}
-    written = dict.fromkeys(folders, 0)
-    done = 0
+    train, held_out = root / "train", root / "held-out"
+    for folder, place in itertools.product((train, held_out), range(PLACES)):
+        (folder / _place_name(place)).mkdir(parents=True)
     with ThreadPoolExecutor(_THREADS) as threads:
-        for name, numbers in folders.items():
-            for place in range(PLACES):
-                (root / name / _place_name(place)).mkdir(parents=True)
-            for size in threads.map(
-                lambda number, at=root / name: _write_view(photographs, at, number), numbers
-            ):
-                written[name] += size
-                done += 1
-                if on_progress is not None:
-                    on_progress(done, total)
-    return DemoData(str(root / "train"), str(root / "held-out"), num_samples, written["train"])
+        sizes = list(threads.map(lambda number: _write_view(photographs, train, number), range(num_samples)))
+        others = range(num_samples, num_samples + num_held_out)
+        list(threads.map(lambda number: _write_view(photographs, held_out, number), others))
+    return DemoData(str(train), str(held_out), num_samples, sum(sizes))
 
 
 def shrink(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,18 +77,10 @@ def _photographs() -> list[Image.Image]:
             "run: pip install 'cachestream[demo]'"
         )
     folder = Path(spec.origin).parent / "data"
-    found = []
-    for name in PHOTOGRAPHS:
-        try:
-            with Image.open(folder / name) as image:
-                photograph = image.convert("RGB")
-        except OSError as error:
-            raise ConfigError(
-                f"the demo's photographs cannot be read: {error}; install a scikit-image from 0.22 on"
-            ) from error
+    photographs = [Image.open(folder / name).convert("RGB") for name in PHOTOGRAPHS]
+    for photograph in photographs:
         photograph.thumbnail(LARGEST)
-        found.append(photograph)
-    return found
+    return photographs
 
 
 def _place_name(place: int) -> str:

@@ -1,4 +1,4 @@
-"""The demo's network and its preparation of batches; nothing here knows of caches."""
+"""Network of the demo, and the preparation of its batches."""
 
 from __future__ import annotations
 

@@ -1,42 +1,46 @@
-"""`cachestream demo`: makes the remote, starts the ranks, watches the limit, shows, draws, and cleans up."""
+"""`cachestream demo`: makes the remote, starts the ranks, watches the limit, draws, and cleans up."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.demo.data import PLACES, SIDE, DemoData, make_remote
-from cachestream.demo.messages import Begun, EpochDone, EpochProgress, Settings
-from cachestream.demo.plot import draw
-from cachestream.demo.progress import LimitWatch
-from cachestream.demo.show import Screen
-from cachestream.demo.torchrun import TorchrunJob
-from cachestream.errors import ConfigError, WorkerError
+from cachestream.demo.messages import RANKS, EpochDone, Settings, decode, encode
+from cachestream.errors import ConfigError, EpochError, WorkerError
 from cachestream.storage.cache import Cache
 from cachestream.storage.layout import Directory
 from cachestream.storage.status import CacheStatus, VerifyReport
 from cachestream.storage.telemetry import read_history
+from cachestream.tools.plots import plot_growth
 
-RANKS: Final = 2
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 PLOT: Final = "demo.png"
 LOG: Final = "ranks.log"
+_TITLE: Final = "cachestream demo: two ranks train on a growing, limited cache of a slow remote"
+_HEADING: Final = "epoch  samples  cached  remote seen  samples/s   wait  accuracy"
 _SAMPLE_BYTES: Final = 3 * SIDE * SIDE + 64
-_LOOK_S: Final = 0.25
+_LOOK_S: Final = 0.01
+_END_S: Final = 15.0
 _WORKER_END_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the demo does: the remote is slow enough to take `fetch_s`, the cache holds `cached_share` of it."""
+    """Size of the demo: fetching the remote once takes `fetch_s`, and the cache holds `cached_share` of it."""
 
     num_samples: int = 6000
     num_held_out: int = 4 * PLACES
@@ -49,44 +53,6 @@ class Size:
     @property
     def limit_bytes(self) -> int:
         return int(self.num_samples * self.cached_share * _SAMPLE_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What there is to tell at the end."""
-
-    remote: DemoData
-    epochs: list[EpochDone]
-    status: CacheStatus
-    report: VerifyReport
-    watch: LimitWatch
-    plot: Path
-
-    def problems(self, size: Size) -> list[str]:
-        found = []
-        if self.watch.exceeded:
-            limit = self.watch.limit_bytes
-            found.append(
-                f"the cache took {self.watch.peak_bytes - limit:,} bytes more than its limit of {limit:,}"
-            )
-        if len(self.epochs) < size.epochs:
-            found.append(f"only {len(self.epochs)} of {size.epochs} epochs were trained")
-        if self.status.skipped:
-            reasons = ", ".join(sorted({failure.reason for failure in self.status.failures}))
-            found.append(f"{self.status.skipped} samples were skipped: {reasons}")
-        if not self.report.ok:
-            found.append(f"the cache is not sound: {self.report}")
-        return found
-
-    def summary(self) -> str:
-        last, status = self.epochs[-1], self.status
-        seconds = sum(event.seconds for event in self.epochs)
-        waited = sum(event.wait * event.seconds for event in self.epochs) / seconds
-        return (
-            f"{last.accuracy:.0%} accuracy after {last.epoch} epochs: {last.seen:.0%} of the remote went through a "
-            f"cache of {format_size(self.watch.peak_bytes)} at most (limit {format_size(status.size_limit)}), "
-            f"{status.evicted_samples:,} samples were evicted, training waited {waited:.1%} of its time."
-        )
 
 
 def run(
@@ -105,20 +71,20 @@ def run(
         raise ConfigError(
             f"the folder for the plot cannot be made: {error}; give another with --output"
         ) from error
-    began_s = time.monotonic()
-    with Screen() as screen, _workplace(keep) as work:
-        remote = _prepare(work, size, screen)
-        outcome = _train(work, folder, remote, size, screen)
-    problems = outcome.problems(size)
-    screen.say("")
-    screen.say(outcome.summary(), "bold")
-    kept = f"; remote and cache are kept in {work}" if keep else ""
-    screen.say(
-        f"Plot of growth and accuracy: {outcome.plot} (took {time.monotonic() - began_s:.0f} s{kept})", "bold"
-    )
+    with _workplace(keep) as work:
+        _say(f"remote   making {size.num_samples:,} JPEG views of {PLACES} places in photographs …")
+        remote = make_remote(work, size.num_samples, size.num_held_out)
+        problems = _train(work, folder, remote, size)
+    if keep:
+        _say(f"Remote and cache are kept in {work}.")
     for problem in problems:
         sys.stderr.write(f"cachestream demo: {problem}; see {folder / LOG}\n")
     return 1 if problems else 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -132,77 +98,160 @@ def _workplace(keep: bool) -> Iterator[Path]:
             shutil.rmtree(work)
 
 
-def _prepare(work: Path, size: Size, screen: Screen) -> DemoData:
-    remote = make_remote(
-        work,
-        size.num_samples,
-        size.num_held_out,
-        lambda done, total: screen.doing("preparing", done, total) if done % 100 == 0 else None,
-    )
-    speed = f"{format_size(remote.size_bytes / size.fetch_s)}/s"
-    screen.say(
-        f"remote   {remote.num_samples:,} JPEG views of {PLACES} places in photographs, "
-        f"{format_size(remote.size_bytes)}, limited to {speed}"
-    )
-    whole = format_size(remote.num_samples * _SAMPLE_BYTES)
-    screen.say(f"cache    limited to {format_size(size.limit_bytes)}; all of it, decoded, would take {whole}")
-    return remote
-
-
-def _train(work: Path, folder: Path, remote: DemoData, size: Size, screen: Screen) -> Outcome:
+def _train(work: Path, folder: Path, remote: DemoData, size: Size) -> list[str]:
+    """Train, draw and tell the result; returns what went wrong."""
+    bandwidth = int(remote.size_bytes / size.fetch_s)
     settings = Settings(
         remote=remote.url,
         held_out=remote.held_out,
-        num_samples=remote.num_samples,
         cache=str(work / "cache"),
         shard_bytes=size.limit_bytes // 24,
-        bandwidth_bytes_per_s=int(remote.size_bytes / size.fetch_s),
-        ranks=RANKS,
+        bandwidth_bytes_per_s=bandwidth,
         epochs=size.epochs,
         epoch_s=size.epoch_s,
         min_samples=size.min_samples,
     )
-    screen.doing(f"starting {RANKS} ranks")
+    limit, whole = format_size(size.limit_bytes), format_size(remote.num_samples * _SAMPLE_BYTES)
+    _say(f"         {format_size(remote.size_bytes)}, limited to {format_size(bandwidth)}/s")
+    _say(f"cache    limited to {limit}; all of it, decoded, would take {whole}")
+    _say(f"ranks    starting {RANKS} …\n")
+    epochs: list[EpochDone] = []
     with Cache(settings.cache, size.limit_bytes, min_free="100MB") as cache:
         try:
             with (
                 LimitWatch(cache.path, size.limit_bytes) as watch,
-                TorchrunJob(settings, folder / LOG, work / "torchrun") as ranks,
+                closing(train_ranks(settings, folder / LOG, work / "torchrun")) as done,
             ):
-                epochs = _follow(ranks, cache, screen)
+                for event in done:
+                    if not epochs:
+                        _say(_HEADING)
+                    epochs.append(event)
+                    _say(
+                        f"{event.epoch:5}{event.samples:9,}{event.cached:8,}{event.seen:13.0%}"
+                        f"{event.samples / event.seconds:11,.0f}{event.wait:7.1%}{event.accuracy:10.1%}"
+                    )
         finally:
             _wait_for_worker(cache)
-        screen.doing("checking and drawing")
         history = read_history(Directory(cache.path).worker_file("history"))
-        plot = folder / PLOT
-        draw(history, epochs, remote.num_samples, plot)
-        return Outcome(remote, epochs, cache.status(), cache.verify(), watch, plot)
+        accuracy = [(event.time_s, event.accuracy) for event in epochs]
+        plot_growth(history, folder / PLOT, _TITLE, accuracy)
+        status = cache.status()
+        _say(f"\n{_summary(epochs, status, watch)}\nPlot of growth and accuracy: {folder / PLOT}")
+        return problems(status, cache.verify(), watch)
 
 
-def _follow(ranks: TorchrunJob, cache: Cache, screen: Screen) -> list[EpochDone]:
-    """Show what the ranks report until they end."""
-    epochs: list[EpochDone] = []
-    while (events := ranks.events(_LOOK_S)) is not None:
-        for event in events:
-            if isinstance(event, EpochProgress):
-                screen.progress(event)
-            elif isinstance(event, Begun):
-                screen.say(
-                    f"training {RANKS} ranks on {event.device} over {event.backend}, {event.samples_per_s:,.0f} "
-                    f"samples/s if data is there; an epoch draws {event.epoch_samples:,}\n"
-                )
-                screen.heading()
-            elif isinstance(event, EpochDone):
-                epochs.append(event)
-                screen.epoch(event)
-        screen.status(cache.status())
-    return epochs
+def _summary(epochs: list[EpochDone], status: CacheStatus, watch: LimitWatch) -> str:
+    last, waited = epochs[-1], sum(event.wait * event.seconds for event in epochs)
+    return (
+        f"{last.accuracy:.0%} accuracy after {last.epoch} epochs. {last.seen:.0%} of the remote went through a cache "
+        f"of {format_size(watch.peak_bytes)} at most\n(limit {format_size(status.size_limit)}); "
+        f"{status.evicted_samples:,} samples were evicted, and training waited "
+        f"{waited / sum(event.seconds for event in epochs):.1%} of its time."
+    )
+
+
+def problems(status: CacheStatus, report: VerifyReport, watch: LimitWatch) -> list[str]:
+    """Failed expectations, a line each."""
+    found = []
+    if (over := watch.peak_bytes - watch.limit_bytes) > 0:
+        found.append(f"the cache took {over:,} bytes more than its limit of {watch.limit_bytes:,}")
+    if status.skipped:
+        reasons = ", ".join(sorted({failure.reason for failure in status.failures}))
+        found.append(f"{status.skipped} samples were skipped: {reasons}")
+    if not report.ok:
+        found.append(f"the cache is not sound: {report}")
+    return found
+
+
+def train_ranks(settings: Settings, log: Path, scratch: Path) -> Generator[EpochDone, None, None]:
+    """Yield the epochs of ranks under torchrun, which has the folder `scratch`; their stderr goes to `log`.
+
+    Closing the generator ends them. They get a session of their own: Ctrl-C then reaches this process alone, and they
+    end in order. If this process is killed, the first rank's next report fails, and torchrun ends the others.
+
+    Raises EpochError with their reasons if they fail.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(RANKS), "--log-dir", str(scratch)),
+        *("-m", "cachestream.demo.train", encode(settings)),
+    ]
+    failures = []
+    with (
+        open(log, "wb") as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        ) as ranks,
+    ):
+        try:
+            assert ranks.stdout is not None
+            for line in ranks.stdout:
+                values = decode(line)
+                if "failure" in values:
+                    failures.append(values["failure"])
+                elif values:
+                    yield EpochDone(**values)
+            if code := ranks.wait(_END_S):
+                reasons = "; ".join(failures) or f"exit code {code}"
+                raise EpochError(f"the demo's ranks failed: {reasons}; see {log}")
+        finally:
+            ranks.terminate()  # torchrun passes it on; nothing happens if it has ended
+            try:
+                ranks.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                ranks.kill()  # its ranks end at their next report, or when they miss each other
+
+
+class LimitWatch:
+    """A thread that adds up the allocated bytes of everything below `root`; shares no code with the cache.
+
+    `peak_bytes` is the most that it saw, in `looks` looks.
+    """
+
+    def __init__(self, root: str, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = self.looks = 0
+        self._root = root
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="limit-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5.0)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            found, after = _allocated(self._root), _allocated(self._root)
+            # A look takes time: a file evicted during it and one written into its space would both count.
+            if found.keys() <= after.keys():
+                self.peak_bytes = max(self.peak_bytes, sum(found.values()))
+                self.looks += 1
+
+
+def _allocated(root: str) -> dict[int, int]:
+    """Allocated bytes of `root` and everything below it, by inode."""
+    found = {}
+    for folder, _, names in os.walk(root):  # also finds nothing in folders that are gone by now
+        for name in (".", *names):
+            with suppress(FileNotFoundError):
+                info = os.lstat(os.path.join(folder, name))
+                found[info.st_ino] = info.st_blocks * 512
+    return found
 
 
 def _wait_for_worker(cache: Cache) -> None:
-    """The worker ends when the ranks have: before its cache is removed."""
-    deadline = time.monotonic() + _WORKER_END_S
+    """Wait for the worker, which ends after the ranks: then its cache can be removed."""
+    deadline_s = time.monotonic() + _WORKER_END_S
     while cache.has_worker():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline_s:
             raise WorkerError(f"the worker of {cache.path} has not ended within {_WORKER_END_S:.0f} s")
         time.sleep(0.05)

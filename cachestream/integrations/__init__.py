@@ -1,1 +1,1 @@
-"""Other frameworks, one module each; nothing below this folder knows of them, and only they import them."""
+"""Integrations with other frameworks, one module each: the only modules that import them."""

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: a loader that its gradient accumulation, `gather_for_metrics` and checkpoints know.
 
-`accelerator.prepare(loader)` gives an EpochLoader back as it is, which is right as far as it goes: the loader has
-shared the samples out among the ranks already. Accelerate then does not know when an epoch ends.
+`accelerator.prepare(loader)` returns an EpochLoader unchanged: the loader has divided the samples among the ranks
+already. But Accelerate then does not know when an epoch ends.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = [
 
 
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoader:
-    """`loader` for use with `accelerator`: on its device, in its checkpoints, with the end of every epoch told.
+    """Wrap `loader` for `accelerator`: its device, its checkpoints, and its notice of the end of every epoch.
 
-    `accelerator.save_state` and `load_state` save and load where the loader is, so that training goes on at the exact
-    next batch; `skip_first_batches` is refused. `accelerator.prepare` may be called on the result, and leaves it alone.
-    Raises ConfigError for an `accelerator` that is to split or dispatch batches: it would not be heard.
+    `accelerator.save_state` and `load_state` save and load the loader's position, so that training goes on at the exact
+    next batch; `skip_first_batches` is refused. `accelerator.prepare` may be called on the result, which it leaves
+    unchanged. Raises ConfigError for an `accelerator` that splits or dispatches batches, which would have no effect.
     """
     if accelerator.split_batches or accelerator.dispatch_batches:
         raise ConfigError(
-            "split_batches and dispatch_batches would not be heard: every rank gets batches of its own from its "
+            "split_batches and dispatch_batches would have no effect: every rank gets batches of its own from its "
             "EpochLoader, of that loader's batch_size; leave them out of the DataLoaderConfiguration"
         )
     accelerator.register_for_checkpointing(loader)
@@ -41,7 +41,7 @@ def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoa
 class PreparedLoader:
     """An EpochLoader that tells Accelerate when its last batch is in use; it has all of the loader's attributes.
 
-    No sample comes twice to fill a batch up, so `gather_for_metrics` has nothing to leave out.
+    Batches are not filled up with repeated samples, so `gather_for_metrics` has nothing to remove.
     """
 
     remainder = 0

@@ -32,5 +32,5 @@ class CacheDataModule(DataHooks, LightningDataModule):
 
 
 def callbacks() -> list[Callback]:
-    """What the entry point adds to every Trainer."""
+    """Callbacks that the entry point adds to every Trainer."""
     return [CacheCallback()]

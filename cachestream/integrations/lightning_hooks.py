@@ -1,7 +1,7 @@
 """Lightning's hooks for epochs that grow; the same for `lightning` and `pytorch_lightning`.
 
 Lightning measures a loader once, and holds every later epoch to that length. It loads a loader's state only when
-the checkpoint is from the midst of an epoch. Both are put right here, between its epochs, on what its fit loop holds.
+the checkpoint is from the middle of an epoch. These hooks correct both between epochs, in the fit loop's attributes.
 Nothing here imports Lightning: the two packages have the same classes twice.
 """
 
@@ -62,7 +62,10 @@ class EpochHooks:
 
 
 def _keep_batches(loop: Any, limit: int | float) -> None:
-    """Give `loop` the first batches of this epoch in every one, as `overfit_batches` asks for: an epoch of ours is drawn anew."""
+    """Give `loop` the first batches of this epoch in every one, as `overfit_batches` asks for.
+
+    Otherwise every epoch of an EpochLoader would be drawn anew.
+    """
     combined = loop._combined_loader
     if any(isinstance(loader, EpochLoader) for loader in combined.flattened):
         combined.flattened = [

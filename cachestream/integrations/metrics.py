@@ -20,12 +20,12 @@ __all__ = [
 def metrics(
     loader: EpochLoader | None = None, cache: Cache | None = None, *, prefix: str = "cachestream/"
 ) -> dict[str, float]:
-    """What a loader and its cache have done up to now: names such as "cachestream/data_wait_share" to numbers.
+    """Counters and rates of a loader and its cache: names such as "cachestream/data_wait_share" to numbers.
 
     Args:
-        loader: an EpochLoader; its numbers are of this rank. Its cache is looked at, too.
-        cache: the cache to look at, where there is no loader, or instead of the loader's.
-        prefix: what every name begins with.
+        loader: an EpochLoader; its numbers are of this rank. Its cache is included.
+        cache: a cache, without a loader, or instead of the loader's.
+        prefix: the beginning of every name.
 
     Of the loader: `epoch`, `epoch_samples` and `epoch_shards` (what the epoch is drawn from), `batches`, `samples`
     and `skipped_samples` (since the loader was made), `samples_per_s` and `data_wait_share` (of this epoch: 0.1 is

@@ -26,7 +26,7 @@ _FILE: Final = "cachestream.json"
 
 
 class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Saves where `loader` is in every checkpoint of the Trainer, and goes on there when the Trainer resumes.
+    """Saves the position of `loader` in every checkpoint of the Trainer, and restores it when the Trainer resumes.
 
     Resuming needs no skipping of batches: `args.ignore_data_skip` is set. Raises ConfigError for a checkpoint
     without the loader's state, and for arguments that ask for other batches than the loader's.
@@ -44,12 +44,12 @@ class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         strategy = strategy or getattr(args, "train_sampling_strategy", "random")
         if strategy != "random":
             raise ConfigError(
-                f"'{strategy}' in the TrainingArguments would not be heard: the EpochLoader makes the batches. Give it "
+                f"'{strategy}' in the TrainingArguments would have no effect: the EpochLoader makes the batches. Give it "
                 "shuffle=False, or a sampler= that sorts by length, and leave that argument out"
             )
         if args.auto_find_batch_size:
             raise ConfigError(
-                "auto_find_batch_size would not be heard: the EpochLoader makes the batches; give it a smaller batch_size"
+                "auto_find_batch_size would have no effect: the EpochLoader makes the batches; give it a smaller batch_size"
             )
 
     def on_train_begin(
@@ -83,7 +83,7 @@ def _file(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """A Trainer that trains from `train_loader`; all other arguments are the Trainer's. It is not split once more.
+    """A Trainer that trains from `train_loader`; which is not split once more; all other arguments are the Trainer's.
 
     `per_device_train_batch_size` is only reported: batches are the loader's. For evaluation give
     `eval_dataset=cache.snapshot()`, or any other dataset.

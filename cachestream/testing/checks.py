@@ -132,7 +132,7 @@ class SourceChecks(CheckedSource):
     # --- what it gives
 
     def check_samples(self) -> None:
-        """Keys are texts, each once; samples can be stored; the same `rng` brings the same samples."""
+        """Keys are str, each occurs once; samples can be stored; the same `rng` gives the same samples."""
         source = self.subject
         units = self.units(source)
         first = {unit: self.read(source, unit) for unit in units}
@@ -147,7 +147,7 @@ class SourceChecks(CheckedSource):
             self.expect_same(first[unit], self.read(source, unit), f"unit {unit}, read again")
 
     def check_threads(self) -> None:
-        """Threads that read at once, some of them the same unit, read what one does alone."""
+        """Several threads at once, some on the same unit, read the same as one alone."""
         source = self.subject
         units = [*self.units(source)] * 2
         alone = {unit: self.read(source, unit) for unit in units}
@@ -157,7 +157,7 @@ class SourceChecks(CheckedSource):
             self.expect_same(alone[unit], samples, f"unit {unit}, read by several threads at once")
 
     def check_abandoning(self) -> None:
-        """A read that is given up after its first sample leaves no thread and no open file."""
+        """A read that is abandoned after its first sample leaves no thread and no open file."""
         source = self.subject
         before: tuple[set[str], set[str]] | None = None
         for _ in range(ROUNDS):
@@ -181,7 +181,7 @@ class SourceChecks(CheckedSource):
         )
 
     def check_range(self) -> None:
-        """A unit that is not there is an error: a CacheStreamError or IndexError."""
+        """A unit out of range raises a CacheStreamError or IndexError."""
         source = self.subject
         for unit in [-1] + ([] if source.num_units is None else [source.num_units]):
             try:
@@ -198,7 +198,7 @@ class SourceChecks(CheckedSource):
                 )
 
     def check_rows(self) -> None:
-        """What comes in columns, from a source that can, is what `read` gives."""
+        """`read_rows`, of a source that has it, yields the same samples as `read`."""
         source = self.subject
         if not isinstance(source, RowsSource):
             return

@@ -36,16 +36,16 @@ _POOLED: Final = (
     "/dev/",
     "/proc/",
     "/memfd:",
-)  # of connections that are used again
+)  # prefixes of pooled connections
 
 
 def is_source(value: Source | Callable[[], Source]) -> TypeGuard[Source]:
-    """Whether `value` is a source itself; the class of one is not, although it has the same names."""
+    """Return whether `value` is a source itself; a class of sources is not, although it has the same attributes."""
     return isinstance(value, Source) and not isinstance(value, type)
 
 
 class NumberedSource:
-    """The first `num_units` of a source, under keys that tell unit and place: "<unit> <offset> <key>"."""
+    """The first `num_units` of a source, with the unit and offset in their keys: "<unit> <offset> <key>"."""
 
     def __init__(self, inner: Source, num_units: int) -> None:
         self._inner = inner

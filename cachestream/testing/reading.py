@@ -41,7 +41,7 @@ def rng_of(unit: int, seed: int = 0) -> np.random.Generator:
 
 @dataclass(slots=True)
 class CheckedSource:
-    """A source under test, or what makes one, and how it is read; see `check_source` for the fields."""
+    """A source under test, or a function that makes one, and the way to read it; see `check_source` for the fields."""
 
     source: Source | Callable[[], Source]
     secrets: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class CheckedSource:
 
     @property
     def subject(self) -> Source:
-        """One source, for all checks that need no new one."""
+        """The source that all checks share, but for those that make a new one."""
         if self._made is None:
             self._made = self.make()
         return self._made
@@ -116,7 +116,7 @@ class CheckedSource:
             raise AssertionError(f"a sample of unit {unit} cannot be stored: {error}") from error
 
     def begin(self, source: Source, unit: int) -> None:
-        """Read a unit, and give it up after its first sample."""
+        """Read the first sample of a unit, and abandon the rest."""
         samples = source.read(unit, rng_of(unit))
         with suppress(SampleError):
             next(samples, None)

@@ -1,4 +1,4 @@
-"""The speed of a cache as it is: the loader alone, with the user's transform, onto the device; beside memcpy and the disk."""
+"""Speed of a cache: the loader alone, with a batch transform, onto the device; beside memcpy and the disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_DISK: Final = "not read: this filesystem cannot pass its cache by"
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What the loader delivered: `num_bytes` of tensors in `seconds`, after one epoch to warm up."""
+    """Delivery of the loader: `num_bytes` of tensors in `seconds`, after one epoch to warm up."""
 
     num_samples: int
     num_batches: int
@@ -58,9 +58,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """`alone`: batches as they are gathered. `transformed`: with a `batch_transform`, None if none was given. `moved`: onto
-    the CUDA device, with the transform there, None if there is none. `disk_bytes_per_s`: reads of `block_bytes` at random
-    places past the page cache, 16 at once; None where the filesystem cannot do that.
+    """Rates of one cache.
+
+    `alone`: batches as gathered. `transformed`: with a `batch_transform`, None without one. `moved`: onto the CUDA
+    device, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes` past the page
+    cache, 16 at once; None where the filesystem cannot do that.
     """
 
     place: str
@@ -124,8 +126,9 @@ def bench(
     seconds: float = 5.0,
     batch_transform: Callable[..., Any] | None = None,
 ) -> BenchReport:
-    """Iterate shuffled epochs of what is cached for about `seconds`: alone, with `batch_transform`, and onto the CUDA device
-    if there is one; copy memory and read the disk for comparison.
+    """Iterate shuffled epochs of the cache for about `seconds` each: alone, with `batch_transform`, onto a CUDA device.
+
+    Memory copies and reads of the disk are measured for comparison.
 
     Raises NotEnoughSamplesError when the cache does not hold one batch, and whatever `batch_transform` raises.
     """
@@ -197,8 +200,9 @@ def memcpy_bytes_per_s() -> float:
 
 
 def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float = _DISK_S) -> float | None:
-    """Bytes a second that the cache's shards are read with from the disk itself, `block_bytes` (a multiple of 4096) at random
-    places, 16 at once. The page cache is left as it is. None where the filesystem cannot pass its cache by (tmpfs).
+    """Bytes a second of random reads of the shards from the disk itself, `block_bytes` (a multiple of 4096), 16 at once.
+
+    The page cache is left as it is. None where the filesystem cannot bypass it (tmpfs).
     """
     snapshot, lease = cache.take_snapshot()
     try:
@@ -222,7 +226,7 @@ def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float = _DISK_S) -
 
 
 def _read_blocks(paths: list[str], block_bytes: int, until_s: float) -> int | None:
-    """How much was read of random places of `paths` until the time was up; None where that cannot be."""
+    """Bytes read at random places of `paths` until `until_s`; None where the filesystem cannot do that."""
     rng, count = random.Random(), 0
     with mmap.mmap(-1, block_bytes) as memory:  # begins at a page, as the kernel wants it
         while time.perf_counter() < until_s:

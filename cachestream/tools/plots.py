@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,35 +11,48 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError
 
-# From one palette that also people with colour blindness tell apart (Okabe and Ito).
+# Okabe and Ito's palette, for people with colour blindness, too.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#888888"
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86_400.0
 
 
-def plot_growth(rows: npt.NDArray[Any], path: str | os.PathLike[str], title: str) -> None:
-    """Draw the history `rows` (see storage/telemetry.py) into the file at `path`, by its ending.
+def plot_growth(
+    rows: npt.NDArray[Any],
+    path: str | os.PathLike[str],
+    title: str,
+    accuracy: Sequence[tuple[float, float]] = (),
+) -> None:
+    """Draw the history `rows` (see storage/telemetry.py) into the file at `path`, in the format of its ending.
 
-    Above: what the cache takes on disk, and its limit. Below: the samples it holds, and all that were
-    ever cached. Marks on top: the epochs' snapshots. Raises ConfigError where matplotlib is missing, for
-    an ending that it cannot write, and for a history too short to draw.
+    Above: the size on disk and its limit, with marks at the epochs' snapshots. Below: the samples it holds, and all
+    that were ever cached. `accuracy`: pairs of seconds since 1970 and a share, for a panel of their own. Raises
+    ConfigError where matplotlib is missing, for an unknown ending, and for a history too short to draw.
     """
     if len(rows) < 2:
         raise ConfigError("nothing to plot yet: the history is written while a worker runs")
     figure_class = _figure_class()
-    seconds, unit = _time_axis(rows["time_s"] - rows["time_s"][0])
-    figure = figure_class(figsize=(9, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    # A path may hold anything: no letters of ours, and no formula.
+    seconds, unit, unit_s = _time_axis(rows["time_s"] - rows["time_s"][0])
+    figure = figure_class(figsize=(9, 9 if accuracy else 6), layout="constrained")
+    panels = figure.subplots(3 if accuracy else 2, 1, sharex=True)
+    # A path may hold undecodable bytes, and "$" is not a formula.
     figure.suptitle(title.encode("utf-8", "replace").decode(), parse_math=False)
-    _draw_sizes(above, seconds, rows)
-    _draw_samples(below, seconds, rows)
-    below.set_xlabel(f"time since the first worker ({unit})")
-    for axes in (above, below):
+    _draw_sizes(panels[0], seconds, rows)
+    _draw_samples(panels[1], seconds, rows)
+    if accuracy:
+        times_s, shares = np.transpose(accuracy)
+        ended = (times_s - rows["time_s"][0]) / unit_s
+        panels[2].plot(
+            ended, 100 * shares, "o-", color=_ORANGE, label="on held-out samples, after each epoch"
+        )
+        panels[2].set_ylabel("accuracy (%)")
+    panels[-1].set_xlabel(f"time since the first worker ({unit})")
+    for axes in panels:
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, max(float(seconds.max()), 1e-3))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper left", framealpha=0.9)
+        # Where a growing cache leaves room.
+        axes.legend(loc="lower right" if axes is panels[0] else "upper left", framealpha=0.9)
     try:
         figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:
@@ -55,11 +69,12 @@ def _figure_class() -> Any:
     return Figure
 
 
-def _time_axis(since_s: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], str]:
+def _time_axis(since_s: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], str, float]:
+    """The times in a unit that keeps them short, its name, and its seconds."""
     for unit_s, unit in ((_DAY_S, "days"), (_HOUR_S, "hours"), (_MINUTE_S, "minutes")):
         if since_s[-1] > 3 * unit_s:
-            return since_s / unit_s, unit
-    return since_s, "seconds"
+            return since_s / unit_s, unit, unit_s
+    return since_s, "seconds", 1.0
 
 
 def _scale(largest: float, units: tuple[str, ...]) -> tuple[float, str]:

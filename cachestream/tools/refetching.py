@@ -62,9 +62,9 @@ Transform = Callable[..., Any]
 
 @dataclass(slots=True)
 class RefetchReport:
-    """What became of the shards of the manifests: `wanted` in all, `cached` of them were there, `brought` came back.
+    """Outcome for the shards of the manifests: of `wanted`, `cached` were there and `brought` came back.
 
-    `failed` says for each of the others why it did not.
+    `failed` holds the reason for each of the others.
     """
 
     wanted: int = 0
@@ -81,7 +81,7 @@ class RefetchReport:
 
 
 class _NotAgainError(Exception):
-    """A shard cannot be made again, or came out different; says why."""
+    """A shard cannot be made again, or came back different; the message is the reason."""
 
 
 def refetch(
@@ -94,8 +94,9 @@ def refetch(
     concurrency: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RefetchReport:
-    """Bring into `cache` the shards that the epochs recorded at `manifest` (a file, or a folder; or the `wanted_shards`
-    of one) need and it lacks.
+    """Bring back the shards that `cache` lacks of the epochs recorded at `manifest`.
+
+    `manifest` is a file, a folder of them, or the result of `wanted_shards`.
 
     `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units are read
     at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at the time. In a
@@ -150,7 +151,7 @@ def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
 
 
 class _Restoring:
-    """Where shards are put back: holds them, and those that are needed too, until it is left."""
+    """Publishes shards, and leases them and the needed cached ones, as a context manager."""
 
     def __init__(self, cache: Cache, source: Source) -> None:
         self._cache = cache
@@ -171,13 +172,13 @@ class _Restoring:
         self._owner.release()
 
     def hold_cached(self, wanted: list[Content]) -> list[Content]:
-        """Lease those of `wanted` that are cached; returns the others."""
+        """Lease the cached shards of `wanted`, and return the others."""
         found = Contents().find(self._cache, wanted)
         self._hold(list(found.values()))
         return [content for content in wanted if content.hash not in found]
 
     def check_new(self, content: Content, maker: _Maker) -> None:
-        """Raise unless the shard's samples are all missing, where somebody may train on all that is cached."""
+        """Raise if a cache that a worker filled holds some of the shard's samples: an epoch would have them twice."""
         maker.plan_of(content)  # raises for what was listed otherwise
         parts = [int(content.fill.get("part", WHOLE))] if self._filled_by_worker else []
         held = self._cache.filling.cached_spans(PassPlan.from_json, parts)
@@ -203,7 +204,7 @@ class _Restoring:
                 )
 
     def put(self, content: Content, made: ShardContent) -> None:
-        """Publish `made`, evicting what is not needed."""
+        """Publish `made`, evicting shards that are not needed."""
         fill = content.fill
         pass_id = self._passes.get(fill["plan"])
         if pass_id is None:
@@ -248,7 +249,7 @@ class _Maker:
         self._divided: dict[PassPlan, Source] = {}
 
     def plan_of(self, content: Content) -> PassPlan:
-        """The pass that a shard is of; raises ConfigError for another source, _NotAgainError where it says none."""
+        """The pass of a shard; raises ConfigError for another source, and _NotAgainError where its header lacks one."""
         fill, source = content.fill, self._source
         if not {"source", "plan", "length", "spans"} <= fill.keys():
             raise _NotAgainError("it does not say where its samples came from")
@@ -260,7 +261,7 @@ class _Maker:
         return plan
 
     def _source_of(self, plan: PassPlan) -> Source:
-        """The source in the parts that the pass read its units in."""
+        """The source, divided into parts of units as it was in the pass."""
         source, parts = self._source, max(1, len(plan.segments))
         divisible = as_divisible(source)
         if divisible is None or divisible.rounds == parts:
@@ -270,7 +271,7 @@ class _Maker:
         return self._divided[plan]
 
     def names_same(self, plan: PassPlan) -> bool:
-        """Whether the units of a pass are those of the source, or the first of them."""
+        """Return whether the units of a pass are those of the source, or the first of them."""
         source = self._source_of(plan)
         same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
             plan.num_units,
@@ -294,7 +295,7 @@ class _Maker:
         return order
 
     def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:
-        """What a shard holds, in its order: (unit, first offset, the offset after the last)."""
+        """Parts of units in a shard, in its order: (unit, first offset, the offset after the last)."""
         order = self.order_of(self.plan_of(content))
         for position, offset, last, until in content.fill["spans"]:
             stop = last + (until > 0)
@@ -303,7 +304,7 @@ class _Maker:
                 yield unit, offset if place == position else 0, until if place == last else END
 
     def make(self, content: Content) -> ShardContent:
-        """The shard, read again; raises _NotAgainError when it is another one than it was."""
+        """The shard, read again; raises _NotAgainError if it differs."""
         plan = self.plan_of(content)
         packer, known = Packer(), self._cache.schema
         parts = [self._pool.submit(self._read, plan, *part) for part in self.parts_of(content)]
@@ -352,7 +353,7 @@ class _Maker:
                 yield key, sample
 
     def _transformed(self, sample: Any, generator: Callable[[], np.random.Generator]) -> Any:
-        """What the transform makes of `sample`; None for nothing."""
+        """`sample` after the transform; None if it was dropped or failed."""
         try:
             return sample if self._transform is None else self._transform(sample, generator)
         except (Exception, SystemExit):  # noqa: BLE001  skipped by the worker as well, whatever it was
@@ -360,7 +361,7 @@ class _Maker:
 
 
 def _is_of(content: Content, key: str) -> bool:
-    """Whether the sample of this key was in the shard, which may hold samples of one split alone."""
+    """Return whether the sample with this key was in the shard, which may hold one split alone."""
     fill = content.fill
     if "holdout" not in fill:
         return True

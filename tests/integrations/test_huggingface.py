@@ -94,7 +94,7 @@ def test_what_would_skip_or_split_batches_behind_the_loader_is_refused_in_a_sent
                 accelerator.skip_first_batches(batches, 2)
             assert not hasattr(batches, "sampler")
         splitting = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-        with pytest.raises(ConfigError, match="split_batches and dispatch_batches would not be heard"):
+        with pytest.raises(ConfigError, match="split_batches and dispatch_batches would have no effect"):
             prepare_loader(splitting, loader)
 
 
@@ -149,8 +149,8 @@ def test_arguments_of_the_trainer_that_it_cannot_hear_are_refused(
 ) -> None:
     with EpochLoader(new_cache(2, 8), 4) as loader:
         for options, told in (
-            ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' .* would not be heard"),
-            ({"auto_find_batch_size": True}, "auto_find_batch_size would not be heard"),
+            ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' .* would have no effect"),
+            ({"auto_find_batch_size": True}, "auto_find_batch_size would have no effect"),
         ):
             with pytest.raises(ConfigError, match=told):
                 CacheTrainer(Model(), arguments(tmp_path, **options), train_loader=loader)

@@ -1,4 +1,4 @@
-"""The findings of `cachestream diagnose`: a line for each stage, the verdict, and what to do next."""
+"""Findings of `cachestream diagnose`: a line for each stage, the verdict, and what to do next."""
 
 from __future__ import annotations
 
@@ -12,37 +12,32 @@ from cachestream.config import format_size
 from cachestream.tools.diagnose.stages import Stages, Verdict
 
 _WIDTH: Final = 80
-_NOTE_WIDTH: Final = 46
 _SLOW_LISTING_S: Final = 10.0
 _LEAST_S: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Figures and the verdict on them, of `source` as it may be shown; `folder` is where was written.
+    """Measurements of `source` (redacted), and the verdict on them; `notes` name what could not be measured.
 
-    `notes` tell what could not be measured. `skipped` samples or units could not be used, the first for the reason
-    `failure`.
+    `skipped` samples or units could not be used, the first because of `failure`.
     """
 
     source: str
     stages: Stages
     verdict: Verdict
-    folder: str
     notes: tuple[str, ...] = ()
     skipped: int = 0
     failure: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; what was not measured, or has no limit, is None."""
-        stages = self.stages
-        rates = {name: rate for name, _, rate, _ in self._rows() if name != "list"}
+        """Plain values, for JSON; None for what was not measured, or has no limit."""
         return {
             "source": self.source,
             "verdict": asdict(self.verdict) | {"samples_per_s": _finite(self.verdict.samples_per_s)},
-            "samples_per_s": {name: _finite(rate) for name, rate in rates.items()},
-            "fill_samples_per_s": _finite(stages.fill_per_s),
-            "stages": asdict(stages) | {"remote_has_more": stages.remote_has_more},
+            "samples_per_s": {name: _finite(rate) for name, _, rate, _ in self._rows() if name != "list"},
+            "fill_samples_per_s": _finite(self.stages.fill_per_s),
+            "stages": asdict(self.stages),
             "skipped": self.skipped,
             "failure": self.failure,
             "notes": list(self.notes),
@@ -50,111 +45,83 @@ class Findings:
 
     def __str__(self) -> str:
         """A table of 80 columns, and sentences."""
-        lines = [*self._head(), "", f"{'':10}{'a sample':>11}{'samples/s':>12}"]
+        lines = [*self._head(), "", f"{'':10}{'ms a sample':>11}{'samples/s':>12}"]
         for name, each_s, rate, note in self._rows():
-            each = "" if each_s is None else _duration(each_s)
-            shown = "" if not math.isfinite(rate) else f"{'> ' if self._is_more(name) else ''}{_number(rate)}"
-            first, *more = textwrap.wrap(note, _NOTE_WIDTH) or [""]
-            lines.append(f"{name:10}{each:>11}{shown:>12}  {first}")
-            lines += [f"{'':35}{line}" for line in more]
-        lines += ["", *self._words()]
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _is_more(self, name: str) -> bool:
-        return name == "read" and self.stages.remote_has_more
+            bound = "> " if name == "read" and self.stages.remote_has_more else ""
+            shown = f"{bound}{_number(rate)}" if math.isfinite(rate) else ""
+            lines.append(f"{name:10}{_number(1000 * each_s):>11}{shown:>12}  {note}")
+        return "\n".join([*lines, "", *self._sentences()])
 
     def _head(self) -> list[str]:
-        stages = self.stages
-        count = "endless" if stages.num_units is None else f"{stages.num_units:,} units"
-        count += " and more" if stages.is_listing else ""
-        looked = f"{stages.num_samples:,} samples looked at one by one"
-        if stages.fetched_bytes:
-            looked += f", {format_size(stages.fetched_bytes / stages.num_samples)} fetched for each"
-        if stages.written is not None:
-            looked += f", {format_size(stages.written.num_bytes / stages.written.num_samples)} cached"
+        alone, written, units = self.stages.alone, self.stages.written, self.stages.num_units
+        count = "endless" if units is None else f"{units:,} units"
+        count += " and more" if self.stages.is_listing else ""
+        looked = f"{alone.num_samples:,} samples looked at one by one"
+        if alone.fetched_bytes:
+            looked += f", {format_size(alone.fetched_bytes / alone.num_samples)} fetched for each"
+        if written is not None:
+            looked += f", {format_size(written.num_bytes / written.num_samples)} cached"
         return [f"{self.source}: {count}", *textwrap.wrap(looked, _WIDTH)]
 
-    def _rows(self) -> Iterator[tuple[str, float | None, float, str]]:
-        """Of each stage its name, seconds a sample, samples a second, and what there is to say."""
-        stages = self.stages
-        count, cores = stages.num_samples, f"on {stages.cores} core{'s' if stages.cores > 1 else ''}"
+    def _rows(self) -> Iterator[tuple[str, float, float, str]]:
+        """The name of each stage, its seconds a sample, its samples a second, and a note."""
+        stages, rates, alone = self.stages, self.stages.rates, self.stages.alone
         yield "list", stages.list_s, math.inf, "once, before the first sample"
-        yield "read", stages.read_s / count, stages.read_per_s, self._reading()
-        yield "decode", stages.decode_s / count, stages.calculated_per_s("decode"), cores
-        if stages.transform_s is not None:
-            processes = f"one at a time in {stages.workers} process{'es' if stages.workers > 1 else ''}"
-            yield "transform", stages.transform_s / count, stages.transform_per_s, processes
-        yield "pack", stages.pack_s / count, stages.calculated_per_s("pack"), cores
-        if stages.written is not None:
-            written = stages.written
-            speed = format_size(written.num_bytes / max(written.seconds, _LEAST_S))
-            each_s = written.seconds / written.num_samples
-            yield "write", each_s, stages.write_per_s, f"{speed}/s into {self.folder}, synced"
-        if stages.delivery is not None:
-            sent = stages.delivery
-            share = sent.bytes_per_s / sent.memcpy_bytes_per_s
-            rate = f"{format_size(sent.bytes_per_s)}/s, {share:.0%} of memcpy, "
-            where = "no CUDA device" if sent.device == "cpu" else f"onto {sent.device}"
-            yield "transfer", 1 / sent.samples_per_s, sent.samples_per_s, rate + where
+        yield "read", stages.read_s / alone.num_samples, rates["read"], self._reading()
+        yield "decode", alone.cpu_s["decode"] / alone.num_samples, rates["decode"], f"cores: {stages.cores}"
+        if stages.has_transform:
+            each_s = alone.wall_s["transform"] / alone.num_samples
+            yield "transform", each_s, rates["transform"], f"sampling processes: {stages.workers}"
+        yield "pack", alone.cpu_s["pack"] / alone.num_samples, rates["pack"], f"cores: {stages.cores}"
+        onto = "no CUDA device" if stages.device == "cpu" else f"onto {stages.device}"
+        for name, done, note in (
+            ("write", stages.written, "synced"),
+            ("transfer", stages.delivered, onto),
+        ):
+            if done is not None:
+                speed = format_size(done.num_bytes / max(done.seconds, _LEAST_S))
+                yield name, done.seconds / done.num_samples, rates[name], f"{speed}/s, {note}"
 
     def _reading(self) -> str:
-        stages, crowd = self.stages, self.stages.crowd
-        at_once = f"{crowd.reads} at once" if crowd.reads > 1 else "one at a time"
-        if not stages.fetched_bytes or not crowd.fetched_bytes:
-            return f"{at_once}; the source does not tell bytes"
-        many, one = crowd.fetched_bytes / crowd.seconds, stages.fetched_bytes / max(stages.read_s, _LEAST_S)
-        return f"{format_size(many)}/s by {at_once}; one alone {format_size(one)}/s"
+        alone, run = self.stages.alone, self.stages.together
+        if not alone.fetched_bytes or not run.fetched_bytes:
+            return f"{run.reads} at once; the source does not tell bytes"
+        many, one = run.fetched_bytes / run.seconds, alone.fetched_bytes / max(self.stages.read_s, _LEAST_S)
+        return f"{format_size(many)}/s by {run.reads} at once; one alone {format_size(one)}/s"
 
-    def _words(self) -> Iterator[str]:
-        stages, verdict = self.stages, self.verdict
-        rate = _number(verdict.samples_per_s)
-        yield from textwrap.wrap(
-            f"Verdict: {verdict.binds}. {verdict.because[0].upper()}{verdict.because[1:]}; it lets {rate} samples/s "
-            "through.",
-            _WIDTH,
-        )
-        for step in verdict.what_next:
-            yield from textwrap.wrap(step, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+    def _sentences(self) -> Iterator[str]:
+        verdict, stages = self.verdict, self.stages
+        because, rate = verdict.because[0].upper() + verdict.because[1:], _number(verdict.samples_per_s)
+        yield from _wrapped(f"Verdict: {verdict.binds}. {because}; it lets {rate} samples/s through.")
+        steps = verdict.what_next
         if stages.list_s >= _SLOW_LISTING_S:
-            step = f"listing takes {_duration(stages.list_s)} before the first sample: a Manifest, or fewer files"
+            steps += (
+                f"listing takes {stages.list_s:.0f} s before the first sample: a Manifest, or fewer files",
+            )
+        for step in steps:
             yield from textwrap.wrap(step, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
         yield ""
-        yield from textwrap.wrap(self._outlook(), _WIDTH)
-        for note in self.notes:
-            yield from textwrap.wrap(note, _WIDTH)
-        if self.skipped:
-            yield from textwrap.wrap(
-                f"{self.skipped:,} skipped, the first because: {self.failure}", _WIDTH, break_long_words=False
-            )
-
-    def _outlook(self) -> str:
-        stages = self.stages
-        fill = f"A cache fills with up to {_number(stages.fill_per_s)} samples/s"
-        if stages.delivery is None:
-            return f"{fill}."
-        served = _number(stages.delivery.samples_per_s)
-        return (
-            f"{fill}, and what is cached is served with up to {served}: a model that takes fewer waits for its own "
-            "compute."
+        fill, served = _number(stages.fill_per_s), _number(stages.rates["transfer"])
+        yield from _wrapped(
+            f"A cache fills with up to {fill} samples/s, and what is cached is served with up to {served}: a model that "
+            "takes fewer waits for its own compute."
         )
+        for note in self.notes:
+            yield from _wrapped(note)
+        if self.skipped:
+            yield from _wrapped(f"{self.skipped:,} skipped, the first because: {self.failure}")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False)
 
 
 def _finite(rate: float) -> float | None:
     return rate if math.isfinite(rate) else None
 
 
-def _number(rate: float) -> str:
-    """Three digits that matter: "0.52", "31.2", "4,120"."""
-    if not math.isfinite(rate):
+def _number(value: float) -> str:
+    """Three significant digits: "0.52", "31.2", "4,120"."""
+    if not math.isfinite(value):
         return "any number of"
-    if rate >= 1000:
-        return f"{float(f'{rate:.3g}'):,.0f}"
-    return f"{rate:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    """A time of three digits with its unit: "1.25 s", "31 ms", "8.1 µs"."""
-    for unit_s, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= 0.9995 * unit_s:
-            return f"{float(f'{seconds / unit_s:.3g}'):g} {unit}"
-    return f"{float(f'{seconds * 1e6:.3g}'):g} µs"
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,8 +1,8 @@
-"""The stages of a sample's way, and which of them holds up the rest: pure, from figures to a verdict.
+"""The stages that a sample passes, and the one that holds up the rest: pure, from measurements to a verdict.
 
-Rates compare the stages: samples a second that one would let through if all others took no time. Reading is what came
-when as many units were read at once as a worker reads. The stages that calculate share the cores; a transform that
-waits holds up its sampling process; the disk and the loader do one thing at a time.
+Stages are compared by the samples a second that each would let through if the others took no time. Reading counts as
+measured with as many reads at once as a worker has. Stages that calculate share the cores; a transform that waits
+holds up its sampling process; the disk and the loader do one thing at a time.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from typing import Final
 
 BUSY: Final = 0.8  # of the cores, or of the one core that the interpreter's lock leaves to Python
-_MOSTLY: Final = 0.5
-_AT_ONCE_S: Final = 0.05
 _ONE_INTERPRETER: Final = 1.3  # above that many cores, it is not the interpreter's lock that holds it up
+_TOO_SHORT_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """What came of `reads` units that were read at once for `seconds`, decoded but not transformed.
+class Run:
+    """Measurements of `reads` units that were read at once, for `seconds`.
 
-    `busy_cores`: how many cores this process used meanwhile; `wanted_cores`: and waited for. `decoding`: the share of the readers' time
-    that did not pass in reading, None where the source does not tell. `slowed_down`: answers that there are too many
-    requests. `machine_cores`: how many of the cores that this process may use were busy, whoever used them; None where
-    the system does not tell.
+    `fetched_bytes`: 0 where the source does not report bytes. `busy_cores`: the cores that this process used. `wall_s`
+    and `cpu_s`: by stage ("read", "decode", "transform", "pack"), the time of all samples, and the processor's part of
+    it, which has a meaning for a single read only.
     """
 
     reads: int
@@ -32,15 +30,13 @@ class Crowd:
     fetched_bytes: int
     seconds: float
     busy_cores: float
-    wanted_cores: float
-    decoding: float | None = None
-    slowed_down: int = 0
-    machine_cores: float | None = None
+    wall_s: dict[str, float]
+    cpu_s: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Samples that were written and synced, and the time it takes as a part of full shards."""
+class Throughput:
+    """Samples that were written, or delivered by the loader, in `seconds`."""
 
     num_samples: int
     num_bytes: int
@@ -48,125 +44,79 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderRate:
-    """What the loader delivers of what is cached, onto `device`, beside one thread's memcpy."""
-
-    samples_per_s: float
-    bytes_per_s: float
-    memcpy_bytes_per_s: float
-    device: str
-
-
-@dataclass(frozen=True, slots=True)
 class Stages:
-    """Figures of one source. Times in seconds; those of stages for all `num_samples` together, one after another.
+    """Measurements of one source: `alone` by one read, with transform and packing; `together` by many, without.
 
-    `num_units`: None for an endless source; `is_listing` while more are to be listed. `fetched_bytes`: 0 where the
-    source does not tell. `read_s` is waiting for bytes and asking for them, of which `read_cpu_s` kept the processor
-    busy; `decode_s` and `pack_s` are processor time; `transform_s` (None: there is none) is its whole time, of which
-    `transform_cpu_s` kept the processor busy. `written` and `delivery` are None where they could not be measured.
-    `cores` may be used; `workers` sampling processes are what a worker would have. `has_turbo`: whether the faster
-    decoder of JPEGs is installed.
+    `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `written` (synced, as a part of
+    full shards) and `delivered` (onto `device`) are None where they could not be measured. `workers`: the sampling
+    processes of a worker, on `cores`.
     """
 
     list_s: float
     num_units: int | None
     is_listing: bool
-    num_samples: int
-    fetched_bytes: int
-    read_s: float
-    read_cpu_s: float
-    decode_s: float
-    transform_s: float | None
-    transform_cpu_s: float
-    pack_s: float
-    written: Written | None
-    crowd: Crowd
-    delivery: LoaderRate | None
+    has_transform: bool
+    alone: Run
+    together: Run
+    written: Throughput | None
+    delivered: Throughput | None
+    device: str
     cores: int
     workers: int
-    has_turbo: bool
 
-    # --- samples a second that each stage would let through
+    @property
+    def read_s(self) -> float:
+        """Seconds of reading by one read alone; of a source that reports no bytes, those that it waited."""
+        wall_s, cpu_s = self.alone.wall_s, self.alone.cpu_s
+        waited_s = 0.0 if self.alone.fetched_bytes else max(0.0, wall_s["decode"] - cpu_s["decode"])
+        return wall_s["read"] + waited_s
 
     @property
     def remote_has_more(self) -> bool:
-        """Whether it was not the remote that held up the reads: the processor did, or they were done at once."""
-        crowd = self.crowd
-        if crowd.seconds < _AT_ONCE_S:
+        """True if the processor held up the reads, not the remote, or if they were done at once."""
+        run, wall_s = self.together, self.together.wall_s
+        if run.seconds < _TOO_SHORT_S:
             return True
-        if crowd.decoding is not None and crowd.decoding > _MOSTLY:
-            return True  # threads also wait for memory, and for one another
-        return crowd.wanted_cores >= BUSY * self.cores or BUSY <= crowd.busy_cores <= _ONE_INTERPRETER
-
-    @property
-    def alone_per_s(self) -> float:
-        """Samples a second that came of one unit after another, their decoding left out."""
-        return _rate(self.num_samples, self.read_s)
-
-    @property
-    def read_per_s(self) -> float:
-        """Samples a second that came; if `remote_has_more`, more would."""
-        crowd = self.crowd
-        came = _rate(crowd.num_samples, crowd.seconds) if crowd.num_samples else 0.0
-        if crowd.num_samples < 2 * crowd.reads and self.fetched_bytes and crowd.fetched_bytes:
-            # Large units: few had come to an end of a sample when the time was up.
-            came = max(came, crowd.fetched_bytes / crowd.seconds * self.num_samples / self.fetched_bytes)
-        if not came:
-            return self.alone_per_s
-        # A source of the user's own that lets one call at a time through does so in each process.
-        one_by_one = not self.fetched_bytes and crowd.reads > 1 and came < 2 * self.alone_per_s
-        return came * self.workers if one_by_one and not self.remote_has_more else came
+        if run.fetched_bytes and wall_s["decode"] > wall_s["read"]:
+            return True  # not all cores need be busy: threads also wait for memory, and for one another
+        return run.busy_cores >= BUSY * self.cores or BUSY <= run.busy_cores <= _ONE_INTERPRETER
 
     @property
     def more_reads_help(self) -> bool:
-        """Whether many reads at once brought nearly as many times as much: latency holds them up, not bandwidth."""
-        crowd = self.crowd
-        if not self.fetched_bytes or crowd.reads < 2 or not self.read_s:
+        """True if many reads at once brought many times as much: latency holds them up, not bandwidth."""
+        alone, run = self.alone, self.together
+        if not alone.fetched_bytes or run.reads < 2 or not self.read_s:
             return True
-        gain = crowd.fetched_bytes / crowd.seconds / (self.fetched_bytes / self.read_s)
-        return gain >= math.sqrt(crowd.reads)  # the middle between no gain and all of it
+        gain = run.fetched_bytes / run.seconds / (alone.fetched_bytes / self.read_s)
+        return gain >= math.sqrt(run.reads)  # between 1, no gain, and `reads`
 
     @property
-    def others_crowd(self) -> bool:
-        """Whether other programs left no core to spare while many units were read at once."""
-        return (self.crowd.machine_cores or 0.0) >= BUSY * self.cores
-
-    @property
-    def cpu_s(self) -> dict[str, float]:
-        """Processor time of each stage."""
-        return {
-            "read": self.read_cpu_s,
-            "decode": self.decode_s,
-            "transform": self.transform_cpu_s,
-            "pack": self.pack_s,
-        }
+    def rates(self) -> dict[str, float]:
+        """Samples a second that each stage lets through; a lower bound for "read" if `remote_has_more`."""
+        alone, run = self.alone, self.together
+        read = _rate(run.num_samples, run.seconds)
+        if alone.fetched_bytes:  # of large units, few samples are complete when the time is up
+            read = max(read, run.fetched_bytes / run.seconds * alone.num_samples / alone.fetched_bytes)
+        rates = {"read": read or _rate(alone.num_samples, self.read_s)}
+        for stage in ("decode", "transform", "pack"):
+            rates[stage] = self.cores * _rate(alone.num_samples, alone.cpu_s[stage])
+        one_each = self.workers * _rate(alone.num_samples, alone.wall_s["transform"])
+        rates["transform"] = min(rates["transform"], one_each)
+        for stage, done in (("write", self.written), ("transfer", self.delivered)):
+            rates[stage] = math.inf if done is None else _rate(done.num_samples, done.seconds)
+        return rates
 
     @property
     def processor_per_s(self) -> float:
-        """Samples a second that all stages which calculate let through together."""
-        return self.cores * _rate(self.num_samples, sum(self.cpu_s.values()))
-
-    def calculated_per_s(self, stage: str) -> float:
-        """Samples a second that one of `cpu_s` would let through, with all cores for itself."""
-        return self.cores * _rate(self.num_samples, self.cpu_s[stage])
-
-    @property
-    def transform_per_s(self) -> float:
-        """Samples a second that the transform lets through: one at a time in each process."""
-        at_once = self.workers * _rate(self.num_samples, self.transform_s or 0.0)
-        return min(at_once, self.calculated_per_s("transform"))
-
-    @property
-    def write_per_s(self) -> float:
-        """Samples a second that the disk takes; any number where that was not measured."""
-        return math.inf if self.written is None else _rate(self.written.num_samples, self.written.seconds)
+        """Samples a second that the stages which calculate let through together."""
+        return self.cores * _rate(self.alone.num_samples, sum(self.alone.cpu_s.values()))
 
     @property
     def fill_per_s(self) -> float:
         """Samples a second that a worker fills a cache with, at most."""
-        read = math.inf if self.remote_has_more else self.read_per_s
-        return min(read, self.processor_per_s, self.transform_per_s, self.write_per_s)
+        rates = self.rates
+        read = math.inf if self.remote_has_more else rates["read"]
+        return min(read, self.processor_per_s, rates["transform"], rates["write"])
 
 
 def _rate(count: int, seconds: float) -> float:
@@ -175,10 +125,7 @@ def _rate(count: int, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What holds up the rest: `binds` is "remote" (how long it takes to answer), "network" (how much comes at a time),
-    "machine" (other programs on it, so that the network's part is not seen), "requests" (the processor's work on them), "decode", "transform", "pack", "disk" or "transfer"; `because` says why,
-    `what_next` what to do about it. `samples_per_s`: what it lets through.
-    """
+    """The stage that `binds`, the samples a second that it lets through, the reason, and what to do next."""
 
     binds: str
     samples_per_s: float
@@ -186,116 +133,73 @@ class Verdict:
     what_next: tuple[str, ...]
 
 
-def judge(stages: Stages) -> Verdict:
-    """The stage that lets the fewest samples through."""
-    rates = {
-        "processor": stages.processor_per_s,
-        "transform": stages.transform_per_s,
-        "disk": stages.write_per_s,
-    }
-    if not stages.remote_has_more:
-        rates["read"] = stages.read_per_s
-    if stages.delivery is not None:
-        rates["transfer"] = stages.delivery.samples_per_s
-    slowest = min(rates, key=lambda name: rates[name])
-    binds = slowest
-    if slowest == "processor":
-        costs = stages.cpu_s
-        binds = max(costs, key=lambda name: costs[name])
-        binds = "requests" if binds == "read" else binds
-    elif slowest == "read":
-        binds = "remote" if stages.more_reads_help else "machine" if stages.others_crowd else "network"
-    return Verdict(binds, rates[slowest], _because(binds, stages), _what_next(binds, stages))
-
-
-_BECAUSE: Final = {
-    "disk": "the disk takes samples more slowly than they come",
-    "transfer": "batches are delivered more slowly than samples come",
-}
-_WORK: Final = {
-    "requests": ("asking for bytes", "read"),
-    "decode": ("decoding", "decode"),
-    "transform": ("the transform", "transform"),
-    "pack": ("packing samples into columns", "pack"),
-}
-
-
-def _because(binds: str, stages: Stages) -> str:
-    if binds == "network":
-        return f"{stages.crowd.reads} reads at once bring hardly more than one: the bandwidth is used up, or the server"
-    if binds == "machine":
-        others = max(0.0, (stages.crowd.machine_cores or 0.0) - stages.crowd.busy_cores)
-        return (
-            f"{stages.crowd.reads} reads at once bring hardly more than one, while other programs keep {others:.1f} of "
-            f"{stages.cores} cores busy"
-        )
-    if binds == "remote":
-        few = stages.crowd.reads < 2 or not stages.fetched_bytes
-        return "reads wait for answers" + ("" if few else ", and many at once bring more")
-    if binds in _BECAUSE:
-        return _BECAUSE[binds]
-    if binds == "transform" and _transform_waits(stages):
-        return "the transform waits, and holds up its process"
-    what, stage = _WORK[binds]
-    share = stages.cpu_s[stage] / max(sum(stages.cpu_s.values()), 1e-9)
-    return f"{what} keeps the processor busy, {share:.0%} of its work"
-
-
-def _transform_waits(stages: Stages) -> bool:
-    return stages.transform_cpu_s < (stages.transform_s or 0.0) / 2
-
-
 _SMALLER: Final = (
     "make samples smaller before they are cached: --resize, --crop, a transform that keeps uint8"
 )
-_NEXT: Final[dict[str, tuple[str, ...]]] = {
+_PROCESSES: Final = "more processes: --workers above {workers}, where cores are free"
+_ADVICE: Final = {  # the reason, then what to do next
+    "remote": (
+        "reads wait for answers, and many at once bring more",
+        "more processes: --workers above {workers}, each reads up to 16 units at once",
+        "larger units (tars instead of small files), above all where it answers that there are too many requests",
+        "smaller units, where the source has fewer than are read at once; or run nearer to the data",
+    ),
     "network": (
+        "many reads at once bring hardly more than one: the bandwidth is used up, or the server",
         "fetch fewer bytes: smaller files, only the columns or windows that are needed",
         "look for a limit on the way: the link, a proxy, the bucket's own; or run nearer to the data",
-    ),
-    "machine": (
-        "look again while nothing else runs here: only then is it seen what the network brings",
-        "a server of the remote on this machine, as for tests, is such a program: run it on another",
+        "look again while nothing else runs on this machine: other programs slow down reads, too",
     ),
     "requests": (
+        "asking for bytes keeps the processor busy",
         "larger units need fewer requests: tars, Parquet or MDS instead of small files, larger windows of arrays",
-        "more processes: --workers, up to the number of cores",
+        _PROCESSES,
+    ),
+    "decode": (
+        "decoding keeps the processor busy",
+        "images: --resize and --crop; large JPEGs are then unpacked at a part of their size",
+        "JPEGs: a faster decoder, pip install 'cachestream[jpeg]'",
+        _PROCESSES,
     ),
     "transform": (
+        "the transform keeps the processor busy, or waits and holds up its process",
         "move random augmentation to batch_transform, which works on whole batches while training",
         "let it do less for each sample, or crop and resize while decoding (--resize, --crop)",
+        "more processes: --workers above {workers}, where cores are free or the transform waits",
     ),
-    "disk": (_SMALLER, "put the cache on a faster disk; try one by --folder"),
-    "transfer": (_SMALLER, "give batches that are smaller in bytes; see 'cachestream bench CACHE' for the loader alone"),
+    "pack": (
+        "packing samples into columns keeps the processor busy",
+        _SMALLER,
+        "give samples fewer fields, with fixed shapes",
+        "leave out the transform: sources of columns (Parquet, TFRecord) are then packed many at once",
+    ),
+    "disk": (
+        "the disk takes samples more slowly than they come",
+        _SMALLER,
+        "put the cache on a faster disk; try one by --folder",
+    ),
+    "transfer": (
+        "batches are delivered more slowly than samples come",
+        _SMALLER,
+        "give batches that are smaller in bytes; see 'cachestream bench CACHE' for the loader alone",
+    ),
 }  # fmt: skip
 
 
-def _what_next(binds: str, stages: Stages) -> tuple[str, ...]:
-    more = f"more processes: --workers above {stages.workers}"
-    if binds == "remote":
-        steps = [] if stages.crowd.slowed_down else [f"{more}, each reads up to 16 units at once"]
-        if stages.crowd.slowed_down:
-            steps.append("it answers that there are too many requests: fewer, larger units")
-        if stages.num_units is not None and stages.num_units <= stages.crowd.reads:
-            steps = [f"there are only {stages.num_units} units to read at once: smaller ones, more of them"]
-        return (*steps, "larger units (tars instead of small files), or run nearer to the data")
-    if binds == "decode":
-        steps = ["images: --resize and --crop; large JPEGs are then unpacked at a part of their size"]
-        if not stages.has_turbo:
-            steps.append("JPEGs: a faster decoder, pip install 'cachestream[jpeg]'")
-        steps.append(
-            more if stages.workers < stages.cores else "more cores, or data that is quicker to decode"
-        )
-        return tuple(steps)
-    if binds == "pack":
-        columns = (
-            "leave out the transform: sources of columns (Parquet, TFRecord) are then packed many at once"
-        )
-        steps = [_SMALLER, "give samples fewer fields, with fixed shapes"]
-        return tuple(steps if stages.transform_s is None else [*steps, columns])
-    if binds == "transform":
-        return (
-            *((more,) if _transform_waits(stages) or stages.workers < stages.cores else ()),
-            *_NEXT[binds],
-        )
-    return _NEXT[binds]
+def judge(stages: Stages) -> Verdict:
+    """The verdict on the stage that lets the fewest samples through."""
+    rates, cpu_s = stages.rates, stages.alone.cpu_s
+    busiest = max(cpu_s, key=lambda stage: cpu_s[stage]).replace("read", "requests")
+    limits = [
+        (stages.processor_per_s, busiest),
+        (rates["transform"], "transform"),
+        (rates["write"], "disk"),
+        (rates["transfer"], "transfer"),
+    ]
+    if not stages.remote_has_more:
+        limits.append((rates["read"], "remote" if stages.more_reads_help else "network"))
+    samples_per_s, binds = min(limits)
+    because, *steps = _ADVICE[binds]
+    return Verdict(
+        binds, samples_per_s, because, tuple(step.format(workers=stages.workers) for step in steps)
+    )
