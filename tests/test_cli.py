@@ -481,11 +481,6 @@ def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_say
     assert "current folder" in refused(run_code(in_a_folder_that_is_gone("worker", images, "cache")), 2)
 
 
-def test_the_command_line_loads_without_torch() -> None:
-    """Torch takes seconds, which only the commands that read batches are to spend."""
-    assert done(run_code("import sys, cachestream.cli.app; print('torch' in sys.modules)")) == "False"
-
-
 def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = " ".join(shlex.quote(str(word)) for word in (*COMMAND, *arguments))
     return subprocess.run(
