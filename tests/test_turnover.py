@@ -80,7 +80,9 @@ def epochs_until_all_is_seen(cache: cs.Cache, trainers: int = 1) -> tuple[int, i
     raise AssertionError(f"{len(seen)} of {REMOTE} samples in {3 * most} epochs")
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh", oldest_first], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["lru", "fifo", "least-fresh", oldest_first], ids=["lru", "fifo", "least-fresh", "a function"]
+)
 def test_every_policy_shows_all_of_the_remote_and_fetches_nothing_for_nothing(
     tmp_path: Path, policy: str | Callable[..., Any]
 ) -> None:
