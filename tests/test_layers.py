@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -194,3 +195,12 @@ def test_the_map_of_layers_names_what_exists() -> None:
     """A folder that is renamed would otherwise fall out of the rules above."""
     parts = {name.split(".")[0] for name in MODULES if name}
     assert set(BELOW) <= parts
+
+
+def test_the_page_on_the_architecture_names_what_exists_and_every_folder() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_/]+(?:\.py|\.c|/))`", page)
+    assert len(named) > 50
+    assert not [name for name in named if not (PACKAGE / name).exists()]
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
+    assert not [folder for folder in folders if f"{folder.partition('/')[0]}/" not in page]

@@ -76,14 +76,13 @@ class BatchGroup:
 class BatchQueue:
     """Batch groups in the trainer's order, with about `most` batches in all. Not thread-safe.
 
-    `batches` is the number of batches that wait. `taken` is the group taken last, and `in_hand` the same if
-    it is a `Flow`, whose batches are still being gathered.
+    `batches` is the number of batches that wait. `in_hand` is the group taken last if it is a `Flow`, whose
+    batches are still being gathered.
     """
 
     def __init__(self, most: int) -> None:
         self.batches = 0
         self.in_hand: BatchGroup | None = None
-        self.taken: BatchGroup | None = None
         self._most = most
         # A full queue is filled again only when half of it is empty: each wake-up of the gathering thread
         # takes the GIL from the trainer.
@@ -136,29 +135,14 @@ class BatchQueue:
         self.batches += len(group)
 
     def take(self) -> BatchGroup:
-        group = self.taken = self._groups[0]
+        group = self._groups.popleft()
         self.in_hand = group if group.is_flow else None
-        self._remove(group)
+        self.batches = sum(map(len, self._groups))
         return group
 
-    def lost(self, epoch: int, had: BatchGroup | None) -> BatchGroup | None:
-        """The group that a signal lost between `take` and the trainer, or None. `had` is the last group that
-        the trainer got.
-        """
-        taken = self.taken
-        if taken is None or taken is had or taken.segment.request.epoch != epoch:
-            return None
-        self._remove(taken)
-        return taken
-
-    def _remove(self, group: BatchGroup) -> None:
-        if self._groups and self._groups[0] is group:
-            self._groups.popleft()
-        self.batches = sum(map(len, self._groups))
-
     def let_go(self) -> None:
-        """Forget the group that was taken last."""
-        self.in_hand = self.taken = None
+        """Forget the flow that was taken last."""
+        self.in_hand = None
 
     def drop(self, unwanted: Callable[[Request], bool]) -> None:
         """Discard the groups of `unwanted` requests."""
