@@ -168,10 +168,12 @@ def keywords_of(function: Callable[..., object]) -> set[str]:
 
 
 def with_generator(function: Callable[..., Result]) -> Callable[[Any, Callable[[], Any]], Result]:
-    """Wrap `function`, of a value or of a value and a random generator, as a function of (value, factory of generators).
+    """Wrap `function`, of a value or of a value and a random generator, as a function of (value, factory of
+    generators).
 
-    `function` gets a generator as its second positional parameter without a default, or as a parameter `generator` or
-    `rng` that is None by default. Otherwise, and where it has no signature, it gets the value alone.
+    `function` gets a generator as its second positional parameter without a default, or as a parameter
+    `generator` or `rng` that is None by default. Otherwise, and where it has no signature, it gets the value
+    alone.
     """
     name = _generator_parameter(function)
     if name is None:
@@ -200,7 +202,9 @@ def _generator_parameter(function: Callable[..., object]) -> str | None:
 
 
 def reject_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise ConfigError for unknown keywords of `function`, with the equivalent of those of similar libraries."""
+    """Raise ConfigError for unknown keywords of `function`, with the equivalent of those of similar
+    libraries.
+    """
     for name in unknown:
         raise ConfigError(f"{function}() has no argument '{name}'{_advice(name, sorted(known))}")
 
@@ -224,7 +228,9 @@ def check_mapping(name: str, value: object, such_as: str) -> None:
 
 
 def whole_number(value: object) -> int | None:
-    """`value` as a plain int if it is a whole number of Python, numpy or torch; None otherwise, and for a bool."""
+    """`value` as a plain int if it is a whole number of Python, numpy or torch; None otherwise, and for a
+    bool.
+    """
     if isinstance(value, bool):
         return None
     try:

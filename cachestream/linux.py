@@ -1,10 +1,10 @@
 """Calls to Linux that the layers share: files mapped without a descriptor, filesystem types, private files.
 
-Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would exceed the limit of
-open files (1024 in many shells). `FileMap` keeps the mapping only.
+Python's own mmap keeps a copy of the descriptor, so that a snapshot of a few thousand shards would exceed the
+limit of open files (1024 in many shells). `FileMap` keeps the mapping only.
 
-The owner of a cache may put a link anywhere in it, at any time. Root, working in a user's cache, would follow it and
-create, give away or remove files of its own. So every change goes through a descriptor of the folder.
+The owner of a cache may put a link anywhere in it, at any time. Root, working in a user's cache, would follow
+it and create, give away or remove files of its own. So every change goes through a descriptor of the folder.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class FileMap:
         self.bring_in(0, self.size_bytes)
 
     def bring_in(self, start: int, stop: int) -> bool:
-        """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel cannot.
+        """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel
+        cannot.
 
         Raises OSError where a plain access would end the process with SIGBUS: on a read error, or when the
         file has been cut short. (Linux 5.14.)
@@ -91,29 +92,35 @@ class FileMap:
     def expect_random(self) -> None:
         """Let a page fault read its page alone.
 
-        Otherwise the kernel also reads the pages around it (128 KiB as a rule, up to `read_ahead_kb`), which evicts pages
-        that other batches need where a cache is larger than memory.
+        Otherwise the kernel also reads the pages around it (128 KiB as a rule, up to `read_ahead_kb`), which
+        evicts pages that other batches need where a cache is larger than memory.
         """
         _libc.madvise(self.address, self.size_bytes, mmap.MADV_RANDOM)
 
     def is_cached(self, start: int, stop: int) -> bool:
-        """Return whether the pages of [start, stop) are in memory; True also where the kernel does not tell."""
+        """Return whether the pages of [start, stop) are in memory; True also where the kernel
+        does not tell.
+        """
         start -= start % mmap.PAGESIZE
         pages = np.zeros(-(-(stop - start) // mmap.PAGESIZE), np.uint8)
         failed = _libc.mincore(self.address + start, stop - start, pages.ctypes.data)
         return bool(failed) or bool((pages & 1).all())
 
     def ask_for(self, start: int, stop: int) -> None:
-        """Begin to read [start, stop) from the disk, all at once and not in the small steps of page faults."""
+        """Begin to read [start, stop) from the disk, all at once and not in the small steps of
+        page faults.
+        """
         start -= start % mmap.PAGESIZE
         _libc.madvise(self.address + start, stop - start, mmap.MADV_WILLNEED)
 
 
 def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
-    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the disk.
+    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the
+    disk.
 
-    Uses one system call for many ranges where the kernel allows it (Linux 5.13; before 6.13 with CAP_SYS_NICE), and
-    otherwise one for each range: every call releases the GIL and has to acquire it again. Unmapped addresses are ignored.
+    Uses one system call for many ranges where the kernel allows it (Linux 5.13; before 6.13 with
+    CAP_SYS_NICE), and otherwise one for each range: every call releases the GIL and has to acquire it again.
+    Unmapped addresses are ignored.
     """
     ranges = np.empty((len(starts), 2), np.uint64)
     ranges[:, 0] = starts - starts % mmap.PAGESIZE
@@ -126,7 +133,9 @@ def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> 
 
 
 def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
-    """`madvise(MADV_WILLNEED)` of `ranges` (uint64 `[n, 2]`: address, size) by one call; False where it is refused."""
+    """`madvise(MADV_WILLNEED)` of `ranges` (uint64 `[n, 2]`: address, size) by one call; False where it is
+    refused.
+    """
     try:
         process = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -146,7 +155,9 @@ def _advise_together(ranges: npt.NDArray[np.uint64]) -> bool:
 
 
 def count_cached(addresses: npt.NDArray[np.int64]) -> int:
-    """Count the pages at these mapped addresses that are in memory; all of them where the kernel does not tell."""
+    """Count the pages at these mapped addresses that are in memory; all of them where the kernel does not
+    tell.
+    """
     page, cached = ctypes.c_ubyte(), 0
     for address in (addresses - addresses % mmap.PAGESIZE).tolist():
         cached += _libc.mincore(address, mmap.PAGESIZE, ctypes.byref(page)) != 0 or page.value & 1
@@ -219,7 +230,9 @@ def open_private(path: str, flags: int) -> int:
 
 
 def make_private_folder(path: str) -> None:
-    """Make the folder `path`, unless it exists; one that root makes in a user's folder is given to that user."""
+    """Make the folder `path`, unless it exists; one that root makes in a user's folder is given
+    to that user.
+    """
     with _parent(path) as (name, folder):
         try:
             os.mkdir(name, 0o700, dir_fd=folder)
@@ -248,7 +261,9 @@ def remove(path: str) -> None:
 
 
 def _give(fd: int, folder: int) -> None:
-    """Give a file that root has just made, open as `fd`, to the owner of `folder`, who could not open it otherwise."""
+    """Give a file that root has just made, open as `fd`, to the owner of `folder`, who could not open it
+    otherwise.
+    """
     owner = os.fstat(folder)
     if os.geteuid() == 0 and owner.st_uid != 0:
         with suppress(OSError):  # some filesystems have no owners: everyone has access
@@ -257,7 +272,9 @@ def _give(fd: int, folder: int) -> None:
 
 @contextmanager
 def _parent(path: str) -> Iterator[tuple[str, int]]:
-    """The last part of `path`, and a descriptor of its folder, opened without following links. Errors name `path`."""
+    """The last part of `path`, and a descriptor of its folder, opened without following links. Errors name
+    `path`.
+    """
     *above, name = os.path.abspath(path).split("/")
     folder = os.open("/", _FOLDER)
     try:

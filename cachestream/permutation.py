@@ -3,8 +3,8 @@
 A resume needs only a position in the permuted order, and any block of it is computed alone.
 
 The algorithm is the generalised Feistel cipher with cycle walking of Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains" (CT-RSA 2002): a value is split into two digits of bases a and b with a*b just above n,
-the digits are altered in turns by adding a keyed hash of the other one, and the few results of n and more
+Arbitrary Finite Domains" (CT-RSA 2002): a value is split into two digits of bases a and b with a*b just above
+n, the digits are altered in turns by adding a keyed hash of the other one, and the few results of n and more
 are sent through again. Up to 1024 values the permutation is the argsort of keyed hashes instead, because
 Feistel networks over tiny domains reach few of the n! permutations.
 """

@@ -1,7 +1,7 @@
 """The frozen values that pass between the layers: fields, schemas, shards, snapshots, the held-out split.
 
-A sample is held out if the xxh3 hash (64 bits, seed 0) of its key's UTF-8 is below `holdout` times 2**64. So its split
-is the same on every run, node and resume, whatever is cached.
+A sample is held out if the xxh3 hash (64 bits, seed 0) of its key's UTF-8 is below `holdout` times 2**64. So
+its split is the same on every run, node and resume, whatever is cached.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Field:
     shape: tuple[int, ...] | None
 
     def merge(self, other: Field, *, widen: bool = False) -> Field:
-        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError if there is none."""
+        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError if there is
+        none.
+        """
         if widen and other.is_widened_to(self):
             return self.merge(replace(other, dtype=self.dtype))
         if widen and self.is_widened_to(other):
@@ -215,8 +217,8 @@ class ShardRow:
 class Snapshot:
     """A frozen set of shards that one epoch is drawn from, leased for as long as it is held.
 
-    `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival.
-    `epoch_size`: the samples that the epoch takes of `num_samples`, or None for all. With a `split`, `counts` are of its
+    `shard_ids` and `counts` (samples in each) are int64 `[num_shards]`, in order of arrival. `epoch_size`:
+    the samples that the epoch takes of `num_samples`, or None for all. With a `split`, `counts` are of its
     samples alone, and `sizes` (int64 `[num_shards]`) of all samples in the shards.
     """
 

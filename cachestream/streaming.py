@@ -57,10 +57,11 @@ def stream(
     """Fill a cache from `source` in the background, and iterate epochs over what it holds.
 
     Every iteration over the loader is a new epoch over what is cached by then; the first begins with the
-    first batch that has arrived. Call it the same on every rank of a distributed job: one rank's worker
-    runs, the others attach, and all ranks agree on the epochs. Where the ranks have several caches (one a
-    node), the worker of each reads a share of its own, unless `partition` is given. Where torchrun restarts ranks
-    (`--max-restarts`) a worker goes on for two minutes (`linger_s`) after they have failed, so that they find it at work.
+    first batch that has arrived. Call it the same on every rank of a distributed job: one rank's worker runs,
+    the others attach, and all ranks agree on the epochs. Where the ranks have several caches (one a node),
+    the worker of each reads a share of its own, unless `partition` is given. Where torchrun restarts ranks
+    (`--max-restarts`) a worker goes on for two minutes (`linger_s`) after they have failed, so that they find
+    it at work.
 
     Args:
         source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.
@@ -102,7 +103,9 @@ def stream(
 
 
 def _of_this_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Defaults for the worker from the distributed job: its cache's share of the remote, and its time to linger."""
+    """Defaults for the worker from the distributed job: its cache's share of the remote, and its time to
+    linger.
+    """
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
     if "partition" not in options:
         found["partition"] = find_share(cache.cache_id, 0.9 * timeout_s)

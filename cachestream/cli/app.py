@@ -162,7 +162,9 @@ def worker(
 
 
 def _follow(started: Worker, filled: Cache) -> None:
-    """Show progress until the worker is done, or Ctrl-C; then what is cached, which stays for the next worker."""
+    """Show progress until the worker is done, or Ctrl-C; then what is cached, which stays for the next
+    worker.
+    """
     try:
         with started:
             display.follow(started)
@@ -295,8 +297,8 @@ def refetch(
 ) -> None:
     """Bring the shards of recorded epochs back into CACHE.
 
-    They come back identical, to replay those epochs. Needed shards that are cached stay, others may be evicted.
-    CACHE may be a new directory.
+    They come back identical, to replay those epochs. Needed shards that are cached stay, others may be
+    evicted. CACHE may be a new directory.
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)

@@ -40,8 +40,8 @@ def source_of(
 ) -> Any:
     """A URL or path as a source, or the object that "module:name" names.
 
-    `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own, those
-    of sizes as texts. Raises ConfigError for what cannot be read.
+    `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own,
+    those of sizes as texts. Raises ConfigError for what cannot be read.
     """
     options = _pairs(source_options or (), "--source-option")
     if storage_options:
@@ -87,7 +87,9 @@ def _size(name: str, text: str) -> int | tuple[int, int]:
 
 
 class Commands(TyperGroup):
-    """Commands whose options have the names of their flags in the environment: CACHESTREAM_STATUS_JSON for --json."""
+    """Commands whose options have the names of their flags in the environment: CACHESTREAM_STATUS_JSON for
+    --json.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -256,7 +256,9 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _can_draw(console: Console) -> bool:
-    """Return whether the console can draw over earlier output; a dumb terminal would show only the last state."""
+    """Return whether the console can draw over earlier output; a dumb terminal would show only the last
+    state.
+    """
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -274,7 +276,9 @@ def show(status: CacheStatus, *, as_json: bool = False) -> None:
 
 
 def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
-    """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each time."""
+    """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each
+    time.
+    """
     rates, console, pause = RateWindow(), _console(), threading.Event()
     draws = not as_json and _can_draw(console)
     live = Live(console=console, auto_refresh=False)
@@ -299,7 +303,8 @@ def say_what_there_is(status: CacheStatus) -> None:
 
 
 def follow(worker: Worker) -> None:
-    """Show the filling on stderr until the pass or the worker has ended; a worker that waits for space goes on.
+    """Show the filling on stderr until the pass or the worker has ended; a worker that waits for space goes
+    on.
 
     Raises WorkerError, with the traceback from the background, if it failed.
     """

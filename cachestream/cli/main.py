@@ -1,4 +1,5 @@
-"""Entry point of the command `cachestream`: signals, output and exit codes. Every failure ends in one clear line.
+"""Entry point of the command `cachestream`: signals, output and exit codes. Every failure ends in one clear
+line.
 
 The command line is imported here, with Ctrl-C handled: the import takes a moment.
 """
@@ -56,7 +57,9 @@ def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None 
 
 
 def _end_at_once(number: int, _frame: FrameType | None) -> None:
-    """Exit without an exception, which importing modules would report as their own error; nothing has begun yet."""
+    """Exit without an exception, which importing modules would report as their own error; nothing has begun
+    yet.
+    """
     os._exit(128 + number)
 
 

@@ -1,7 +1,8 @@
-"""Remote of the demo: JPEG views of places in the photographs that scikit-image ships, in a folder for each place.
+"""Remote of the demo: JPEG views of places in the photographs that scikit-image ships, in a folder for each
+place.
 
-The task is to recognise the place (one of 135) in a view of varying position and scale. Training needs many views of
-each place, so accuracy follows the number of samples cached.
+The task is to recognise the place (one of 135) in a view of varying position and scale. Training needs many
+views of each place, so accuracy follows the number of samples cached.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class DemoData:
 
 
 def make_remote(root: Path, num_samples: int, num_held_out: int) -> DemoData:
-    """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out, the same each time.
+    """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out, the same each
+    time.
 
     Raises ConfigError without scikit-image, and for fewer samples than places.
     """

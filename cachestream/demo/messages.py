@@ -12,7 +12,9 @@ RANKS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The job of the ranks. The worker is limited to `bandwidth_bytes_per_s`; an epoch should take `epoch_s`."""
+    """The job of the ranks. The worker is limited to `bandwidth_bytes_per_s`; an epoch should
+    take `epoch_s`.
+    """
 
     remote: str
     held_out: str
@@ -29,9 +31,9 @@ class Settings:
 class EpochDone:
     """One epoch of all ranks together.
 
-    `samples` were trained on; at the end the cache holds `cached` ones, and `seen` is the share of the remote that was
-    cached at some time. `wait`: the share of the epoch's `seconds` that the first rank waited for data. `time_s` is since
-    1970.
+    `samples` were trained on; at the end the cache holds `cached` ones, and `seen` is the share of the remote
+    that was cached at some time. `wait`: the share of the epoch's `seconds` that the first rank waited for
+    data. `time_s` is since 1970.
     """
 
     epoch: int

@@ -40,7 +40,9 @@ _WORKER_END_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of the demo: fetching the remote once takes `fetch_s`, and the cache holds `cached_share` of it."""
+    """Size of the demo: fetching the remote once takes `fetch_s`, and the cache holds
+    `cached_share` of it.
+    """
 
     num_samples: int = 6000
     num_held_out: int = 4 * PLACES
@@ -60,8 +62,9 @@ def run(
 ) -> int:
     """Train two ranks on a growing cache of a slow remote, and show it; 0 if all went well, else 1.
 
-    The plot and the ranks' log go to the folder `output`; the remote and the cache to a temporary folder, which is
-    removed at the end unless `keep`. Raises ConfigError for what is missing, EpochError if the ranks fail.
+    The plot and the ranks' log go to the folder `output`; the remote and the cache to a temporary folder,
+    which is removed at the end unless `keep`. Raises ConfigError for what is missing, EpochError if the ranks
+    fail.
     """
     size = size or Size()
     folder = Path(output)
@@ -166,8 +169,9 @@ def problems(status: CacheStatus, report: VerifyReport, watch: LimitWatch) -> li
 def train_ranks(settings: Settings, log: Path, scratch: Path) -> Generator[EpochDone, None, None]:
     """Yield the epochs of ranks under torchrun, which has the folder `scratch`; their stderr goes to `log`.
 
-    Closing the generator ends them. They get a session of their own: Ctrl-C then reaches this process alone, and they
-    end in order. If this process is killed, the first rank's next report fails, and torchrun ends the others.
+    Closing the generator ends them. They get a session of their own: Ctrl-C then reaches this process alone,
+    and they end in order. If this process is killed, the first rank's next report fails, and torchrun ends
+    the others.
 
     Raises EpochError with their reasons if they fail.
     """

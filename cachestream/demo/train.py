@@ -1,7 +1,7 @@
 """Program of each rank of the demo: `torchrun --nproc-per-node 2 -m cachestream.demo.train SETTINGS`.
 
-All ranks run the same code; cachestream starts one worker for them, and they agree on every epoch. The first rank
-reports each epoch on stdout, and a rank that fails its reason.
+All ranks run the same code; cachestream starts one worker for them, and they agree on every epoch. The first
+rank reports each epoch on stdout, and a rank that fails its reason.
 """
 
 from __future__ import annotations

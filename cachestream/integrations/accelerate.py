@@ -1,7 +1,8 @@
-"""Hugging Face Accelerate: a loader that its gradient accumulation, `gather_for_metrics` and checkpoints know.
+"""Hugging Face Accelerate: a loader that its gradient accumulation, `gather_for_metrics` and checkpoints
+know.
 
-`accelerator.prepare(loader)` returns an EpochLoader unchanged: the loader has divided the samples among the ranks
-already. But Accelerate then does not know when an epoch ends.
+`accelerator.prepare(loader)` returns an EpochLoader unchanged: the loader has divided the samples among the
+ranks already. But Accelerate then does not know when an epoch ends.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ __all__ = [
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoader:
     """Wrap `loader` for `accelerator`: its device, its checkpoints, and its notice of the end of every epoch.
 
-    `accelerator.save_state` and `load_state` save and load the loader's position, so that training goes on at the exact
-    next batch; `skip_first_batches` is refused. `accelerator.prepare` may be called on the result, which it leaves
-    unchanged. Raises ConfigError for an `accelerator` that splits or dispatches batches, which would have no effect.
+    `accelerator.save_state` and `load_state` save and load the loader's position, so that training goes on at
+    the exact next batch; `skip_first_batches` is refused. `accelerator.prepare` may be called on the result,
+    which it leaves unchanged. Raises ConfigError for an `accelerator` that splits or dispatches batches,
+    which would have no effect.
     """
     if accelerator.split_batches or accelerator.dispatch_batches:
         raise ConfigError(
@@ -39,7 +41,8 @@ def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoa
 
 
 class PreparedLoader:
-    """An EpochLoader that tells Accelerate when its last batch is in use; it has all of the loader's attributes.
+    """An EpochLoader that tells Accelerate when its last batch is in use; it has all of the loader's
+    attributes.
 
     Batches are not filled up with repeated samples, so `gather_for_metrics` has nothing to remove.
     """

@@ -1,8 +1,8 @@
 """Lightning's hooks for epochs that grow; the same for `lightning` and `pytorch_lightning`.
 
-Lightning measures a loader once, and holds every later epoch to that length. It loads a loader's state only when
-the checkpoint is from the middle of an epoch. These hooks correct both between epochs, in the fit loop's attributes.
-Nothing here imports Lightning: the two packages have the same classes twice.
+Lightning measures a loader once, and holds every later epoch to that length. It loads a loader's state only
+when the checkpoint is from the middle of an epoch. These hooks correct both between epochs, in the fit loop's
+attributes. Nothing here imports Lightning: the two packages have the same classes twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class EpochHooks:
     """A callback's hooks: every epoch gets its own length, and a resumed loader its state."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # Before the progress bar, which reads the length in the same hook. A new list: Lightning walks the old one.
+        # Before the progress bar, which reads the length in the same hook. A new list: Lightning walks the
+        # old one.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -1,4 +1,6 @@
-"""The numbers of a loader and of its cache as one flat dict, for TensorBoard, Weights & Biases and the like."""
+"""The numbers of a loader and of its cache as one flat dict, for TensorBoard, Weights & Biases
+and the like.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,15 @@ def metrics(
         cache: a cache, without a loader, or instead of the loader's.
         prefix: the beginning of every name.
 
-    Of the loader: `epoch`, `epoch_samples` and `epoch_shards` (what the epoch is drawn from), `batches`, `samples`
-    and `skipped_samples` (since the loader was made), `samples_per_s` and `data_wait_share` (of this epoch: 0.1 is
-    a tenth of the time spent waiting for data), `data_wait_s`, `epoch_gap_s`, `prepare_s`, `reuse_factor` (samples
-    drawn over distinct ones). Of the cache: `cache_samples`, `cache_shards`, `cache_bytes`, `cache_limit_bytes`,
-    `cache_used_share`, `cache_leased_bytes`, `evicted_samples`, `evicted_unused_samples` (before an epoch used them),
-    `failed_samples`, `quarantined_shards`, `epoch_waits` (how often a full cache waited for the next epoch), `fill_pass`
-    and `fill_pass_done` (the share; not there for a source without an end). Of the running worker, zeros without
-    one: `fill_samples_per_s`, `fill_bytes_per_s`, `fill_space_wait_s`, `fill_restarts`, `fill_processes`.
+    Of the loader: `epoch`, `epoch_samples` and `epoch_shards` (what the epoch is drawn from), `batches`,
+    `samples` and `skipped_samples` (since the loader was made), `samples_per_s` and `data_wait_share` (of
+    this epoch: 0.1 is a tenth of the time spent waiting for data), `data_wait_s`, `epoch_gap_s`, `prepare_s`,
+    `reuse_factor` (samples drawn over distinct ones). Of the cache: `cache_samples`, `cache_shards`,
+    `cache_bytes`, `cache_limit_bytes`, `cache_used_share`, `cache_leased_bytes`, `evicted_samples`,
+    `evicted_unused_samples` (before an epoch used them), `failed_samples`, `quarantined_shards`,
+    `epoch_waits` (how often a full cache waited for the next epoch), `fill_pass` and `fill_pass_done` (the
+    share; not there for a source without an end). Of the running worker, zeros without one:
+    `fill_samples_per_s`, `fill_bytes_per_s`, `fill_space_wait_s`, `fill_restarts`, `fill_processes`.
 
     A call reads the cache's catalogue: milliseconds, so every few steps rather than every step.
     Raises ConfigError without either of them, CacheError when the cache cannot be read.

@@ -1,7 +1,7 @@
 """PyTorch Lightning, as `import pytorch_lightning`: a data module, and callbacks.
 
-`trainer.fit(model, loader)` needs none of it: an entry point of this package adds `CacheCallback` to every Trainer.
-It does nothing in a Trainer that trains from something else.
+`trainer.fit(model, loader)` needs none of it: an entry point of this package adds `CacheCallback` to every
+Trainer. It does nothing in a Trainer that trains from something else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class CacheCallback(EpochHooks, Callback):
 
 
 class MetricsCallback(MetricsHooks, Callback):
-    """Logs `cs.metrics` of the training loader every `every_n_steps` batches, and at the end of every epoch."""
+    """Logs `cs.metrics` of the training loader every `every_n_steps` batches, and at the end of
+    every epoch.
+    """
 
 
 class CacheDataModule(DataHooks, LightningDataModule):

@@ -1,7 +1,7 @@
 """The Hugging Face Trainer on an EpochLoader: it trains from it as it is, and resumes it.
 
-The Trainer measures an epoch once, for its learning rate schedule: give the loader an `epoch_size`, so that all
-epochs have that length while the cache grows.
+The Trainer measures an epoch once, for its learning rate schedule: give the loader an `epoch_size`, so that
+all epochs have that length while the cache grows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FILE: Final = "cachestream.json"
 
 
 class CacheCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Saves the position of `loader` in every checkpoint of the Trainer, and restores it when the Trainer resumes.
+    """Saves the position of `loader` in every checkpoint of the Trainer, and restores it when the Trainer
+    resumes.
 
     Resuming needs no skipping of batches: `args.ignore_data_skip` is set. Raises ConfigError for a checkpoint
     without the loader's state, and for arguments that ask for other batches than the loader's.
@@ -83,7 +84,8 @@ def _file(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 class CacheTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """A Trainer that trains from `train_loader`; which is not split once more; all other arguments are the Trainer's.
+    """A Trainer that trains from `train_loader`; which is not split once more; all other arguments are the
+    Trainer's.
 
     `per_device_train_batch_size` is only reported: batches are the loader's. For evaluation give
     `eval_dataset=cache.snapshot()`, or any other dataset.

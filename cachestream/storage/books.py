@@ -1,8 +1,8 @@
 """Consistency of the catalogue: values that cannot be true, and disagreement with the shard files.
 
-SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value. `impossible_value` finds
-values that are impossible. A value that is possible but wrong is found by comparison with the shards, which
-describe themselves.
+SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value.
+`impossible_value` finds values that are impossible. A value that is possible but wrong is found by comparison
+with the shards, which describe themselves.
 """
 
 from __future__ import annotations

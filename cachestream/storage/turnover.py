@@ -118,7 +118,8 @@ def shards_to_leave(
         share_bytes = _left_to_filling(tables, room, turnover, int(sizes.max(initial=0)))
         leave_bytes += share_bytes
         if share_bytes and _has_waited(tables) and (epoch_size is None or epoch_size >= int(counts.sum())):
-            # Short epochs follow one another faster than they are replaced: no more than one share waits for it.
+            # Short epochs follow one another faster than they are replaced: no more than one share waits for
+            # it.
             replaced_bytes = sum(tables.reserved_bytes())
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
             leave_bytes += max(0, min(left_bytes, share_bytes - replaced_bytes))

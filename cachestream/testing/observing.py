@@ -40,7 +40,9 @@ _POOLED: Final = (
 
 
 def is_source(value: Source | Callable[[], Source]) -> TypeGuard[Source]:
-    """Return whether `value` is a source itself; a class of sources is not, although it has the same attributes."""
+    """Return whether `value` is a source itself; a class of sources is not, although it has the same
+    attributes.
+    """
     return isinstance(value, Source) and not isinstance(value, type)
 
 

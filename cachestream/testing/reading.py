@@ -41,7 +41,9 @@ def rng_of(unit: int, seed: int = 0) -> np.random.Generator:
 
 @dataclass(slots=True)
 class CheckedSource:
-    """A source under test, or a function that makes one, and the way to read it; see `check_source` for the fields."""
+    """A source under test, or a function that makes one, and the way to read it; see `check_source` for the
+    fields.
+    """
 
     source: Source | Callable[[], Source]
     secrets: tuple[str, ...] = ()

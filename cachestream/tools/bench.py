@@ -60,9 +60,9 @@ class Rate:
 class BenchReport:
     """Rates of one cache.
 
-    `alone`: batches as gathered. `transformed`: with a `batch_transform`, None without one. `moved`: onto the CUDA
-    device, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes` past the page
-    cache, 16 at once; None where the filesystem cannot do that.
+    `alone`: batches as gathered. `transformed`: with a `batch_transform`, None without one. `moved`: onto the
+    CUDA device, with the transform there, None without one. `disk_bytes_per_s`: random reads of `block_bytes`
+    past the page cache, 16 at once; None where the filesystem cannot do that.
     """
 
     place: str
@@ -126,11 +126,13 @@ def bench(
     seconds: float = 5.0,
     batch_transform: Callable[..., Any] | None = None,
 ) -> BenchReport:
-    """Iterate shuffled epochs of the cache for about `seconds` each: alone, with `batch_transform`, onto a CUDA device.
+    """Iterate shuffled epochs of the cache for about `seconds` each: alone, with `batch_transform`, onto a
+    CUDA device.
 
     Memory copies and reads of the disk are measured for comparison.
 
-    Raises NotEnoughSamplesError when the cache does not hold one batch, and whatever `batch_transform` raises.
+    Raises NotEnoughSamplesError when the cache does not hold one batch, and whatever `batch_transform`
+    raises.
     """
     if cache.num_samples < batch_size:
         raise NotEnoughSamplesError(
@@ -200,7 +202,8 @@ def memcpy_bytes_per_s() -> float:
 
 
 def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float = _DISK_S) -> float | None:
-    """Bytes a second of random reads of the shards from the disk itself, `block_bytes` (a multiple of 4096), 16 at once.
+    """Bytes a second of random reads of the shards from the disk itself, `block_bytes` (a multiple of 4096),
+    16 at once.
 
     The page cache is left as it is. None where the filesystem cannot bypass it (tmpfs).
     """

@@ -22,11 +22,13 @@ def plot_growth(
     title: str,
     accuracy: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Draw the history `rows` (see storage/telemetry.py) into the file at `path`, in the format of its ending.
+    """Draw the history `rows` (see storage/telemetry.py) into the file at `path`, in the format of its
+    ending.
 
-    Above: the size on disk and its limit, with marks at the epochs' snapshots. Below: the samples it holds, and all
-    that were ever cached. `accuracy`: pairs of seconds since 1970 and a share, for a panel of their own. Raises
-    ConfigError where matplotlib is missing, for an unknown ending, and for a history too short to draw.
+    Above: the size on disk and its limit, with marks at the epochs' snapshots. Below: the samples it holds,
+    and all that were ever cached. `accuracy`: pairs of seconds since 1970 and a share, for a panel of their
+    own. Raises ConfigError where matplotlib is missing, for an unknown ending, and for a history too short to
+    draw.
     """
     if len(rows) < 2:
         raise ConfigError("nothing to plot yet: the history is written while a worker runs")

@@ -1,8 +1,9 @@
 """Bringing the shards of recorded epochs back from the remote, byte for byte what they were.
 
-A shard's header says which samples it holds: the pass, and the places of its samples in that pass's order. From
-these follow the units, and the random generator that each unit was read with. So a shard comes back identical
-wherever the source and the transform are deterministic, and what comes back different is not taken in.
+A shard's header says which samples it holds: the pass, and the places of its samples in that pass's order.
+From these follow the units, and the random generator that each unit was read with. So a shard comes back
+identical wherever the source and the transform are deterministic, and what comes back different is not taken
+in.
 """
 
 from __future__ import annotations
@@ -98,13 +99,13 @@ def refetch(
 
     `manifest` is a file, a folder of them, or the result of `wanted_shards`.
 
-    `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units are read
-    at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at the time. In a
-    cache that a worker has filled, shards are left out whose samples other shards hold by now, because an epoch would
-    have them twice: refetch into an empty directory to replay those.
+    `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units
+    are read at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at
+    the time. In a cache that a worker has filled, shards are left out whose samples other shards hold by now,
+    because an epoch would have them twice: refetch into an empty directory to replay those.
 
-    Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is too small,
-    SourceUnavailableError and SourceError when the remote does not give the units.
+    Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is
+    too small, SourceUnavailableError and SourceError when the remote does not give the units.
     """
     wanted = manifest if isinstance(manifest, list) else wanted_shards(manifest)
     report = RefetchReport(wanted=len(wanted))
@@ -134,7 +135,9 @@ def refetch(
 
 
 def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
-    """The shards that the epochs recorded at `manifest` need, each once; raises ConfigError where there are none."""
+    """The shards that the epochs recorded at `manifest` need, each once; raises ConfigError where there are
+    none.
+    """
     path = os.path.expanduser(manifest)
     names = [path]
     if os.path.isdir(path):
@@ -178,7 +181,9 @@ class _Restoring:
         return [content for content in wanted if content.hash not in found]
 
     def check_new(self, content: Content, maker: _Maker) -> None:
-        """Raise if a cache that a worker filled holds some of the shard's samples: an epoch would have them twice."""
+        """Raise if a cache that a worker filled holds some of the shard's samples: an epoch would have them
+        twice.
+        """
         maker.plan_of(content)  # raises for what was listed otherwise
         parts = [int(content.fill.get("part", WHOLE))] if self._filled_by_worker else []
         held = self._cache.filling.cached_spans(PassPlan.from_json, parts)
@@ -249,7 +254,9 @@ class _Maker:
         self._divided: dict[PassPlan, Source] = {}
 
     def plan_of(self, content: Content) -> PassPlan:
-        """The pass of a shard; raises ConfigError for another source, and _NotAgainError where its header lacks one."""
+        """The pass of a shard; raises ConfigError for another source, and _NotAgainError where its header
+        lacks one.
+        """
         fill, source = content.fill, self._source
         if not {"source", "plan", "length", "spans"} <= fill.keys():
             raise _NotAgainError("it does not say where its samples came from")

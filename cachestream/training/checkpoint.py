@@ -29,7 +29,9 @@ OrderKind = Literal["shuffled", "sequential", "listed", "local"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentCut:
-    """The order from `position` up to, and not including, `stop` (None: its end), without the shards `gone`."""
+    """The order from `position` up to, and not including, `stop` (None: its end), without the
+    shards `gone`.
+    """
 
     position: int
     gone: tuple[int, ...] = ()

@@ -1,4 +1,5 @@
-"""The manifest of an epoch: its shards by content, their order, and how it was cut into batches, as a JSON file.
+"""The manifest of an epoch: its shards by content, their order, and how it was cut into batches, as a JSON
+file.
 
 An epoch is a chain of stretches, each a run of batches from one set of shards: one stretch for each pass over
 the cache, and one more from every place at which the job was resumed. The command line reads manifests, so

@@ -188,7 +188,9 @@ class EpochLoader:
 
     @property
     def batches_done(self) -> int:
-        """Batches of the running epoch that this rank was given, also before a checkpoint; 0 between epochs."""
+        """Batches of the running epoch that this rank was given, also before a checkpoint; 0
+        between epochs.
+        """
         return self._position.batches_done or 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -204,9 +206,9 @@ class EpochLoader:
         return self._position.segment().dataset
 
     def update_weights(self, keys: Sequence[str], values: Any) -> None:
-        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more), such
-        as their losses. Epochs prepared from now on draw by them, after an exchange between the ranks. Raises
-        ConfigError without `weights=`.
+        """Give the samples of `keys` the weights `values` (numbers or a tensor `[n]`, finite, 0 or more),
+        such as their losses. Epochs prepared from now on draw by them, after an exchange between the ranks.
+        Raises ConfigError without `weights=`.
         """
         weights = self._settings.drawing.weights
         if weights is None:

@@ -45,7 +45,9 @@ class Drawing:
 
     @property
     def by(self) -> str | None:
-        """The name of what chooses the samples: "weights" or the sampler's class; None for the loader itself."""
+        """The name of what chooses the samples: "weights" or the sampler's class; None for the
+        loader itself.
+        """
         if self.weights is not None:
             return "weights"
         return None if self.sampler is None else type(self.sampler).__name__
@@ -149,7 +151,9 @@ def make_weights(weights: object) -> KeyWeights | None:
 
 
 def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
-    """Raise ConfigError for arguments that `known`, the constructor, does not take; it names the replacement."""
+    """Raise ConfigError for arguments that `known`, the constructor, does not take; it names the
+    replacement.
+    """
     for name in unknown:
         if name in _HINTS:
             raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")

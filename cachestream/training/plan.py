@@ -212,7 +212,9 @@ class Plan:
         return min(batch_index * self.batch_size * self.ranks, self.num_samples)
 
     def span(self, rank: int, batch_index: int) -> tuple[int, int]:
-        """Batch `batch_index` of `rank` as a run of the order: the first position and the one after the last."""
+        """Batch `batch_index` of `rank` as a run of the order: the first position and the one
+        after the last.
+        """
         if not (0 <= batch_index < self.num_batches and 0 <= rank < self.ranks):
             raise IndexError(
                 f"batch {batch_index} of rank {rank}, of {self.num_batches} for {self.ranks} ranks"

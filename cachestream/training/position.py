@@ -71,7 +71,9 @@ def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any
 
 
 def from_state(state: dict[str, Any]) -> Request:
-    """The request that resumes from `state`; raises ConfigError for a value that `to_state` did not return."""
+    """The request that resumes from `state`; raises ConfigError for a value that `to_state` did
+    not return.
+    """
     try:
         if state["version"] != _VERSION:
             raise ConfigError(

@@ -433,7 +433,9 @@ class Preparer:
     # --- order and plan
 
     def _remaining(self, request: Request) -> int | None:
-        """The number of samples that the epoch still takes from the order of this cache's ranks; None: all."""
+        """The number of samples that the epoch still takes from the order of this cache's ranks;
+        None: all.
+        """
         if self._settings.epoch_size is None:
             return None
         group_size = len(self.ranks.group)

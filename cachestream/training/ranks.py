@@ -211,7 +211,9 @@ class StoreRanks:
 
     @property
     def _group_deadline_s(self) -> float:
-        """The deadline of rounds of a group, below that of `agree`, so that all ranks raise the same error."""
+        """The deadline of rounds of a group, below that of `agree`, so that all ranks raise the
+        same error.
+        """
         return 0.75 * self._round_deadline_s
 
     def _post(self, key: str, payload: Payload) -> None:
@@ -280,7 +282,9 @@ def find_job() -> ProcessGroup | None:
 
 
 def warn_if_early(asked: str, told: str) -> bool:
-    """Warn that `asked` came too early if a launcher started several ranks and no process group exists yet."""
+    """Warn that `asked` came too early if a launcher started several ranks and no process group
+    exists yet.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     is_early = find_job() is None and size.isdecimal() and int(size) > 1
     if is_early:

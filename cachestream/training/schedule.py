@@ -51,7 +51,9 @@ class Pace:
         return self._batch_s if self._batches_seen >= self._least else self._expected_s
 
     def record(self, batches: int) -> None:
-        """Record that the trainer takes `batches` batches now, and has worked on the previous ones until now."""
+        """Record that the trainer takes `batches` batches now, and has worked on the previous
+        ones until now.
+        """
         now = self._clock()
         if self._batches_seen:
             took_s = (now - self._last_s) / max(1, self._last_batches)
@@ -69,7 +71,9 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """True if the trainer works on a batch for so long that the gathering thread can wake up by itself."""
+        """True if the trainer works on a batch for so long that the gathering thread can wake up
+        by itself.
+        """
         return self._batch_s is not None and self._batches_seen >= self._least and self._batch_s >= _SLOW_S
 
     def time_until_taken(self, batches: int) -> float:

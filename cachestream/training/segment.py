@@ -89,11 +89,15 @@ class Segment:
 
     @property
     def batches_together(self) -> int:
-        """The number of batches gathered and queued at once: several small ones, to save wake-ups of threads."""
+        """The number of batches gathered and queued at once: several small ones, to save wake-ups
+        of threads.
+        """
         return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
 
     def drawn_after(self, batches: int) -> int:
-        """The number of samples that all ranks of the job have drawn after `batches` batches of this segment."""
+        """The number of samples that all ranks of the job have drawn after `batches` batches of
+        this segment.
+        """
         world = sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
         return self.request.drawn + self.plan.position(batches) * world // self.plan.ranks
 

@@ -104,7 +104,9 @@ async def ask_s3(
 
 
 async def open_web(filesystem: Any, path: str, range_header: str) -> Any:
-    """Request the range `range_header` ("": all) of a web server; return the answer, its body not yet read."""
+    """Request the range `range_header` ("": all) of a web server; return the answer, its body not
+    yet read.
+    """
     import aiohttp
 
     session = await filesystem.set_session()
@@ -171,7 +173,9 @@ def web_version(response: Any) -> str:
 
 
 def parse_range(content_range: str | None) -> tuple[int, int] | None:
-    """Return the offset of the first byte of an answer and the size of the whole file; None without a range."""
+    """Return the offset of the first byte of an answer and the size of the whole file; None
+    without a range.
+    """
     match = _CONTENT_RANGE.match(content_range or "")
     return None if match is None else (int(match[1]), int(match[2]))
 

@@ -280,7 +280,9 @@ class S3Stream(_BodyStream):
 
 
 class WebStream(_BodyStream):
-    """A stream of a file of a web server, with or without ranges: one request, unless the connection breaks."""
+    """A stream of a file of a web server, with or without ranges: one request, unless the
+    connection breaks.
+    """
 
     _response: Any = None
     _is_encoded = False  # compressed by the server: ranges are of no use

@@ -29,8 +29,8 @@ def next_claim(
 ) -> Assignment | None:
     """The next run of positions for `owner`: what a dead process left first, then new ones; None at the end.
 
-    A pass that grows takes up what `listing` holds by now when all that it knew is claimed; raises NotYetError
-    where that is nothing.
+    A pass that grows takes up what `listing` holds by now when all that it knew is claimed; raises
+    NotYetError where that is nothing.
     """
     seen = filling.open_pass()
     if seen is None:

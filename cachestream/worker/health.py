@@ -17,8 +17,8 @@ TROUBLE_S: Final = 60.0
 _QUIET_S: Final = 5.0  # the housekeeping, in which most can fail, comes more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
-# Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A SIGKILL
-# may well have come from outside, from a person or from the out-of-memory killer.
+# Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A
+# SIGKILL may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
 
 

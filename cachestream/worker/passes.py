@@ -59,7 +59,8 @@ def parts_of_last_pass(cache: Cache, fingerprint: str) -> int | None:
 
 
 def begin(cache: Cache, job: Job, draw: Draw) -> bool:
-    """Resume the cache's open pass if it is of this job's order, else begin one; False if the last one was complete.
+    """Resume the cache's open pass if it is of this job's order, else begin one; False if the last one was
+    complete.
 
     After one that was complete there is another if units failed: they are tried again.
     `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
@@ -126,7 +127,9 @@ def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
 
 
 def _adopt(cache: Cache, job: Job) -> FillState:
-    """Have the cache filled from the job's source; raises ConfigError where it holds samples of another one."""
+    """Have the cache filled from the job's source; raises ConfigError where it holds samples of
+    another one.
+    """
     names = job.label_names
     labels = LabelNames(len(names), Names(names).digest)
 

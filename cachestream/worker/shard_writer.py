@@ -271,7 +271,9 @@ class ShardWriter:
                 self._pack(part)
 
     def _vote(self, first: FirstSamples) -> None:
-        """Tell the votes to the other processes, and ask for theirs, and for the cache's schema if there is one by now."""
+        """Tell the votes to the other processes, and ask for theirs, and for the cache's schema if there is
+        one by now.
+        """
         first.others = self._cache.filling.vote(self._owner, first.votes)
         self._outbox.schema = self._cache.schema
 

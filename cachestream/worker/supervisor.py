@@ -301,7 +301,9 @@ class Supervisor:
             self._is_looking = looking
 
     def _left_out(self) -> str:
-        """Return why the cache holds less than the remote. Transforms leave samples out on purpose, but not all."""
+        """Return why the cache holds less than the remote. Transforms leave samples out on purpose, but not
+        all.
+        """
         state = self._cache.filling.state()
         skipped = describe_skipped(state.failures)
         dropped = self._board.totals().dropped

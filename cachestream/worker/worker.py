@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
-    """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is seen."""
+    """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is
+    seen.
+    """
     mark = likeness(transform)
     state = cache.filling.state()
     known = state.transform
@@ -160,7 +162,9 @@ class Worker:
         return False
 
     def _progress(self) -> tuple[str, int]:
-        """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be seen."""
+        """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be
+        seen.
+        """
         state = self.cache.filling.state()
         return state.phase, 0 if state.last_pass is None or state.is_looking else state.last_pass.id
 
@@ -302,7 +306,8 @@ def start_worker(
             These are kept, up to half of the limit, while others are replaced.
         unknown: refused, with the name that is meant.
 
-    Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be pickled.
+    Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
+    pickled.
     """
     _leave_to_source(unknown)
     reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))

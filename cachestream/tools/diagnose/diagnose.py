@@ -1,11 +1,11 @@
 """Measurement of every stage of a source by its real parts, in about ten seconds.
 
-`list`: opening the source. `read`, `decode`, `transform`, `pack`: one unit after another, then as many reads at once as
-a worker has (see `probe`). `write`: the packed samples, as shards of a real cache in a temporary folder, synced.
-`transfer`: the real loader over that cache, warm, onto the GPU if there is one.
+`list`: opening the source. `read`, `decode`, `transform`, `pack`: one unit after another, then as many reads
+at once as a worker has (see `probe`). `write`: the packed samples, as shards of a real cache in a temporary
+folder, synced. `transfer`: the real loader over that cache, warm, onto the GPU if there is one.
 
-Not measured: how the remote behaves at other times, and the model. Data that this machine has read before comes from
-its memory.
+Not measured: how the remote behaves at other times, and the model. Data that this machine has read before
+comes from its memory.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ def diagnose(
     folder: str | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Read the source that `open_it` opens, called `shown`, for about `seconds`, and find the stage that holds it up.
+    """Read the source that `open_it` opens, called `shown`, for about `seconds`, and find the stage that
+    holds it up.
 
-    `workers`: the sampling processes of a worker (default: one a core, at most 4). `folder`: the place of the temporary
-    folder, best on the disk of the cache to be. `on_progress` gets a line before each step.
+    `workers`: the sampling processes of a worker (default: one a core, at most 4). `folder`: the place of the
+    temporary folder, best on the disk of the cache to be. `on_progress` gets a line before each step.
 
-    Raises what `open_it` raises, SourceError if nothing can be read or used, and ConfigError for a missing folder.
+    Raises what `open_it` raises, SourceError if nothing can be read or used, and ConfigError for a missing
+    folder.
     """
     cores = len(os.sched_getaffinity(0))
     workers = min(4, cores) if workers is None else workers
@@ -108,7 +110,9 @@ def diagnose(
 
 
 def _reads_at_once(alone: Run, packer: Packer, num_units: int | None, workers: int) -> int:
-    """The reads of a worker, bounded by the number of units and by the memory for samples, which are read whole."""
+    """The reads of a worker, bounded by the number of units and by the memory for samples, which are read
+    whole.
+    """
     packed_bytes = packer.size_bytes / max(1, packer.num_samples)
     sample_bytes = max(alone.fetched_bytes / alone.num_samples, packed_bytes, 1)
     fitting = max(1, int(_IN_FLIGHT_BYTES / sample_bytes))
@@ -123,7 +127,8 @@ def _store(
         return None, None, ("Not measured: writing and loading, because the transform dropped all samples.",)
     written = delivered = None
     notes: tuple[str, ...] = ()
-    # Not tempfile.TemporaryDirectory: a thread of an interrupted loader may put a file there while it is removed.
+    # Not tempfile.TemporaryDirectory: a thread of an interrupted loader may put a file there while it is
+    # removed.
     folder = os.path.join(place, f"cachestream-diagnose-{secrets.token_hex(8)}")
     try:
         os.mkdir(folder, 0o700)
@@ -142,7 +147,8 @@ def _store(
 
 
 def _write(cache: Cache, small: Packer, packer: Packer) -> Throughput:
-    """Publish `packer`, several times if it is small: an epoch over a handful of samples says little of the loader.
+    """Publish `packer`, several times if it is small: an epoch over a handful of samples says little of the
+    loader.
 
     `small` measures the fixed cost of a shard, of which only the share of a full shard counts.
     """

@@ -1,8 +1,9 @@
 """Reading a source for a short time, with one thread or many, to measure the stages of a sample.
 
-Sources report when they ask for bytes and when bytes arrive (`transport.metering`). Time up to an arrival is reading,
-time from there to the sample is decoding. A source that reports no bytes (a Dataset, a function) decodes while it uses
-the processor, and reads while it waits. All threads run in this process, under one interpreter's lock.
+Sources report when they ask for bytes and when bytes arrive (`transport.metering`). Time up to an arrival is
+reading, time from there to the sample is decoding. A source that reports no bytes (a Dataset, a function)
+decodes while it uses the processor, and reads while it waits. All threads run in this process, under one
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ Transform = Callable[..., Any]
 
 
 class Probe:
-    """One run over the units of a queue: a single thread reads, transforms and packs, or several threads only read.
+    """One run over the units of a queue: a single thread reads, transforms and packs, or several threads only
+    read.
 
-    `packer` holds the last samples, up to a full shard. `skipped` samples or units failed, the first because of `failure`.
+    `packer` holds the last samples, up to a full shard. `skipped` samples or units failed, the first because
+    of `failure`.
     """
 
     def __init__(
@@ -62,8 +65,8 @@ class Probe:
     def run(self, seconds: float) -> Run:
         """Read for `seconds`, or until the queue is empty.
 
-        A single read may finish its sample. So may several that brought hardly any: objects that share a slow network
-        arrive together, and late. Where no sample came at all, the first is waited for, up to 30 s.
+        A single read may finish its sample. So may several that brought hardly any: objects that share a slow
+        network arrive together, and late. Where no sample came at all, the first is waited for, up to 30 s.
         """
         threads = [
             threading.Thread(target=self._work, name=f"probe-{number}", daemon=True)
@@ -164,7 +167,8 @@ class Probe:
                 self._fetched_bytes += nbytes
 
     def _lap(self, stage: str) -> None:
-        """Count the time since this thread's last lap for `stage`, and the processor time of the whole process.
+        """Count the time since this thread's last lap for `stage`, and the processor time of the whole
+        process.
 
         A driver has threads of its own, which work for the one that waits for them.
         """

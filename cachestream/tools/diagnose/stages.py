@@ -1,8 +1,8 @@
 """The stages that a sample passes, and the one that holds up the rest: pure, from measurements to a verdict.
 
-Stages are compared by the samples a second that each would let through if the others took no time. Reading counts as
-measured with as many reads at once as a worker has. Stages that calculate share the cores; a transform that waits
-holds up its sampling process; the disk and the loader do one thing at a time.
+Stages are compared by the samples a second that each would let through if the others took no time. Reading
+counts as measured with as many reads at once as a worker has. Stages that calculate share the cores; a
+transform that waits holds up its sampling process; the disk and the loader do one thing at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TOO_SHORT_S: Final = 0.05
 class Run:
     """Measurements of `reads` units that were read at once, for `seconds`.
 
-    `fetched_bytes`: 0 where the source does not report bytes. `busy_cores`: the cores that this process used. `wall_s`
-    and `cpu_s`: by stage ("read", "decode", "transform", "pack"), the time of all samples, and the processor's part of
-    it, which has a meaning for a single read only.
+    `fetched_bytes`: 0 where the source does not report bytes. `busy_cores`: the cores that this process used.
+    `wall_s` and `cpu_s`: by stage ("read", "decode", "transform", "pack"), the time of all samples, and the
+    processor's part of it, which has a meaning for a single read only.
     """
 
     reads: int
@@ -45,11 +45,12 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Measurements of one source: `alone` by one read, with transform and packing; `together` by many, without.
+    """Measurements of one source: `alone` by one read, with transform and packing; `together` by many,
+    without.
 
-    `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `written` (synced, as a part of
-    full shards) and `delivered` (onto `device`) are None where they could not be measured. `workers`: the sampling
-    processes of a worker, on `cores`.
+    `num_units`: None for an endless source; `is_listing` while the listing is incomplete. `written` (synced,
+    as a part of full shards) and `delivered` (onto `device`) are None where they could not be measured.
+    `workers`: the sampling processes of a worker, on `cores`.
     """
 
     list_s: float
