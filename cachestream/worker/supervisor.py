@@ -95,6 +95,7 @@ class Supervisor:
         self._leaving: HeldFile | None = None
         self._resting = False
         self._state = self._message = ""
+        self._waited_at_bytes = -1
         self._catalogue_id: str | None = None
         self._stop = threading.Event()
         self._housekeeping_at_s = self._books_at_s = 0.0
@@ -364,8 +365,13 @@ class Supervisor:
         )
 
     def _say(self, state: str, message: str = "", words: str = "") -> None:
-        if (state, message) == (self._state, self._message):
+        written_bytes = self._board.totals().written_bytes
+        # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
+        waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
+        if (state, message) == (self._state, self._message) and not waits_anew:
             return
+        if message == WAITS:
+            self._waited_at_bytes = written_bytes
         catalogue_id = self._cache.filling.record(state, message, words)
         self._catalogue_id = self._catalogue_id or catalogue_id
         self._state, self._message = state, message
