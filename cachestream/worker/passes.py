@@ -1,4 +1,8 @@
-"""The next pass: resume the open one, begin another for evicted samples, or rest."""
+"""Passes over the units, and claims on them.
+
+At the end of a pass the next one begins for evicted samples, or filling rests. Within a pass, processes claim runs
+of positions, and take over those of processes that died.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,29 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from cachestream.errors import CacheFullError, ConfigError
 from cachestream.linux import move, open_private, remove
-from cachestream.listing.names import Names
+from cachestream.listing.names import Names, StoredNames
 from cachestream.schema import WHOLE, IntArray
 from cachestream.storage.cache import Cache
-from cachestream.storage.filling import FillState, LabelNames, PlannedPass
+from cachestream.storage.filling import Assignment, Filling, FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.reservations import Owner, disk_footprint
+from cachestream.storage.tables import PassRow
 from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 from cachestream.worker.stored_listings import Listings
 
 Draw = Callable[[int], IntArray]
+
+MOST_POSITIONS: Final = 1024
+SHARES: Final = 16
 
 _OF_UNITS: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
@@ -211,3 +220,46 @@ def _save_order(cache: Cache, ordinal: int, drawn: IntArray) -> None:
             cache.admission.cancel(reserved, owner.name)
     finally:
         owner.release()
+
+
+class NotYetError(Exception):
+    """All listed units are claimed, and the listing continues."""
+
+
+def block_size(length: int | None, num_workers: int) -> int:
+    """The number of positions in a claim: all processes are busy until the end, and claims are rare."""
+    if length is None:
+        return 256
+    return max(1, min(MOST_POSITIONS, length // (num_workers * SHARES)))
+
+
+def next_claim(
+    filling: Filling, owner: str, num_workers: int, listing: StoredNames | None = None
+) -> Assignment | None:
+    """The next run of positions for `owner`: what a dead process left first, then new ones; None at the end.
+
+    A pass that grows takes up what `listing` holds by now when all that it knew is claimed; raises
+    NotYetError where that is nothing.
+    """
+    seen = filling.open_pass()
+    if seen is None:
+        return None
+    growth = None if listing is None else _growth(seen.row, listing)
+    found = filling.claim(owner, seen, growth, partial(block_size, num_workers=num_workers))
+    if isinstance(found, PassRow):
+        if PassPlan.from_json(found.plan).growing:
+            raise NotYetError
+        return None
+    return found
+
+
+def _growth(row: PassRow, listing: StoredNames) -> PlannedPass | None:
+    """The pass with what was listed since, if all of it is claimed and that is enough to go on with."""
+    if row.next_position != row.length:
+        return None
+    plan = PassPlan.from_json(row.plan)
+    mark = listing.look() if plan.growing else None
+    if mark is None or not plan.takes_up(mark.count, is_complete=mark.is_complete):
+        return None
+    plan = plan.grown(mark.count, listing.digest, is_complete=mark.is_complete)
+    return PlannedPass(plan.to_json(), plan.length, plan.growing)

@@ -38,10 +38,10 @@ from cachestream.storage.tables import Suspect
 from cachestream.storage.telemetry import ENDED, FETCHING, NO_REMOTE, STARTING, Board, Slot, board_text
 from cachestream.worker.cached_units import KnownOrders, is_whole, skipper
 from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, end_now, live_with_parent
-from cachestream.worker.claims import NotYetError, next_claim
 from cachestream.worker.fetcher import Delivery, Fetcher, ReadTuner
 from cachestream.worker.job import Job, Payload, load_shared, unpack
 from cachestream.worker.order import PassPlan
+from cachestream.worker.passes import NotYetError, next_claim
 from cachestream.worker.processes import name_process
 from cachestream.worker.publisher import BEAT_S, StartAgainError
 from cachestream.worker.shard_writer import QuarantinedError, ShardWriter

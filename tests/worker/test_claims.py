@@ -14,8 +14,8 @@ from cachestream import Cache
 from cachestream.storage.filling import Assignment
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.worker.claims import MOST_POSITIONS, block_size, next_claim
 from cachestream.worker.order import PassPlan
+from cachestream.worker.passes import MOST_POSITIONS, block_size, next_claim
 
 
 @given(st.integers(1, 10**12), st.integers(1, 128))

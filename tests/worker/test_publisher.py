@@ -16,10 +16,10 @@ from cachestream.schema import Span
 from cachestream.storage.reservations import Owner
 from cachestream.storage.telemetry import Board
 from cachestream.worker.cached_units import END
-from cachestream.worker.claims import next_claim
 from cachestream.worker.encode import to_record
 from cachestream.worker.job import Job, Packed
 from cachestream.worker.order import PassPlan
+from cachestream.worker.passes import next_claim
 from cachestream.worker.publisher import OpenShard, Outbox, StartAgainError
 from tests.worker.support import keys_of, wait_until
 
