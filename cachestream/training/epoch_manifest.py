@@ -13,17 +13,13 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from cachestream.errors import ConfigError
 from cachestream.storage.contents import Content
 from cachestream.training.checkpoint import SegmentRecord, rebuild
-
-if TYPE_CHECKING:
-    pass
-
 
 _FORMAT: Final = "cachestream epoch"
 _VERSION: Final = 1

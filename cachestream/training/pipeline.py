@@ -134,10 +134,11 @@ class Gathering:
 
     def _follow(self, flow: Flow) -> bool:
         """Have `flow` gathered until the trainer has taken most of it; False if it is stale."""
-        flow.begin(self._threads(flow.segment))
+        assert self.feed is not None
+        self.feed.add(flow, self._threads(flow.segment))
         if self._schedule.put(flow):
             while self._schedule.follow(flow):
-                flow.ask_ahead()
+                self.feed.submit_ahead()
         wanted = self._schedule.wanted(flow)
         if not wanted:
             flow.discard()

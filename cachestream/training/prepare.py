@@ -425,10 +425,10 @@ class Preparer:
         """Return whether to wait for samples: no recorded shard of the segment is cached, or nothing is
         recorded.
         """
+        if self._settings.replay is not None:
+            return False
         record = (request.records or {}).get(self._cache.cache_id)
-        if record is None or self._settings.replay is not None:
-            return self._settings.replay is None
-        return not any_cached(self._cache.catalogue, record.shard_ids.tolist())
+        return record is None or not any_cached(self._cache.catalogue, record.shard_ids.tolist())
 
     # --- order and plan
 

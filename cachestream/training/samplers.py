@@ -85,8 +85,9 @@ def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:
     if not drawn or not _is_batch(drawn[0]):
         limit = _ENDLESS * size + _ENDLESS_AT_LEAST if most is None else most
         drawn += itertools.islice(given, max(0, limit - 1))
-        is_endless = most is None and next(given, None) is not None
-        return [] if most == 0 else _refuse_endless(size) if is_endless else drawn
+        if most is None and next(given, None) is not None:
+            _refuse_endless(size)
+        return [] if most == 0 else drawn
     count = 0
     batches: list[Any] = []
     for batch in itertools.chain(drawn, given):

@@ -119,15 +119,7 @@ class Flow(BatchGroup):
         """True if all batches have been submitted."""
         return self._next == len(self._locations)
 
-    # --- for the trainer, and for the thread that submits in its place
-
-    def begin(self, threads: int) -> None:
-        """Begin to gather, with up to `threads` threads."""
-        self._feed.add(self, threads)
-
-    def ask_ahead(self) -> None:
-        """Submit what may be gathered ahead now, in the trainer's place."""
-        self._feed.ask_ahead()
+    # --- for the trainer
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
         self.waited_s = 0.0
@@ -302,7 +294,7 @@ class Feed:
                 self._top_up(queue)
         return task
 
-    def ask_ahead(self) -> None:
+    def submit_ahead(self) -> None:
         """Submit as `take` does, in another thread while the trainer computes. From now on `take` leaves it
         to that thread.
         """
