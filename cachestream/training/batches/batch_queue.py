@@ -118,8 +118,8 @@ class BatchQueue:
         gathered yet.
         """
         groups = [*self._groups] if self.in_hand is None else [self.in_hand, *self._groups]
-        promised = sum(group.num_ungathered for group in groups if group.segment is segment)
-        return sum(map(len, groups)), promised
+        ungathered = sum(group.num_ungathered for group in groups if group.segment is segment)
+        return sum(map(len, groups)), ungathered
 
     @property
     def first(self) -> BatchGroup:
@@ -140,7 +140,7 @@ class BatchQueue:
         self.batches = sum(map(len, self._groups))
         return group
 
-    def let_go(self) -> None:
+    def clear_in_hand(self) -> None:
         """Forget the flow that was taken last."""
         self.in_hand = None
 

@@ -78,10 +78,9 @@ class Flow(BatchGroup):
         self._together = self._most_together if locations.first else 1
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(locations) // 4)
-        # Rows go around the caches where the batches ahead, those of the trainer and those it lets go do not
-        # fit in.
+        # Non-temporal stores where the batches ahead and those of the trainer do not fit into the caches.
         in_use = self.most_ahead + 2 * self._most_together
-        self._around = in_use * segment.batch_bytes >= _AROUND_BYTES
+        self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._feed = feed
         self._locations = locations
         self._ahead = ahead
@@ -147,7 +146,7 @@ class Flow(BatchGroup):
 
     # --- for the feed
 
-    def lend(self, number: int) -> GatherTask:
+    def next_task(self, number: int) -> GatherTask:
         """Return task `number`, for the next few batches, with memory for them."""
         first, last = self._next, min(self._next + self._together, len(self._locations))
         for batch in range(first, last):
@@ -162,9 +161,9 @@ class Flow(BatchGroup):
         """Submit `task` to `queue`."""
         start, stop = self._bounds[task.first], self._bounds[task.last]
         shards, rows = self._shards + 8 * start, self._rows + 8 * start
-        queue.submit(shards, rows, stop - start, self._columns.sources, task.outs, self._around)
+        queue.submit(shards, rows, stop - start, self._columns.sources, task.outs, self._non_temporal)
 
-    def note(self, task: GatherTask) -> None:
+    def mark_submitted(self, task: GatherTask) -> None:
         """Note that `task` was submitted."""
         self.tasks.append(task)
         self._next, self._together = task.last, min(self._most_together, 4 * self._together)
@@ -211,7 +210,7 @@ def _rows_of(columns: Columns, start: int, stop: int) -> Columns:
 
 
 _MOST_AHEAD: Final = 1024
-_AROUND_BYTES: Final = 16 << 20  # about what a process can keep of the last cache before the memory
+_NON_TEMPORAL_BYTES: Final = 16 << 20  # about the share of the last-level cache that a process can keep
 
 # Memory that tasks of closed queues still write to, where the disk has not answered, by process and queue.
 _abandoned: Final[dict[tuple[int, Queue], Any]] = {}
@@ -348,14 +347,14 @@ class Feed:
 
     def _submit_next(self, queue: Queue) -> None:
         flow = self._flows[0]
-        task = flow.lend(queue.submitted() + 1)
+        task = flow.next_task(queue.submitted() + 1)
         self._held.append((task.number, (flow, task)))
         flow.submit(queue, task)
         if self.transfer.moves:
             self._unsent.append((flow, task))
         else:
             flow.stage(task)
-        flow.note(task)
+        flow.mark_submitted(task)
         if flow.all_submitted:
             self._flows.popleft()
 
