@@ -2,7 +2,7 @@
 file.
 
 An epoch is a chain of stretches, each a run of batches from one set of shards: one stretch for each pass over
-the cache, and one more from every place at which the job was resumed. The command line reads manifests, so
+the cache, and one more for each resume of the job. The command line reads manifests, so
 nothing here imports torch.
 """
 

@@ -213,7 +213,7 @@ class TrainerPosition:
     def _fail(self, cursor: Cursor, error: BaseException) -> None:
         """End the iteration of `cursor` on KeyboardInterrupt, or if its epoch could not be prepared.
 
-        The next iteration begins the epoch again if none of its batches was delivered.
+        The next iteration begins the epoch again if the first batches had not come yet.
         """
         if isinstance(error, Exception) and not (self._schedule.needs_request and cursor.segment is None):
             return

@@ -52,8 +52,8 @@ _RETAKES: Final = 10
 
 @dataclass(slots=True, eq=False)
 class HeldSnapshot:
-    """A leased snapshot. `gone`: the shards of the resumed record that it lacks, None if it is not for that
-    record.
+    """A leased snapshot. `gone`: the shards of the resumed record that are not cached any more; None for a
+    snapshot that resumes no record.
 
     `replayed`: the recorded order that it was taken for; `rest`: the later stretches of that epoch.
     """
@@ -85,8 +85,8 @@ class OpeningDeadline:
 class SnapshotHolder:
     """The snapshots of one loader, of at least `least` samples for each rank if there are so many.
 
-    The next snapshot takes over the open shards of `maps`, the last ones. If no new snapshot can be taken,
-    the last one is used again.
+    `maps` are those of the last snapshot; the next one takes over the shards that they have mapped. If no new
+    snapshot can be taken, the last one is used again.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class SnapshotHolder:
             last[1].release()
 
     def _reuse_last(self, error: CacheError) -> tuple[Snapshot, Lease]:
-        """The last snapshot again, for use while no new one can be taken. Raises `error` if there is none."""
+        """Return the last snapshot and another lease on it. Raises `error` if there is none."""
         lease = None if self._last is None else self._last[1].again()
         if self._last is None or lease is None:
             raise error

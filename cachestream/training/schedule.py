@@ -250,7 +250,7 @@ class Schedule:
         """Stop all threads; return the segments to close."""
         with self._lock:
             self._stopped = True
-            self._failure = None  # its traceback has frames that hold the loader's engine
+            self._failure = None  # the frames of its traceback refer to the pipeline
             self._queue.clear_in_hand()
             self._queue.drop(lambda _: True)
             self._prepared.clear()

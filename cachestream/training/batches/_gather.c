@@ -192,7 +192,7 @@ static int finish(Shared *shared, uint64_t number)
         shared->finished[shared->completed++ % MOST_WAITING] = 0;
     if (!shared->waiters || shared->completed < shared->awaited)
         return 0;
-    shared->awaited = UINT64_MAX; /* threads that go on waiting set it again */
+    shared->awaited = UINT64_MAX; /* threads that still wait set it again */
     return 1;
 }
 
@@ -251,7 +251,7 @@ static int start_thread(Shared *shared) /* with the lock; returns errno */
 {
     pthread_t thread;
     sigset_t all, before;
-    /* Signals are blocked: one that was delivered here would interrupt no thread of the interpreter. */
+    /* All signals are blocked here, so that they interrupt a thread of the interpreter instead. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&thread, NULL, shared->threads ? help_out : work_first, shared);
@@ -557,7 +557,7 @@ static PyMethodDef queue_methods[] = {
 
 PyDoc_STRVAR(queue_doc,
 "Queue(threads: int = 1)\n--\n\n"
-"Tasks that are gathered in order, by one thread, and by up to `threads` while somebody waits. Thread-safe; of one\n"
+"Tasks that are gathered in order, by one thread, and by up to `threads` while a thread waits. Thread-safe; of one\n"
 "process. What is submitted is trusted: wrong addresses end the process.");
 
 static PyType_Slot queue_slots[] = {

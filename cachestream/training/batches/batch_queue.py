@@ -114,8 +114,8 @@ class BatchQueue:
         return not self.batches or 2 * self.batches < self._most
 
     def waiting(self, segment: Segment) -> tuple[int, int]:
-        """Return how many batches are before the trainer, and how many of these are of `segment` and not
-        gathered yet.
+        """Return the number of batches that the trainer has not taken, and the number of these that are of
+        `segment` and not gathered yet.
         """
         groups = [*self._groups] if self.in_hand is None else [self.in_hand, *self._groups]
         ungathered = sum(group.num_ungathered for group in groups if group.segment is segment)

@@ -25,8 +25,8 @@ def count_faults() -> int:
 
 
 class Coldness:
-    """Estimates whether pages are missing: at the first look, and from a page fault that read from the disk
-    until `_ENOUGH` consecutive pages were found in memory.
+    """Estimates whether pages are missing: before any was checked, and from a page fault that read from the
+    disk until `_ENOUGH` consecutive pages were found in memory.
     """
 
     def __init__(self, faults: Callable[[], int] = count_faults) -> None:

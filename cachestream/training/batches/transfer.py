@@ -25,10 +25,10 @@ class Staged(NamedTuple):
 
 
 class Transfer(Protocol):
-    """The way of a batch to its device. `send` runs in gathering threads and in the trainer's, `receive` in
+    """The transfer of batches to a device. `send` runs in gathering threads and in the trainer's, `receive` in
     the trainer's.
 
-    `moves`: batches are copied from the memory of `pool`, where they were gathered, to `device`.
+    `moves` is true if batches are copied from the memory of `pool`, where they were gathered, to `device`.
     """
 
     moves: ClassVar[bool]
