@@ -67,7 +67,7 @@ class Gathering:
 
     def run(self, segment: Segment) -> None:
         """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
-        num_threads = 1 if self._transform is None else self._threads(segment)
+        num_threads = 1 if self._transform is None else self._num_threads(segment)
         workers = OrderedThreads(num_threads, self._finish, self._deliver)
         assert segment.locations is not None
         batches = read_batches(
@@ -135,7 +135,7 @@ class Gathering:
     def _follow(self, flow: Flow) -> bool:
         """Have `flow` gathered until the trainer has taken most of it; False if it is stale."""
         assert self.feed is not None
-        self.feed.add(flow, self._threads(flow.segment))
+        self.feed.add(flow, self._num_threads(flow.segment))
         if self._schedule.put(flow):
             while self._schedule.follow(flow):
                 self.feed.submit_ahead()
@@ -145,7 +145,7 @@ class Gathering:
         return wanted
 
     @staticmethod
-    def _threads(segment: Segment) -> int:
+    def _num_threads(segment: Segment) -> int:
         return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
 
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:

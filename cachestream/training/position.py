@@ -221,6 +221,8 @@ class TrainerPosition:
         if cursor.segment is None:
             self._planned, self._cursor = _request_again(cursor), None
             self._schedule.prepare_again()
+            if cursor.group is not None:  # interrupted before its segment was entered
+                cursor.group.discard()
 
     def end_epoch(self) -> None:
         """End the running epoch, at its last batch or before."""

@@ -18,7 +18,7 @@ from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.plan import Plan, SampleOrder
 
-_TOGETHER: Final = 16
+_MOST_TOGETHER: Final = 16
 _TOGETHER_BYTES: Final = 4 << 20
 
 
@@ -92,7 +92,7 @@ class Segment:
         """The number of batches gathered and queued at once: several small ones, to save wake-ups
         of threads.
         """
-        return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
+        return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
 
     def drawn_after(self, batches: int) -> int:
         """The number of samples that all ranks of the job have drawn after `batches` batches of
