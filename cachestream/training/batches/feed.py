@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +41,7 @@ def can_flow(segment: Segment) -> bool:
     return simple and are_fixed(segment.snapshot.schema)
 
 
+@dataclass(slots=True, eq=False)
 class GatherTask:
     """Batches `first` to `last` of a flow, gathered together by task `number` of the queue.
 
@@ -47,17 +49,12 @@ class GatherTask:
     they are staged or sent.
     """
 
-    __slots__ = ("arrays", "batches", "first", "last", "number", "outs")
-
-    def __init__(
-        self, number: int, first: int, last: int, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
-    ) -> None:
-        self.number = number
-        self.first = first
-        self.last = last
-        self.arrays = arrays
-        self.outs = outs
-        self.batches: deque[QueuedBatch] = deque()
+    number: int
+    first: int
+    last: int
+    arrays: list[np.ndarray[Any, Any]]
+    outs: tuple[int, ...]
+    batches: deque[QueuedBatch] = field(default_factory=deque)
 
     def __len__(self) -> int:
         return self.last - self.first

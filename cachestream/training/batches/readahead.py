@@ -43,9 +43,8 @@ class ReadAhead:
         self._segment = segment
         self._ask = ask
         self._coldness = coldness or Coldness()
-        fields = segment.snapshot.schema.fields
-        self._row_bytes = {f.name: fixed_row_bytes(f) for f in fields}
-        batch_bytes = max(1, sum(self._row_bytes.values()) * segment.plan.batch_size)
+        self._row_bytes = {f.name: fixed_row_bytes(f) for f in segment.snapshot.schema.fields}
+        batch_bytes = max(1, segment.batch_bytes)
         self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
         self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
         self._order, self._offset = _innermost(segment.order)
