@@ -119,24 +119,25 @@ class Flow(BatchGroup):
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
         self.waited_s = 0.0
-        try:
-            if self.peek(timeout_s) is None:
-                return None
+        batch = self.peek(timeout_s)
+        if batch is not None:
             self._taken += 1
-            return self._in_hand.popleft()
+            self._in_hand.popleft()
+        return batch
+
+    def peek(self, timeout_s: float) -> QueuedBatch | None:
+        try:
+            if not self._in_hand:
+                task = self._feed.take(self, timeout_s)
+                if task is None:
+                    return None
+                self._in_hand = task.batches
+            return self._in_hand[0]
         except EpochError:
             raise
         except BaseException:  # a signal's, such as KeyboardInterrupt: anything may be half done
             self._feed.rewind(self)
             raise
-
-    def peek(self, timeout_s: float) -> QueuedBatch | None:
-        if not self._in_hand:
-            task = self._feed.take(self, timeout_s)
-            if task is None:
-                return None
-            self._in_hand = task.batches
-        return self._in_hand[0]
 
     def discard(self) -> None:
         self._feed.forget(self)
