@@ -112,7 +112,6 @@ class Flow(BatchGroup):
 
     @property
     def all_submitted(self) -> bool:
-        """True if all batches have been submitted."""
         return self._next == len(self._locations)
 
     # --- for the trainer
@@ -156,13 +155,11 @@ class Flow(BatchGroup):
         return GatherTask(number, first, last, arrays, outs)
 
     def submit(self, queue: Queue, task: GatherTask) -> None:
-        """Submit `task` to `queue`."""
         start, stop = self._bounds[task.first], self._bounds[task.last]
         shards, rows = self._shards + 8 * start, self._rows + 8 * start
         queue.submit(shards, rows, stop - start, self._columns.sources, task.outs, self._non_temporal)
 
     def mark_submitted(self, task: GatherTask) -> None:
-        """Note that `task` was submitted."""
         self.tasks.append(task)
         self._next, self._together = task.last, min(self._most_together, 4 * self._together)
 
