@@ -175,8 +175,8 @@ def translate(order: SampleOrder, record: SegmentRecord, snapshot: Snapshot) -> 
     starts = _starts(record.counts)
     indices = order.at(np.arange(order.size, dtype=np.int64))
     shards = np.searchsorted(starts, indices, side="right") - 1
-    places = np.searchsorted(snapshot.shard_ids, record.shard_ids[shards])
-    return ListedOrder(_starts(snapshot.counts)[places] + (indices - starts[shards]))
+    positions = np.searchsorted(snapshot.shard_ids, record.shard_ids[shards])
+    return ListedOrder(_starts(snapshot.counts)[positions] + (indices - starts[shards]))
 
 
 def _starts(counts: IntArray) -> IntArray:

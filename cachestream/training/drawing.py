@@ -14,12 +14,10 @@ from cachestream.training.checkpoint import OrderKind, SegmentRecord
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.loader_options import EpochSettings
 from cachestream.training.plan import run_length
-from cachestream.training.ranks import Payload, Ranks
+from cachestream.training.ranks import Ranks
 from cachestream.training.samplers import Selection, evaluate
 from cachestream.training.segment import Request
 from cachestream.training.weights import KeyWeights, draw
-
-Cancelled = Callable[[], bool]
 
 
 def rounds_of(request: Request) -> tuple[str, str]:
@@ -29,7 +27,9 @@ def rounds_of(request: Request) -> tuple[str, str]:
     return f"{request.name}.lists", f"{request.name}.order"
 
 
-def exchange_updates(weights: KeyWeights, request: Request, ranks: Ranks, cancelled: Cancelled) -> None:
+def exchange_updates(
+    weights: KeyWeights, request: Request, ranks: Ranks, cancelled: Callable[[], bool]
+) -> None:
     """Apply the updates of all ranks. Called for every segment, also of a recorded order: other ranks may
     have to draw.
     """
@@ -43,7 +43,7 @@ def draw_order(
     dataset: EpochDataset,
     ranks: Ranks,
     remaining: int | None,
-    cancelled: Cancelled,
+    cancelled: Callable[[], bool],
 ) -> SegmentRecord:
     """Draw the order of a segment, of at most `remaining` samples (None: all).
 
@@ -53,8 +53,13 @@ def draw_order(
     snapshot, drawing = dataset.snapshot, settings.drawing
     key = mix_key(drawing.seed, request.epoch, request.index)
     drawn = snapshot.num_samples if remaining is None else min(snapshot.num_samples, remaining)
-    if drawing.weights is not None:
-        listed = _weighted(drawing.weights, request, dataset, ranks, (drawn, key), cancelled)
+    if (weights := drawing.weights) is not None:
+        made = ranks.share(
+            rounds_of(request)[1],
+            lambda: {"drawn": _pack(draw(weights.of_snapshot(snapshot), drawn, key))},
+            cancelled,
+        )
+        listed = _unpack(made["drawn"])
         return SegmentRecord(snapshot.shard_ids, snapshot.counts, "listed", len(listed), key, listed)
     if drawing.locality is not None:
         local = drawing.locality, run_length(snapshot.counts)
@@ -64,29 +69,13 @@ def draw_order(
         return SegmentRecord(snapshot.shard_ids, snapshot.counts, kind, drawn, key)
     chosen = evaluate(drawing.sampler, dataset, request.epoch, key, remaining, len(ranks.group))
     if not chosen.shared and len(ranks.group) > 1:
-        chosen = _together(chosen, settings, request, ranks, cancelled)
+        chosen = _join_selections(chosen, settings, request, ranks, cancelled)
     size, bounds = len(chosen.indices), chosen.bounds
     return SegmentRecord(snapshot.shard_ids, snapshot.counts, "listed", size, key, chosen.indices, bounds)
 
 
-def _weighted(
-    weights: KeyWeights,
-    request: Request,
-    dataset: EpochDataset,
-    ranks: Ranks,
-    how: tuple[int, int],
-    cancelled: Cancelled,
-) -> IntArray:
-    """The samples that the group's leader draws by their weights, int64 `[n]`."""
-
-    def make() -> Payload:
-        return {"drawn": _pack(draw(weights.of_snapshot(dataset.snapshot), *how))}
-
-    return _unpack(ranks.share(rounds_of(request)[1], make, cancelled)["drawn"])
-
-
-def _together(
-    mine: Selection, settings: EpochSettings, request: Request, ranks: Ranks, cancelled: Cancelled
+def _join_selections(
+    mine: Selection, settings: EpochSettings, request: Request, ranks: Ranks, cancelled: Callable[[], bool]
 ) -> Selection:
     """Join the selections that the samplers of the group's ranks made into one order, from which each rank
     gets its own.

@@ -2,7 +2,7 @@
 file.
 
 An epoch is a chain of stretches, each a run of batches from one set of shards: one stretch for each pass over
-the cache, and one more from every place at which the job was resumed. The command line reads manifests, so
+the cache, and one more for each resume of the job. The command line reads manifests, so
 nothing here imports torch.
 """
 
@@ -13,17 +13,13 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from cachestream.errors import ConfigError
 from cachestream.storage.contents import Content
 from cachestream.training.checkpoint import SegmentRecord, rebuild
-
-if TYPE_CHECKING:
-    pass
-
 
 _FORMAT: Final = "cachestream epoch"
 _VERSION: Final = 1

@@ -223,7 +223,8 @@ class EpochLoader:
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of training as plain values: after the batches delivered, whatever was gathered ahead.
+        """The state of training after the delivered batches, as plain values. Batches gathered ahead do not
+        count.
 
         A mid-epoch state names the shards and their order, so that `load_state_dict` goes on at the exact
         next batch.

@@ -29,7 +29,7 @@ from cachestream.training.batches.feed import Feed, Flow, can_flow, check_proces
 from cachestream.training.batches.locations import LocationsAhead
 from cachestream.training.batches.segment_reader import Gathered, read_batches
 from cachestream.training.batches.transfer import BatchTransform, Transfer
-from cachestream.training.prepare import LOOK_S, Preparer
+from cachestream.training.prepare import CHECK_FILLING_S, Preparer
 from cachestream.training.ranks import warn_if_early
 from cachestream.training.rendezvous import Cancelled, ProcessGroup
 from cachestream.training.schedule import Schedule
@@ -67,12 +67,12 @@ class Gathering:
 
     def run(self, segment: Segment) -> None:
         """Queue all batches of `segment` as they are gathered: a few small ones or a large one at a time."""
-        num_threads = 1 if self._transform is None else self._threads(segment)
+        num_threads = 1 if self._transform is None else self._num_threads(segment)
         workers = OrderedThreads(num_threads, self._finish, self._deliver)
-        assert segment.places is not None
+        assert segment.locations is not None
         batches = read_batches(
             segment,
-            segment.places,
+            segment.locations,
             self._transfer.pool,
             lambda *damage: self._on_damage(segment, *damage),
             workers.settle,
@@ -134,17 +134,18 @@ class Gathering:
 
     def _follow(self, flow: Flow) -> bool:
         """Have `flow` gathered until the trainer has taken most of it; False if it is stale."""
-        flow.begin(self._threads(flow.segment))
+        assert self.feed is not None
+        self.feed.add(flow, self._num_threads(flow.segment))
         if self._schedule.put(flow):
             while self._schedule.follow(flow):
-                flow.ask_ahead()
+                self.feed.submit_ahead()
         wanted = self._schedule.wanted(flow)
         if not wanted:
             flow.discard()
         return wanted
 
     @staticmethod
-    def _threads(segment: Segment) -> int:
+    def _num_threads(segment: Segment) -> int:
         return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // segment.plan.ranks))
 
     def _on_damage(self, segment: Segment, shard_id: int, error: CorruptShardError) -> None:
@@ -183,7 +184,7 @@ class Pipeline:
         self._warned_early = False
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
-        self._executor = ThreadPoolExecutor(1, "cachestream-places")
+        self._executor = ThreadPoolExecutor(1, "cachestream-locate")
         self._gathering = gathering
 
     def start(self) -> None:
@@ -246,7 +247,7 @@ class Pipeline:
         schedule, preparer = self.schedule, self.preparer
         while True:
             schedule.activity["prepare"] = "waiting for its time"
-            preparer.look_after_filling()
+            preparer.check_filling()
             asked = schedule.wait_request(2 * preparer.last_s, self._wait_s())
             if asked is None:
                 preparer.finish()
@@ -270,7 +271,7 @@ class Pipeline:
         """The longest wait for the next request before other work is checked, in seconds."""
         if self.schedule.to_open() is not None:
             return 0.0
-        return LOOK_S if self.preparer.alone else _RANKS_POLL_S
+        return CHECK_FILLING_S if self.preparer.alone else _RANKS_POLL_S
 
     def _requested_by_other(self, request: Request) -> bool:
         return self.schedule.may_prepare_early(request) and self.preparer.requested(request)
@@ -280,8 +281,8 @@ class Pipeline:
         segment = self.preparer.prepare(request, lambda: self.schedule.superseded(request), budget_s)
         wanted = False
         try:
-            segment.places = LocationsAhead(
-                segment.order, segment.plan, segment.place, segment.maps, self._executor
+            segment.locations = LocationsAhead(
+                segment.order, segment.plan, segment.rank, segment.maps, self._executor
             )
             wanted = self.schedule.add(segment)
         finally:

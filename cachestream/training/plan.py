@@ -75,8 +75,8 @@ class LocalOrder:
         return window, min(position + self.window, end)
 
     def stretches(self, first: int, last: int) -> tuple[IntArray, IntArray]:
-        """The samples at places [first, last) of the order of runs, as stretches of consecutive samples: the
-        first of each and the one after its last, int64 `[n]` each.
+        """The samples at positions [first, last) of the order of runs, as stretches of consecutive samples:
+        the first of each and the one after its last, int64 `[n]` each.
         """
         if first >= last:
             return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -213,7 +213,7 @@ class TrainerPosition:
     def _fail(self, cursor: Cursor, error: BaseException) -> None:
         """End the iteration of `cursor` on KeyboardInterrupt, or if its epoch could not be prepared.
 
-        The next iteration begins the epoch again if none of its batches was delivered.
+        The next iteration begins the epoch again if the first batches had not come yet.
         """
         if isinstance(error, Exception) and not (self._schedule.needs_request and cursor.segment is None):
             return
@@ -221,6 +221,8 @@ class TrainerPosition:
         if cursor.segment is None:
             self._planned, self._cursor = _request_again(cursor), None
             self._schedule.prepare_again()
+            if cursor.group is not None:  # interrupted before its segment was entered
+                cursor.group.discard()
 
     def end_epoch(self) -> None:
         """End the running epoch, at its last batch or before."""

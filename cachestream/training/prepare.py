@@ -52,8 +52,8 @@ _RETAKES: Final = 10
 
 @dataclass(slots=True, eq=False)
 class HeldSnapshot:
-    """A leased snapshot. `gone`: the shards of the resumed record that it lacks, None if it is not for that
-    record.
+    """A leased snapshot. `gone`: the shards of the resumed record that are not cached any more; None for a
+    snapshot that resumes no record.
 
     `replayed`: the recorded order that it was taken for; `rest`: the later stretches of that epoch.
     """
@@ -85,8 +85,8 @@ class OpeningDeadline:
 class SnapshotHolder:
     """The snapshots of one loader, of at least `least` samples for each rank if there are so many.
 
-    The next snapshot takes over the open shards of `maps`, the last ones. If no new snapshot can be taken,
-    the last one is used again.
+    `maps` are those of the last snapshot; the next one takes over the shards that they have mapped. If no new
+    snapshot can be taken, the last one is used again.
     """
 
     def __init__(
@@ -115,29 +115,29 @@ class SnapshotHolder:
         The group's leader takes it, of shards that cover `epoch_size` samples; the others join its lease.
         Raises CacheStreamError and Cancelled.
         """
-        led: list[HeldSnapshot] = []
+        taken: list[HeldSnapshot] = []
 
         def lead() -> Payload:
-            led.append(self._take(request, epoch_size, ranks.group, deadline))
-            return _to_payload(led[0])
+            taken.append(self._take(request, epoch_size, ranks.group, deadline))
+            return _to_payload(taken[0])
 
         try:
             shared = ranks.share(request.name, lead, deadline.cancelled)
-            if led:
-                return led[0]
+            if taken:
+                return taken[0]
             snapshot = _from_payload(shared, self._split)
             lease = join_lease(snapshot.lease)
             gone = None if shared["gone"] is None else tuple(shared["gone"])
             replayed, rest = _replayed_from(shared)
-            led.append(HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
-            damaged = self._open(led[0].maps, deadline)
+            taken.append(HeldSnapshot(snapshot, lease, EpochMaps(snapshot, self.maps), gone, replayed, rest))
+            damaged = self._open(taken[0].maps, deadline)
             if damaged:
                 raise damaged[0][1]
         except BaseException:
-            for held in led:
+            for held in taken:
                 held.lease.release()
             raise
-        return led[0]
+        return taken[0]
 
     def finish(self) -> None:
         """Release the last snapshot, and write the counts of its uses."""
@@ -186,7 +186,7 @@ class SnapshotHolder:
         except (SchemaMismatchError, CacheVersionError):
             raise
         except CacheError as error:  # the disk is full, or fails, or the catalogue is locked
-            snapshot, lease = self._last_again(error)
+            snapshot, lease = self._reuse_last(error)
         else:
             self._keep(snapshot, lease)
         return HeldSnapshot(snapshot, lease, self._maps_of(snapshot), None)
@@ -203,8 +203,8 @@ class SnapshotHolder:
         if last is not None:
             last[1].release()
 
-    def _last_again(self, error: CacheError) -> tuple[Snapshot, Lease]:
-        """The last snapshot again, for use while no new one can be taken. Raises `error` if there is none."""
+    def _reuse_last(self, error: CacheError) -> tuple[Snapshot, Lease]:
+        """Return the last snapshot and another lease on it. Raises `error` if there is none."""
         lease = None if self._last is None else self._last[1].again()
         if self._last is None or lease is None:
             raise error
@@ -286,7 +286,7 @@ def _from_payload(payload: Payload, split: Split | None) -> Snapshot:
     )
 
 
-LOOK_S: Final = 2.0  # between two checks of the workers that fill the cache
+CHECK_FILLING_S: Final = 2.0  # between two checks of the workers that fill the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -324,7 +324,7 @@ class Preparer:
         least = settings.batch_size if settings.drop_last else 1
         self._holder = SnapshotHolder(cache, settings.turnover, least, settings.replay, settings.split)
         self.last_s = 0.0
-        self._looked_s = 0.0
+        self._checked_s = 0.0
 
     @property
     def ranks(self) -> Ranks:
@@ -407,13 +407,13 @@ class Preparer:
                 "%s: the last epochs were not counted as uses of its shards: %s", self._cache.path, error
             )
 
-    def look_after_filling(self) -> None:
+    def check_filling(self) -> None:
         """Warn if the supervisor that fills the cache was killed: all further epochs would have the same
         samples.
         """
         now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_S:
-            self._looked_s = now_s
+        if now_s - self._checked_s >= CHECK_FILLING_S:
+            self._checked_s = now_s
             with suppress(CacheStreamError):
                 warn_of_loss(self._cache)
 
@@ -425,10 +425,10 @@ class Preparer:
         """Return whether to wait for samples: no recorded shard of the segment is cached, or nothing is
         recorded.
         """
+        if self._settings.replay is not None:
+            return False
         record = (request.records or {}).get(self._cache.cache_id)
-        if record is None or self._settings.replay is not None:
-            return self._settings.replay is None
-        return not any_cached(self._cache.catalogue, record.shard_ids.tolist())
+        return record is None or not any_cached(self._cache.catalogue, record.shard_ids.tolist())
 
     # --- order and plan
 
@@ -535,6 +535,6 @@ class Preparer:
             for answer in answers
             if "record" in answer
         }
-        taken_up = segment.others.keys() & (request.records or {}).keys()
-        if taken_up and self._cache.cache_id not in taken_up:
+        resumed = segment.others.keys() & (request.records or {}).keys()
+        if resumed and self._cache.cache_id not in resumed:
             segment.missing = 0  # this cache joined after the checkpoint; other caches have its samples

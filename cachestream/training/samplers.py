@@ -52,9 +52,8 @@ def check_sampler(sampler: object) -> None:
 def evaluate(
     sampler: SamplerLike, dataset: Dataset[Any], epoch: int, key: int, most: int | None = None, ranks: int = 1
 ) -> Selection:
-    """The samples that `sampler` draws from `dataset` in `epoch`: the first `most` (None: all), or whole
-    batches of no more from a batch sampler. From a sampler that gives this rank its share, the share of one
-    of `ranks` in `most`.
+    """The samples that `sampler` draws from `dataset` in `epoch`: the first `most` (None: all), or as many
+    whole batches as fit from a batch sampler. A sampler that gives this rank its share gives `most // ranks`.
 
     A sampler without a generator gets one seeded from `key`: the order is then the same on all ranks and
     after a resume, and torch's global generator, which the training thread uses, stays untouched. Raises
@@ -85,8 +84,9 @@ def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:
     if not drawn or not _is_batch(drawn[0]):
         limit = _ENDLESS * size + _ENDLESS_AT_LEAST if most is None else most
         drawn += itertools.islice(given, max(0, limit - 1))
-        is_endless = most is None and next(given, None) is not None
-        return [] if most == 0 else _refuse_endless(size) if is_endless else drawn
+        if most is None and next(given, None) is not None:
+            _refuse_endless(size)
+        return [] if most == 0 else drawn
     count = 0
     batches: list[Any] = []
     for batch in itertools.chain(drawn, given):

@@ -154,7 +154,7 @@ class Schedule:
             elif self._next.epoch < epoch:
                 self._next = Request(self._generation, epoch)
             self._trained_epoch = epoch
-            self._queue.let_go()
+            self._queue.clear_in_hand()
             self._pace = self._pace.for_next_epoch()
             self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
             self._queue.drop(self._stale)
@@ -238,7 +238,7 @@ class Schedule:
     def end_segment(self, segment: Segment) -> list[Segment]:
         """End `segment`, whose batches the trainer has taken; return the segments to close."""
         with self._lock:
-            self._queue.let_go()
+            self._queue.clear_in_hand()
             return self._retire(lambda other: other is segment)
 
     def current(self, epoch: int) -> Segment | None:
@@ -250,8 +250,8 @@ class Schedule:
         """Stop all threads; return the segments to close."""
         with self._lock:
             self._stopped = True
-            self._failure = None  # its traceback has frames that hold the loader's engine
-            self._queue.let_go()
+            self._failure = None  # the frames of its traceback refer to the pipeline
+            self._queue.clear_in_hand()
             self._queue.drop(lambda _: True)
             self._prepared.clear()
             self._wake_all()
@@ -385,9 +385,9 @@ class Schedule:
             return False
         if self._gathering is None:
             return True
-        waiting, promised = self._queue.waiting(self._gathering)
-        batches, gathered = self._gathering.plan.num_batches, self._gathered - promised
-        return self._pace.should_prepare(batches, gathered, waiting - promised, self._ahead_s)
+        waiting, ungathered = self._queue.waiting(self._gathering)
+        batches, gathered = self._gathering.plan.num_batches, self._gathered - ungathered
+        return self._pace.should_prepare(batches, gathered, waiting - ungathered, self._ahead_s)
 
     def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
         closing = [segment for segment in self._open_segments if done(segment)]

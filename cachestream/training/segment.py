@@ -18,7 +18,7 @@ from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset
 from cachestream.training.plan import Plan, SampleOrder
 
-_TOGETHER: Final = 16
+_MOST_TOGETHER: Final = 16
 _TOGETHER_BYTES: Final = 4 << 20
 
 
@@ -49,11 +49,11 @@ class Request:
 class Segment:
     """A prepared pass, with everything that this rank needs to gather its batches.
 
-    `place`: the index of this rank among the `plan.ranks` that share the order. `missing`: the number of
+    `rank`: the number of this rank among the `plan.ranks` that share the order. `missing`: the number of
     samples that a checkpoint names and the cache no longer has. `others`: the records of the job's other
     caches by id, each with the number of its ranks. `opened_ahead`: no more shards are to be opened before
     they are needed. `with_keys`: batches hold their samples' keys. `ragged`: the form of fields whose shape
-    varies. `places`: the locations of the samples, computed in the background. `transform_key`: seeds the
+    varies. `locations`: those of the samples, computed in the background. `transform_key`: seeds the
     generators of `batch_transform`.
     """
 
@@ -62,7 +62,7 @@ class Segment:
     maps: EpochMaps
     order: SampleOrder
     plan: Plan
-    place: int
+    rank: int
     total: int
     record: SegmentRecord
     missing: int = 0
@@ -70,7 +70,7 @@ class Segment:
     opened_ahead: bool = False
     with_keys: bool = False
     ragged: Ragged = "list"
-    places: LocationsAhead | None = None
+    locations: LocationsAhead | None = None
     transform_key: int = 0
 
     @property
@@ -92,7 +92,7 @@ class Segment:
         """The number of batches gathered and queued at once: several small ones, to save wake-ups
         of threads.
         """
-        return max(1, min(_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
+        return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // max(1, self.batch_bytes)))
 
     def drawn_after(self, batches: int) -> int:
         """The number of samples that all ranks of the job have drawn after `batches` batches of

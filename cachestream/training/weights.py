@@ -78,9 +78,9 @@ class KeyWeights:
             known, weights = self._hashes, self._weights
         if not len(known):
             return np.ones(len(hashes))
-        places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-        found = known[places] == hashes
-        values = weights[places].astype(np.float64)
+        positions = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+        found = known[positions] == hashes
+        values = weights[positions].astype(np.float64)
         mean = float(values[found].mean()) if found.any() else 0.0
         return np.where(found, values, mean or 1.0)
 

@@ -53,7 +53,7 @@ def test_it_gives_what_it_gives_for_plain_samples(cache_of: CacheOf, kind: str) 
 def test_a_batch_that_is_whole_is_not_put_together_again(cache_of: CacheOf, kind: str) -> None:
     with cache_of([SAMPLES[kind](i) for i in range(12)], [5, 7]).snapshot() as dataset:
         batch: Any = dataset.__getitems__([3, 11, 0, 3])
-        whole = batch.whole()
+        whole = batch.stacked()
         for made in (default_collate(batch), cs.collate(batch)):
             parts = [whole] if isinstance(whole, torch.Tensor | dict) else whole
             others = [made] if isinstance(made, torch.Tensor | dict) else made

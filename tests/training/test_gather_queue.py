@@ -71,13 +71,13 @@ class Table:
 class Task:
     """Rows of a table, gathered between guards."""
 
-    def __init__(self, table: Table, places: list[tuple[int, int]], *, around: bool = False) -> None:
+    def __init__(self, table: Table, places: list[tuple[int, int]], *, non_temporal: bool = False) -> None:
         self._table = table
         self._shards = np.array([shard for shard, _ in places], np.int64)
         self._rows = np.array([row for _, row in places], np.int64)
         self._outs = [np.full(len(places) * n + 2 * GUARD_BYTES, 0xA5, np.uint8) for n in table.row_bytes]
         self._places = places
-        self._around = around
+        self._non_temporal = non_temporal
 
     def submit(self, queue: Queue) -> int:
         return queue.submit(*self._arguments())
@@ -88,7 +88,7 @@ class Task:
     def _arguments(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool]:
         outs = tuple(address(out) + GUARD_BYTES for out in self._outs)
         shards, rows = address(self._shards), address(self._rows)
-        return shards, rows, len(self._places), self._table.columns, outs, self._around
+        return shards, rows, len(self._places), self._table.columns, outs, self._non_temporal
 
     def check(self) -> None:
         guard = bytes([0xA5]) * GUARD_BYTES
@@ -154,18 +154,18 @@ PLACES = st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
     row_bytes=st.lists(st.one_of(st.integers(0, 260), st.integers(0, 200_000)), max_size=4),
     places=PLACES,
     seed=st.integers(0, 2**32 - 1),
-    around=st.booleans(),
+    non_temporal=st.booleans(),
 )
 def test_the_rows_asked_for_are_gathered_and_nothing_is_written_beside_them(
     threads: int,
     row_bytes: list[int],
     places: tuple[list[int], list[list[tuple[int, int]]]],
     seed: int,
-    around: bool,
+    non_temporal: bool,
 ) -> None:
     shard_rows, batches = places
     table = Table(row_bytes, shard_rows, seed)
-    tasks = [Task(table, batch, around=around) for batch in batches]
+    tasks = [Task(table, batch, non_temporal=non_temporal) for batch in batches]
     with new_queue(threads) as queue:
         numbers = [task.submit(queue) for task in tasks]
         assert numbers == list(range(1, len(tasks) + 1))
@@ -183,19 +183,19 @@ def test_rows_of_each_size_that_is_copied_in_a_way_of_its_own_are_gathered() -> 
     task.check()
 
 
-@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("non_temporal", [False, True])
 @pytest.mark.parametrize("row_bytes", [4095, 4096, 4097, 5003, 131_072])
-def test_rows_of_large_batches_are_gathered_whole(row_bytes: int, around: bool) -> None:
+def test_rows_of_large_batches_are_gathered_whole(row_bytes: int, non_temporal: bool) -> None:
     rng = np.random.default_rng(row_bytes)
     table = Table([row_bytes], [7, 30], seed=row_bytes)
     places = [
         (shard, int(rng.integers([7, 30][shard]))) for shard in rng.integers(0, 2, 4_000_000 // row_bytes)
     ]
-    task = Task(table, places, around=around)
+    task = Task(table, places, non_temporal=non_temporal)
     with new_queue() as queue:
         assert queue.wait(task.submit(queue), DEADLINE_S)
     task.check()
-    in_this_thread = Task(table, places, around=around)
+    in_this_thread = Task(table, places, non_temporal=non_temporal)
     in_this_thread.gather()
     in_this_thread.check()
 

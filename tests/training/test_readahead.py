@@ -151,21 +151,21 @@ def test_nothing_is_asked_for_while_all_is_there(
 def test_it_begins_with_what_is_missing_at_first_or_with_a_wait_and_ends_when_all_is_there() -> None:
     waited = [0]
     cold = Coldness(lambda: waited[0])
-    assert cold.look()
+    assert cold.may_miss_pages()
     cold.note(16, 16)
-    assert not cold.look()
+    assert not cold.may_miss_pages()
     waited[0] = 7
-    assert cold.look()
+    assert cold.may_miss_pages()
     cold.note(4, 4)
-    assert cold.look()
+    assert cold.may_miss_pages()
     for _ in range(100):
         cold.note(4, 4)
-    assert not cold.look()
+    assert not cold.may_miss_pages()
 
     cold = Coldness(lambda: 0)
-    assert cold.look()
+    assert cold.may_miss_pages()
     cold.note(16, 15)
-    assert cold.look()
+    assert cold.may_miss_pages()
 
 
 def test_what_was_asked_for_comes_from_the_disk(tmp_path: Path) -> None:

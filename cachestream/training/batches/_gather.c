@@ -42,7 +42,7 @@ typedef struct {
     const int64_t *rows;
     int64_t count;
     int64_t num_columns;
-    int around; /* the caches, with long rows */
+    int non_temporal; /* write long rows with non-temporal stores */
     Column columns[];
 } Task;
 
@@ -152,7 +152,7 @@ static void run(const Task *task)
         case 4: copy_rows(task, column, 4); break;
         case 8: copy_rows(task, column, 8); break;
         default:
-            if (task->around && column->row_bytes >= LONG_ROW_BYTES)
+            if (task->non_temporal && column->row_bytes >= LONG_ROW_BYTES)
                 copy_long_rows(task, column);
             else
                 copy_rows(task, column, column->row_bytes);
@@ -192,7 +192,7 @@ static int finish(Shared *shared, uint64_t number)
         shared->finished[shared->completed++ % MOST_WAITING] = 0;
     if (!shared->waiters || shared->completed < shared->awaited)
         return 0;
-    shared->awaited = UINT64_MAX; /* threads that go on waiting set it again */
+    shared->awaited = UINT64_MAX; /* threads that still wait set it again */
     return 1;
 }
 
@@ -251,7 +251,7 @@ static int start_thread(Shared *shared) /* with the lock; returns errno */
 {
     pthread_t thread;
     sigset_t all, before;
-    /* Signals are blocked: one that was delivered here would interrupt no thread of the interpreter. */
+    /* All signals are blocked here, so that they interrupt a thread of the interpreter instead. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&thread, NULL, shared->threads ? help_out : work_first, shared);
@@ -340,16 +340,16 @@ static void queue_dealloc(Queue *self)
     Py_DECREF(type);
 }
 
-/* From shards, rows, count, columns, outs, around: see submit(). */
+/* From shards, rows, count, columns, outs, non_temporal: see submit(). */
 static Task *make_task(PyObject *const *args, Py_ssize_t num_args)
 {
     if (num_args != 6 || !PyTuple_Check(args[3]) || !PyTuple_Check(args[4])) {
         PyErr_SetString(PyExc_TypeError,
-            "give shards, rows, count, columns, outs, around: three ints, two tuples and a bool");
+            "give shards, rows, count, columns, outs, non_temporal: three ints, two tuples and a bool");
         return NULL;
     }
     int64_t shards = PyLong_AsLongLong(args[0]), rows = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]);
-    int around = PyObject_IsTrue(args[5]);
+    int non_temporal = PyObject_IsTrue(args[5]);
     if (PyErr_Occurred())
         return NULL;
     Py_ssize_t fields = PyTuple_Size(args[4]);
@@ -366,7 +366,7 @@ static Task *make_task(PyObject *const *args, Py_ssize_t num_args)
     task->rows = (const int64_t *)(intptr_t)rows;
     task->count = count;
     task->num_columns = fields;
-    task->around = around;
+    task->non_temporal = non_temporal;
     for (Py_ssize_t i = 0; i < fields; i++) {
         int64_t base = PyLong_AsLongLong(PyTuple_GetItem(args[3], 2 * i));
         int64_t row_bytes = PyLong_AsLongLong(PyTuple_GetItem(args[3], 2 * i + 1));
@@ -383,11 +383,11 @@ static Task *make_task(PyObject *const *args, Py_ssize_t num_args)
 }
 
 PyDoc_STRVAR(submit_doc,
-"submit(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], around: bool) -> int\n--\n\n"
+"submit(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], non_temporal: bool) -> int\n--\n\n"
 "Gather `count` samples soon; returns the task's number, for `wait`. `shards` and `rows` are the addresses of\n"
 "int64 [count]; `columns` has two numbers a field: the address of its shards' first rows, int64 [shards], and the\n"
-"bytes of a row; `outs` is where each field goes. All of that memory must stay until the task is done. `around`: long\n"
-"rows are written around the caches, for batches that would leave them before they are read.");
+"bytes of a row; `outs` is where each field goes. All of that memory must stay until the task is done. With\n"
+"`non_temporal`, long rows bypass the caches: for batches that would be evicted from them before they are read.");
 
 static PyObject *queue_submit(Queue *self, PyObject *const *args, Py_ssize_t num_args)
 {
@@ -557,7 +557,7 @@ static PyMethodDef queue_methods[] = {
 
 PyDoc_STRVAR(queue_doc,
 "Queue(threads: int = 1)\n--\n\n"
-"Tasks that are gathered in order, by one thread, and by up to `threads` while somebody waits. Thread-safe; of one\n"
+"Tasks that are gathered in order, by one thread, and by up to `threads` while a thread waits. Thread-safe; of one\n"
 "process. What is submitted is trusted: wrong addresses end the process.");
 
 static PyType_Slot queue_slots[] = {
@@ -610,7 +610,7 @@ static int prepare_exit(void)
 }
 
 PyDoc_STRVAR(gather_doc,
-"gather(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], around: bool) -> None\n--\n\n"
+"gather(shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], non_temporal: bool) -> None\n--\n\n"
 "Gather `count` samples now, in this thread and without the GIL: see Queue.submit.");
 
 static PyObject *gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args)

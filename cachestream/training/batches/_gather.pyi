@@ -2,7 +2,7 @@
 from typing import final
 
 def gather(
-    shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], around: bool, /
+    shards: int, rows: int, count: int, columns: tuple[int, ...], outs: tuple[int, ...], non_temporal: bool, /
 ) -> None: ...
 def copy_runs(sources: int, lengths: int, targets: int, count: int, /) -> None: ...
 
@@ -16,7 +16,7 @@ class Queue:
         count: int,
         columns: tuple[int, ...],
         outs: tuple[int, ...],
-        around: bool,
+        non_temporal: bool,
         /,
     ) -> int: ...
     def wait(self, number: int, timeout_s: float, /) -> bool: ...

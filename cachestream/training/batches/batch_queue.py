@@ -114,12 +114,12 @@ class BatchQueue:
         return not self.batches or 2 * self.batches < self._most
 
     def waiting(self, segment: Segment) -> tuple[int, int]:
-        """Return how many batches are before the trainer, and how many of these are of `segment` and not
-        gathered yet.
+        """Return the number of batches that the trainer has not taken, and the number of these that are of
+        `segment` and not gathered yet.
         """
         groups = [*self._groups] if self.in_hand is None else [self.in_hand, *self._groups]
-        promised = sum(group.num_ungathered for group in groups if group.segment is segment)
-        return sum(map(len, groups)), promised
+        ungathered = sum(group.num_ungathered for group in groups if group.segment is segment)
+        return sum(map(len, groups)), ungathered
 
     @property
     def first(self) -> BatchGroup:
@@ -140,7 +140,7 @@ class BatchQueue:
         self.batches = sum(map(len, self._groups))
         return group
 
-    def let_go(self) -> None:
+    def clear_in_hand(self) -> None:
         """Forget the flow that was taken last."""
         self.in_hand = None
 

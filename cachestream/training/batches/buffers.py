@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_AS_IT_IS: Final = nullcontext()
+_NO_CHANGE: Final = nullcontext()
 
 
 def outside_inference() -> AbstractContextManager[Any]:
     """Return a context that makes ordinary tensors also in `torch.inference_mode`: the trainer may have left
     that mode when it gets them.
     """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CHANGE
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -21,10 +21,10 @@ from cachestream.schema import KEY_FIELD, Schema
 from cachestream.training.batches.columns import Columns
 
 
-class Whole:
+class Stacked:
     """A sequence of samples that are stacked already."""
 
-    def whole(self) -> Any:
+    def stacked(self) -> Any:
         """Return the samples as one batch; None if single samples may have been changed."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ _PLAIN: Final[dict[type, Any]] = {mark: kind for kind, mark in _KINDS.items()}
 
 
 def marked(sample: Any) -> Any:
-    """Return `sample`, the first of a `Whole`, as an instance of its registered subclass."""
+    """Return `sample`, the first of a `Stacked`, as an instance of its registered subclass."""
     if isinstance(sample, torch.Tensor):
         return sample.as_subclass(_Tensor)
     return _KINDS[type(sample)](sample)
@@ -63,8 +63,9 @@ def marked(sample: Any) -> Any:
 
 def _collate(samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     """Collate `samples`, the first of which is marked, for the default collate."""
-    if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
-        return list(whole) if isinstance(whole, tuple) else whole  # the default collate makes lists of tuples
+    if isinstance(samples, Stacked) and (stacked := samples.stacked()) is not None:
+        # The default collate makes lists of tuples.
+        return list(stacked) if isinstance(stacked, tuple) else stacked
     first = samples[0]
     plain = first.as_subclass(torch.Tensor) if isinstance(first, _Tensor) else _PLAIN[type(first)](first)
     return collate_with([plain, *samples[1:]], collate_fn_map=collate_fn_map)
@@ -96,7 +97,7 @@ def as_samples(columns: Columns, schema: Schema, size: int) -> Sequence[Any]:
     return ValueBatch(columns[schema.names[0]])
 
 
-class SampleBatch(Whole, Sequence[Any]):
+class SampleBatch(Stacked, Sequence[Any]):
     """Samples that are dicts or tuples of views of the batch's tensors, made at the first access and kept."""
 
     def __init__(self, columns: Columns, schema: Schema, size: int) -> None:
@@ -107,7 +108,7 @@ class SampleBatch(Whole, Sequence[Any]):
         self._fields_of_first: dict[str, Any] = {}
         self._samples: list[Any] | None = None
 
-    def whole(self) -> Any:
+    def stacked(self) -> Any:
         """Return the batch: tensors `[n, *shape]`, lists for str, bytes and fields whose shape varies."""
         first, given = self._first, self._fields_of_first
         if self._samples is not None:
@@ -139,7 +140,7 @@ class SampleBatch(Whole, Sequence[Any]):
         return self._samples
 
 
-class ValueBatch(Whole, list[Any]):
+class ValueBatch(Stacked, list[Any]):
     """Samples without a container: arrays, numbers, str or bytes. A list, since `torch.stack` takes no other
     sequence.
     """
@@ -151,7 +152,7 @@ class ValueBatch(Whole, list[Any]):
         self._column = column
         self._given = tuple(self)
 
-    def whole(self) -> Any:
+    def stacked(self) -> Any:
         """Return the batch: a tensor `[n, *shape]`, or a list for str, bytes and ragged arrays."""
         return self._column if _are_same(self, self._given) else None
 
@@ -172,8 +173,8 @@ def collate(samples: Sequence[Any]) -> Any:
     shape varies, str and bytes become lists; dicts and tuples stay dicts and tuples. Samples that come
     straight from the dataset are not copied again.
     """
-    if isinstance(samples, Whole) and (whole := samples.whole()) is not None:
-        return whole
+    if isinstance(samples, Stacked) and (stacked := samples.stacked()) is not None:
+        return stacked
     if not len(samples):
         raise ConfigError("collate() needs at least one sample")
     return _merge(list(samples))

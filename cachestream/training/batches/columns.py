@@ -35,7 +35,7 @@ except ImportError:  # no compiler at the installation
 Columns = dict[str, Any]
 
 # Batches of this size or more are written with non-temporal stores, which is faster for a single thread.
-AROUND_BYTES: Final = 2 << 20
+_NON_TEMPORAL_BYTES: Final = 2 << 20
 _FIRST_ADDRESS: Final = 4096  # no page is ever mapped below
 _END_ADDRESS: Final = 1 << 48  # of what processors give to programs
 _MOST_ROW_BYTES: Final = 1 << 14  # torch counts the bytes of overlapping rows in an int64
@@ -105,8 +105,8 @@ class FixedColumns:
     ) -> None:
         """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `lend` at `outs`."""
         if in_c is not None:
-            around = len(rows) * self._sample_bytes >= AROUND_BYTES
-            in_c.gather(shards.ctypes.data, rows.ctypes.data, len(rows), self.sources, outs, around)
+            non_temporal = len(rows) * self._sample_bytes >= _NON_TEMPORAL_BYTES
+            in_c.gather(shards.ctypes.data, rows.ctypes.data, len(rows), self.sources, outs, non_temporal)
             return
         for column, array in zip(self._columns, arrays, strict=True):
             if array.size:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +41,7 @@ def can_flow(segment: Segment) -> bool:
     return simple and are_fixed(segment.snapshot.schema)
 
 
+@dataclass(slots=True, eq=False)
 class GatherTask:
     """Batches `first` to `last` of a flow, gathered together by task `number` of the queue.
 
@@ -47,17 +49,12 @@ class GatherTask:
     they are staged or sent.
     """
 
-    __slots__ = ("arrays", "batches", "first", "last", "number", "outs")
-
-    def __init__(
-        self, number: int, first: int, last: int, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
-    ) -> None:
-        self.number = number
-        self.first = first
-        self.last = last
-        self.arrays = arrays
-        self.outs = outs
-        self.batches: deque[QueuedBatch] = deque()
+    number: int
+    first: int
+    last: int
+    arrays: list[np.ndarray[Any, Any]]
+    outs: tuple[int, ...]
+    batches: deque[QueuedBatch] = field(default_factory=deque)
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -78,10 +75,9 @@ class Flow(BatchGroup):
         self._together = self._most_together if locations.first else 1
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
         self.low = max(self.most_ahead, len(locations) // 4)
-        # Rows go around the caches where the batches ahead, those of the trainer and those it lets go do not
-        # fit in.
+        # Non-temporal stores where the batches ahead and those of the trainer do not fit into the caches.
         in_use = self.most_ahead + 2 * self._most_together
-        self._around = in_use * segment.batch_bytes >= _AROUND_BYTES
+        self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._feed = feed
         self._locations = locations
         self._ahead = ahead
@@ -116,46 +112,38 @@ class Flow(BatchGroup):
 
     @property
     def all_submitted(self) -> bool:
-        """True if all batches have been submitted."""
         return self._next == len(self._locations)
 
-    # --- for the trainer, and for the thread that submits in its place
-
-    def begin(self, threads: int) -> None:
-        """Begin to gather, with up to `threads` threads."""
-        self._feed.add(self, threads)
-
-    def ask_ahead(self) -> None:
-        """Submit what may be gathered ahead now, in the trainer's place."""
-        self._feed.ask_ahead()
+    # --- for the trainer
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
         self.waited_s = 0.0
-        try:
-            if self.peek(timeout_s) is None:
-                return None
+        batch = self.peek(timeout_s)
+        if batch is not None:
             self._taken += 1
-            return self._in_hand.popleft()
+            self._in_hand.popleft()
+        return batch
+
+    def peek(self, timeout_s: float) -> QueuedBatch | None:
+        try:
+            if not self._in_hand:
+                task = self._feed.take(self, timeout_s)
+                if task is None:
+                    return None
+                self._in_hand = task.batches
+            return self._in_hand[0]
         except EpochError:
             raise
         except BaseException:  # a signal's, such as KeyboardInterrupt: anything may be half done
             self._feed.rewind(self)
             raise
 
-    def peek(self, timeout_s: float) -> QueuedBatch | None:
-        if not self._in_hand:
-            task = self._feed.take(self, timeout_s)
-            if task is None:
-                return None
-            self._in_hand = task.batches
-        return self._in_hand[0]
-
     def discard(self) -> None:
         self._feed.forget(self)
 
     # --- for the feed
 
-    def lend(self, number: int) -> GatherTask:
+    def next_task(self, number: int) -> GatherTask:
         """Return task `number`, for the next few batches, with memory for them."""
         first, last = self._next, min(self._next + self._together, len(self._locations))
         for batch in range(first, last):
@@ -167,13 +155,11 @@ class Flow(BatchGroup):
         return GatherTask(number, first, last, arrays, outs)
 
     def submit(self, queue: Queue, task: GatherTask) -> None:
-        """Submit `task` to `queue`."""
         start, stop = self._bounds[task.first], self._bounds[task.last]
         shards, rows = self._shards + 8 * start, self._rows + 8 * start
-        queue.submit(shards, rows, stop - start, self._columns.sources, task.outs, self._around)
+        queue.submit(shards, rows, stop - start, self._columns.sources, task.outs, self._non_temporal)
 
-    def note(self, task: GatherTask) -> None:
-        """Note that `task` was submitted."""
+    def mark_submitted(self, task: GatherTask) -> None:
         self.tasks.append(task)
         self._next, self._together = task.last, min(self._most_together, 4 * self._together)
 
@@ -219,7 +205,7 @@ def _rows_of(columns: Columns, start: int, stop: int) -> Columns:
 
 
 _MOST_AHEAD: Final = 1024
-_AROUND_BYTES: Final = 16 << 20  # about what a process can keep of the last cache before the memory
+_NON_TEMPORAL_BYTES: Final = 16 << 20  # about the share of the last-level cache that a process can keep
 
 # Memory that tasks of closed queues still write to, where the disk has not answered, by process and queue.
 _abandoned: Final[dict[tuple[int, Queue], Any]] = {}
@@ -302,7 +288,7 @@ class Feed:
                 self._top_up(queue)
         return task
 
-    def ask_ahead(self) -> None:
+    def submit_ahead(self) -> None:
         """Submit as `take` does, in another thread while the trainer computes. From now on `take` leaves it
         to that thread.
         """
@@ -356,14 +342,14 @@ class Feed:
 
     def _submit_next(self, queue: Queue) -> None:
         flow = self._flows[0]
-        task = flow.lend(queue.submitted() + 1)
+        task = flow.next_task(queue.submitted() + 1)
         self._held.append((task.number, (flow, task)))
         flow.submit(queue, task)
         if self.transfer.moves:
             self._unsent.append((flow, task))
         else:
             flow.stage(task)
-        flow.note(task)
+        flow.mark_submitted(task)
         if flow.all_submitted:
             self._flows.popleft()
 

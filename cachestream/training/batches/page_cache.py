@@ -16,7 +16,7 @@ from cachestream.training.batches.columns import read_numbers
 from cachestream.training.batches.mapped_shards import EpochMaps, FieldAddresses, fixed_row_bytes
 
 _ENOUGH: Final = 256  # consecutive pages found in memory after which all are taken to be there
-_UNSEEN: Final = 1
+_NONE_CHECKED: Final = 1
 
 
 def count_faults() -> int:
@@ -25,35 +25,35 @@ def count_faults() -> int:
 
 
 class Coldness:
-    """Estimates whether pages are missing: at the first look, and from a page fault that read from the disk
-    until `_ENOUGH` consecutive pages were found in memory.
+    """Estimates whether pages are missing: before any was checked, and from a page fault that read from the
+    disk until `_ENOUGH` consecutive pages were found in memory.
     """
 
     def __init__(self, faults: Callable[[], int] = count_faults) -> None:
         self._faults = faults
-        self._seen = -1
-        self._left = _UNSEEN
+        self._last_faults = -1
+        self._pages_left = _NONE_CHECKED
 
-    def look(self) -> bool:
+    def may_miss_pages(self) -> bool:
         """Return whether pages may be missing now."""
-        before, self._seen = self._seen, self._faults()
-        if 0 <= before < self._seen:
-            self._left = _ENOUGH
-        return self._left > 0
+        before, self._last_faults = self._last_faults, self._faults()
+        if 0 <= before < self._last_faults:
+            self._pages_left = _ENOUGH
+        return self._pages_left > 0
 
     @property
     def is_first(self) -> bool:
         """True before the first pages were noted."""
-        return self._left == _UNSEEN
+        return self._pages_left == _NONE_CHECKED
 
     def note(self, pages: int, cached: int) -> None:
         """Note that `cached` of `pages` that will be needed are in memory."""
         if cached < pages:
-            self._left = _ENOUGH
+            self._pages_left = _ENOUGH
         else:
-            self._left = max(0, self._left - pages)
+            self._pages_left = max(0, self._pages_left - pages)
 
-    def see(self, addresses: IntArray, most: int) -> None:
+    def check(self, addresses: IntArray, most: int) -> None:
         """Note how many of up to `most` of `addresses`, int64 `[n]`, are in memory."""
         some = addresses[:: -(-len(addresses) // most) or 1]
         self.note(len(some), count_cached(some))
@@ -126,7 +126,7 @@ def merged(begins: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
     return begins[fresh], ends[last]
 
 
-_LOOKED_AT: Final = 16  # pages
+_CHECKED_PAGES: Final = 16
 
 
 class ReadTogether:
@@ -141,9 +141,9 @@ class ReadTogether:
 
     def reach(self, samples: IntArray) -> None:
         """Read ahead `samples`, int64 `[n]`, which are gathered next, and whose shards are mapped."""
-        if not len(samples) or not self._coldness.look():
+        if not len(samples) or not self._coldness.may_miss_pages():
             return
         starts, stops = addresses_of(self._maps, self._row_bytes, samples, samples + 1)
-        self._coldness.see(starts, _LOOKED_AT)
-        if self._coldness.look():
+        self._coldness.check(starts, _CHECKED_PAGES)
+        if self._coldness.may_miss_pages():
             ask_for_all(starts, stops)

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.nested import nested_tensor_from_jagged
 
 from cachestream.errors import ConfigError
 from cachestream.schema import Field, IntArray, Schema
@@ -94,7 +95,7 @@ def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
         sizes = torch.tensor(shape[0] if len(shape) == 1 else shape, dtype=torch.int64, device="cpu")
         return Padded(values, sizes.expand(count, *sizes.shape).clone())
     offsets = torch.arange(count + 1, device="cpu") * shape[0]
-    return _nested(values.reshape(count * shape[0], *shape[1:]), offsets)
+    return nested_tensor_from_jagged(values.reshape(count * shape[0], *shape[1:]), offsets)
 
 
 def find_spans(column: FieldAddresses, shards: IntArray, rows: IntArray) -> Spans:
@@ -179,11 +180,7 @@ def _gather_nested(field: Field, spans: Spans, pool: BufferPool) -> torch.Tensor
     values = _empty(field, (int(offsets[-1]), *rest.tolist()), pool)
     starts = np.cumsum(spans.lengths) - spans.lengths
     copy_runs(spans.addresses, spans.lengths, values.ctypes.data + starts)
-    return _nested(as_tensor(values, field.dtype), torch.from_numpy(offsets))
-
-
-def _nested(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+    return nested_tensor_from_jagged(as_tensor(values, field.dtype), torch.from_numpy(offsets))
 
 
 def _empty(field: Field, shape: tuple[int, ...], pool: BufferPool) -> np.ndarray[Any, Any]:

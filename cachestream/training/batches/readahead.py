@@ -43,9 +43,8 @@ class ReadAhead:
         self._segment = segment
         self._ask = ask
         self._coldness = coldness or Coldness()
-        fields = segment.snapshot.schema.fields
-        self._row_bytes = {f.name: fixed_row_bytes(f) for f in fields}
-        batch_bytes = max(1, sum(self._row_bytes.values()) * segment.plan.batch_size)
+        self._row_bytes = {f.name: fixed_row_bytes(f) for f in segment.snapshot.schema.fields}
+        batch_bytes = max(1, segment.batch_bytes)
         self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
         self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
         self._order, self._offset = _innermost(segment.order)
@@ -56,26 +55,26 @@ class ReadAhead:
 
     def reach(self, batch: int) -> None:
         """Read ahead from batch `batch` on, which is gathered next."""
-        if batch % self._every or not self._coldness.look():
+        if batch % self._every or not self._coldness.may_miss_pages():
             return
         self._pending = [future for future in self._pending if not future.done()]
         if len(self._pending) >= _PENDING:
             return
         if self._coldness.is_first:
-            self._coldness.see(self._first_of(batch), _FIRST_SAMPLES)
-            if not self._coldness.look():
+            self._coldness.check(self._first_of(batch), _FIRST_SAMPLES)
+            if not self._coldness.may_miss_pages():
                 return
         starts, stops = self._coming(batch)
         if not len(starts):
             return
-        self._coldness.see(starts, _SAMPLES)
+        self._coldness.check(starts, _SAMPLES)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
         self._pending.append(self._thread.submit(self._ask, starts, stops))
 
     def _first_of(self, batch: int) -> IntArray:
         """Return the addresses of the first samples of `batch`."""
-        start, stop = self._segment.plan.span(self._segment.place, batch)
+        start, stop = self._segment.plan.span(self._segment.rank, batch)
         samples = self._segment.order.at(np.arange(start, min(stop, start + _FIRST_SAMPLES), dtype=np.int64))
         return self._addresses(samples, samples + 1)[0]
 
@@ -87,7 +86,7 @@ class ReadAhead:
 
     def _coming(self, batch: int) -> tuple[IntArray, IntArray]:
         """Return the address ranges to read now, in the order of need."""
-        plan, place = self._segment.plan, self._segment.place
+        plan, rank = self._segment.plan, self._segment.rank
         if isinstance(self._order, LocalOrder):
             first = max(self._order.needs(self._offset + plan.position(batch))[0], self._asked_to)
             upcoming = min(batch + 1 + self._every, plan.num_batches)
@@ -102,7 +101,7 @@ class ReadAhead:
         self._asked_to = last
         found = []
         for begin in range(first, last, step):
-            spans = [plan.span(place, i) for i in range(begin, min(begin + step, last))]
+            spans = [plan.span(rank, i) for i in range(begin, min(begin + step, last))]
             positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
             samples = self._segment.order.at(positions)
             found.append(self._addresses(samples, samples + 1))

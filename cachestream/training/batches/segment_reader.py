@@ -44,7 +44,7 @@ def read_batches(
     feed: Feed | None = None,
 ) -> Iterator[Gathered | Flow]:
     """Yield the batches of `segment` for this rank, in order, whose samples lie at `locations`. With `feed`,
-    they come as flows from when all shards are mapped.
+    they are flows as soon as all shards are mapped.
 
     `on_damage(shard id, error)` is called for each damaged shard, whose samples are left out. `settle()` must
     return when no copies of earlier batches run any more: it is called before maps are dropped.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import torch
+from torch.nested import nested_tensor_from_jagged
 
 from cachestream.errors import ConfigError
 from cachestream.training.batches.buffers import BufferPool
@@ -24,10 +25,10 @@ class Staged(NamedTuple):
 
 
 class Transfer(Protocol):
-    """The way of a batch to its device. `send` runs in gathering threads and in the trainer's, `receive` in
+    """The transfer of batches to a device. `send` runs in gathering threads and in the trainer's, `receive` in
     the trainer's.
 
-    `moves`: batches are copied from the memory of `pool`, where they were gathered, to `device`.
+    `moves` is true if batches are copied from the memory of `pool`, where they were gathered, to `device`.
     """
 
     moves: ClassVar[bool]
@@ -108,14 +109,11 @@ def _record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     return tensor
 
 
-_nested: Final = torch.nested.nested_tensor_from_jagged
-
-
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return `value` with `change` applied to all tensors in its dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         if value.is_nested:  # part by part: not all operations support nested tensors
-            return _nested(change(value.values()), change(value.offsets()))  # type: ignore[attr-defined]
+            return nested_tensor_from_jagged(change(value.values()), change(value.offsets()))  # type: ignore[attr-defined]
         return change(value)
     if isinstance(value, dict):
         return {name: map_tensors(part, change) for name, part in value.items()}
