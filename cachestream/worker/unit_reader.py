@@ -422,13 +422,12 @@ class UnitReader:
         One probing unit of a remote that is away is tried sooner.
         """
         remote = self._remote_of(unit_read.unit)
-        if self._answers.is_back(remote, unit_read.paused_at_s):
-            return True
         with self._counting:
-            if self._probe is None and self._answers.is_away(remote, now_s):
+            is_due = self._answers.is_back(remote, unit_read.paused_at_s)
+            if not is_due and self._probe is None and self._answers.is_away(remote, now_s):
                 self._probe = unit_read
                 unit_read.again_at_s = min(unit_read.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
-            is_due = now_s >= unit_read.again_at_s
+            is_due |= now_s >= unit_read.again_at_s
             if is_due and self._probe is unit_read:
                 self._probe = None
         return is_due
