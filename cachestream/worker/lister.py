@@ -19,6 +19,7 @@ from cachestream.errors import CacheFullError, CacheLockedError, SourceError, So
 from cachestream.listing.names import read_mark
 from cachestream.sources.base import as_growing
 from cachestream.storage.cache import Cache
+from cachestream.storage.os_errors import DiskFailedError
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.child import (
@@ -183,7 +184,7 @@ def main() -> None:
     except SourceError:
         traceback.print_exc()
         code = EXIT_FATAL
-    except (CacheFullError, CacheLockedError) as error:  # others use the disk or the catalogue, for now
+    except (CacheFullError, CacheLockedError, DiskFailedError) as error:  # may be over soon
         sys.stderr.write(f"{error}\n")
         code = EXIT_LATER
     except BaseException:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
