@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from cachestream.config import format_size
@@ -222,11 +221,10 @@ class Outbox:
         """Wait until nothing is being published; raises the error of the last shard."""
         while self._sent is not None:
             self._slot["beat_s"] = time.monotonic()
-            try:
-                self._sent.result(timeout=BEAT_S)
+            # Not result(timeout=…): a TimeoutError of the disk (ETIMEDOUT) would look like its own.
+            if wait([self._sent], timeout=BEAT_S).done:
+                self._sent.result()
                 self._sent = None
-            except FutureTimeoutError:
-                continue
 
     def close(self) -> None:
         """Let the thread end after the current shard."""
