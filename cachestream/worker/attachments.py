@@ -65,20 +65,20 @@ class Attachments:
 
         Removes the files of dead processes.
         """
-        return not self._nobody_left() or self._is_detached()
+        return self._has_attached() or self._is_detached()
 
-    def _nobody_left(self) -> bool:
-        anybody = False
+    def _has_attached(self) -> bool:
+        found = False
         for name in os.listdir(self._directory.worker):
             if not name.endswith(_SUFFIX):
                 continue
             path = self._directory.worker_file(name)
             if is_held(path):
-                anybody = True
+                found = True
             else:
                 self._linger(_milliseconds(name) / 1000)
                 remove_if_there(path)
-        return not anybody
+        return found
 
     def _linger(self, linger_s: float) -> None:
         """Have the worker go on for `linger_s` from now."""

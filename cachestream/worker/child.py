@@ -23,7 +23,7 @@ from typing import IO, Any, Final
 from cachestream.storage.telemetry import ENDED, STARTING, Board
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.fork_server import Forked, ForkServer
-from cachestream.worker.health import Death, Suspicion, hanging_positions, suspicions
+from cachestream.worker.health import START_DEADLINE_S, Death, Suspicion, hanging_positions, suspicions
 from cachestream.worker.job import read_frame, write_frame
 from cachestream.worker.processes import (
     die_with_parent,
@@ -165,7 +165,7 @@ class SamplingProcess:
         self, server: ForkServer, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board
     ) -> None:
         self.index = index
-        self._process = ChildProcess(
+        self.process = ChildProcess(
             "cachestream.worker.sampler", f"process {index}", server, sys_path, job_fd
         )
         self._board = board
@@ -176,20 +176,6 @@ class SamplingProcess:
         self.start_at_s: float | None = None  # when it is due to be started again
         self.started_s = 0.0
 
-    @property
-    def running(self) -> bool:
-        return self._process.running
-
-    @property
-    def pids(self) -> list[int | None]:
-        """See `ChildProcess.pids`."""
-        return self._process.pids
-
-    @property
-    def last_words(self) -> str:
-        """See `ChildProcess.last_words`."""
-        return self._process.last_words
-
     def start(self, now_s: float) -> None:
         """Start the process; it stays due if the system refuses."""
         self._board.clear_flights(self.index)
@@ -197,9 +183,9 @@ class SamplingProcess:
         self._committed_before = int(self._slot["committed"])
         self._hung, self._was_stopped = None, False
         try:
-            self._process.start(self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
+            self.process.start(self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
         finally:
-            if self.running:
+            if self.process.running:
                 self.started_s, self.start_at_s = now_s, None
 
     def _reads(self) -> list[tuple[float, int]]:
@@ -211,32 +197,30 @@ class SamplingProcess:
         """The position of the sample that is being transformed."""
         return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
 
-    def kill_if_hanging(
-        self, now_s: float, resumed_s: float, timeout_s: float, start_deadline_s: float
-    ) -> None:
+    def kill_if_hanging(self, now_s: float, resumed_s: float, timeout_s: float) -> None:
         """Kill the process if it shows no life.
 
         Time before `resumed_s`, when all went on after a stop, does not count.
         """
-        if not self.running or self._hung is not None:
+        if not self.process.running or self._hung is not None:
             return
         if int(self._slot["state"]) == STARTING:
-            if now_s - max(self.started_s, resumed_s) > start_deadline_s:
+            if now_s - max(self.started_s, resumed_s) > START_DEADLINE_S:
                 self._hung = []
         elif now_s - resumed_s > timeout_s:
             main = (float(self._slot["beat_s"]), self._in_transform())
             self._hung = hanging_positions(now_s, timeout_s, main, self._reads())
         if self._hung is not None:
-            (pid,) = self.pids
+            (pid,) = self.process.pids
             self._was_stopped = pid is not None and is_stopped(pid)
-            self._process.kill()
+            self.process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
         """The death of the process, the positions that it leaves under suspicion, and their pass.
 
         None while it runs.
         """
-        code = self._process.reap()
+        code = self.process.reap()
         if code is None:
             return None
         positions = self._hung
@@ -257,14 +241,6 @@ class SamplingProcess:
         pass_id = int(self._slot["pass_id"])
         self._board.clear_flights(self.index)
         return death, suspicions(death, positions), pass_id
-
-    def ask_to_stop(self) -> None:
-        """Ask the process to publish what it has, and to end."""
-        self._process.ask_to_stop()
-
-    def end(self) -> None:
-        """Kill the process with all that it has started."""
-        self._process.end()
 
 
 def live_with_parent(stop: threading.Event) -> Any:

@@ -125,12 +125,17 @@ def _pickled(
 
 def _culprit(payload: Payload) -> tuple[str, Exception] | None:
     """The user's name for the object in `payload` that does not pickle, and the error; None if all do."""
-    names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
-    for name in ("source", "transform", "eviction", "weights"):
+    names = {
+        "source": "source",
+        "transform": "transform",
+        "eviction": "eviction function",
+        "weights": "order",
+    }
+    for attribute, name in names.items():
         try:
-            by_value(getattr(payload, name))
+            by_value(getattr(payload, attribute))
         except Exception as error:  # noqa: BLE001  pickling runs the user's code
-            return names.get(name, "order"), error
+            return name, error
     return None
 
 

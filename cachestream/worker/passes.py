@@ -79,7 +79,7 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
     listings.forget_secrets()
     if cache.filling.state().last_pass is None:
         listings.drop()
-    elif not listings.is_of(job):
+    elif not listings.begins(job.fingerprint, job.num_units or 0, job.listing):
         listings.retire()
     plan = first_plan(job, listings)
     state = _adopt(cache, job)

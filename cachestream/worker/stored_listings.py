@@ -22,7 +22,6 @@ from cachestream.storage.layout import Directory, remove_if_there
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.reservations import Owner
 from cachestream.transport import metering
-from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 
 _PREFIX: Final = "listing"
@@ -57,10 +56,6 @@ class Listings:
         """True if there is a current listing, and it is complete."""
         mark = read_mark(self.current)
         return mark is not None and mark.is_complete
-
-    def is_of(self, job: Job) -> bool:
-        """True if the current listing is of the job's source, and begins with the names that it has now."""
-        return self.begins(job.fingerprint, job.num_units or 0, job.listing)
 
     def begins(self, fingerprint: str, count: int, digest: str) -> bool:
         """True if the current listing is of this source, and its first `count` names have this digest."""

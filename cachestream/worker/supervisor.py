@@ -31,9 +31,7 @@ from cachestream.worker.attachments import Attachments
 from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, SamplingProcess
 from cachestream.worker.fork_server import ForkServer
 from cachestream.worker.health import (
-    START_DEADLINE_S,
     Death,
-    Suspicion,
     Trouble,
     is_crash_loop,
     longest_pause_s,
@@ -88,7 +86,7 @@ class Supervisor:
         self._history = History(cache.directory.worker_file("history"))
         self._deaths: list[Death] = []
         self._trouble = Trouble()
-        self._unrecorded: list[tuple[int, Suspicion, str]] = []
+        self._unrecorded: list[tuple[int, Suspect]] = []
         self._full_said_s = self._short_s = -math.inf
         self._has_promoted = False
         self._sampler: Any = None
@@ -113,7 +111,7 @@ class Supervisor:
         """Watch until asked to stop, until no process needs the worker any more, or until it fails."""
         try:
             while not (self._try(self._should_end) and self._leave()):
-                self._try(self._tick_now)
+                self._try(self._tick)
                 self._stop.wait(_TICK_S)
             self._end()
         except Exception as error:  # a process's main: all who wait get the error
@@ -194,18 +192,15 @@ class Supervisor:
                 logger.exception("going on, unless it lasts")
         return False
 
-    def _tick_now(self) -> bool:
+    def _tick(self) -> bool:
         if not self._lock.is_ours:
             raise _GiveUpError(f"{self._lock.path} is gone: the cache was removed", "")
-        self._tick(time.monotonic())
-        return True
-
-    def _tick(self, now_s: float) -> None:
+        now_s = time.monotonic()
         if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
         for child in self._children:
-            child.kill_if_hanging(now_s, self._resumed_s, self._job.hang_timeout_s, START_DEADLINE_S)
+            child.kill_if_hanging(now_s, self._resumed_s, self._job.hang_timeout_s)
             self._reap(child, now_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
@@ -213,19 +208,20 @@ class Supervisor:
             self._keep_house()
         self._record_suspects()
         self._watch_lister(now_s)
-        if not any(child.running or child.start_at_s is not None for child in self._children):
+        if not any(child.process.running or child.start_at_s is not None for child in self._children):
             self._next_pass(now_s)
         for child in self._children:
             if child.start_at_s is not None and now_s >= child.start_at_s:
                 child.start(now_s)
         if not self._resting:
             self._say(*self._how_full(now_s))
+        return True
 
     def _reap(self, child: SamplingProcess, now_s: float) -> None:
         ended = child.reap(now_s)
         if ended is None:
             return
-        death, suspects, pass_id = ended
+        death, suspicions, pass_id = ended
         if death.orderly and death.returncode == 0:
             return
         if death.orderly and death.returncode == EXIT_RESTART:
@@ -236,33 +232,29 @@ class Supervisor:
             return
         logger.warning("sampling process %d %s", child.index, death)
         if death.orderly and death.returncode == EXIT_FATAL:
-            raise _GiveUpError(_last_error(child.last_words), child.last_words)
+            raise _GiveUpError(_last_error(child.process.last_words), child.process.last_words)
         self._deaths.append(death)
         if is_crash_loop(self._deaths, now_s, self._job.num_workers):
-            how = _last_error(child.last_words) if death.orderly else f"what they read {death}"
+            how = _last_error(child.process.last_words) if death.orderly else f"what they read {death}"
             raise _GiveUpError(
-                f"the sampling processes died {len(self._deaths)} times: {how}", child.last_words
+                f"the sampling processes died {len(self._deaths)} times: {how}", child.process.last_words
             )
         self._board.count_restart()
         child.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
-        self._unrecorded += [(pass_id, suspicion, str(death)) for suspicion in suspects]
+        self._unrecorded += [(pass_id, Suspect(one.position, one.weight, str(death))) for one in suspicions]
 
     def _record_suspects(self) -> None:
         """Record the suspects before another process reads them."""
-        if not self._unrecorded:
-            return
-        self._cache.filling.record_suspects(
-            (pass_id, Suspect(suspicion.position, suspicion.weight, how))
-            for pass_id, suspicion, how in self._unrecorded
-        )
-        self._unrecorded.clear()
+        if self._unrecorded:
+            self._cache.filling.record_suspects(self._unrecorded)
+            self._unrecorded.clear()
 
     def _look_after_orphans(self) -> None:
         """Wait for processes that transforms leave behind; no other code does."""
         self._server.listen()
         if self._server.give_up_if_stopped(time.monotonic()):
             logger.warning("the fork server was stopped; processes are started without it")
-        waited_for = [pid for child in self._children for pid in child.pids] + self._lister.pids
+        waited_for = [pid for child in self._children for pid in child.process.pids] + self._lister.pids
         known = [pid for pid in waited_for if pid is not None]
         if len(known) == len(waited_for):  # else an orphan might be a child whose id is not known yet
             look_after_orphans(known)
@@ -326,7 +318,7 @@ class Supervisor:
     def _how_full(self, now_s: float) -> tuple[str, str]:
         """The state of the filling while it is not over, and a message if all processes wait for space."""
         states = self._board.states()
-        running = {states[child.index] for child in self._children if child.running}
+        running = {states[child.index] for child in self._children if child.process.running}
         if not running or running - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
             return "filling", ""
         if STATE_NAMES[WRITING] in running:  # the process may be about to find that there is no space
@@ -386,14 +378,14 @@ class Supervisor:
     def _end(self) -> None:
         self._lister.stop()
         for child in self._children:
-            child.ask_to_stop()
+            child.process.ask_to_stop()
         deadline = time.monotonic() + _STOP_S
-        while any(child.running for child in self._children) and time.monotonic() < deadline:
+        while any(child.process.running for child in self._children) and time.monotonic() < deadline:
             for child in self._children:
                 child.reap(time.monotonic())
             time.sleep(0.01)
         for child in self._children:
-            child.end()
+            child.process.end()
         end_orphans()
         self._attachments.clear_requests()
         try:

@@ -260,7 +260,7 @@ class UnitReader:
                 self.beat(number)
                 began_s = time.monotonic()
                 try:
-                    with closing(self._wanted(unit_read, number, unit_read.came)) as items:
+                    with closing(self._wanted(unit_read, number)) as items:
                         for chunk in gather(items):
                             unit_read.heard(chunk)
                             self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
@@ -308,11 +308,10 @@ class UnitReader:
             return False
         return bool(self._local.fetched) or not self._is_reported
 
-    def _wanted(
-        self, unit_read: UnitRead, number: int, first: int
-    ) -> Generator[Item | SampleChunk, None, None]:
-        """Yield the samples that are wanted from the offset `first` on."""
+    def _wanted(self, unit_read: UnitRead, number: int) -> Generator[Item | SampleChunk, None, None]:
+        """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
+        first = unit_read.came
         rng = unit_generator(self.plan, unit_read.unit)
         self._local.fetched = 0
         self._refund()
