@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from cachestream.errors import CacheLockedError
@@ -43,6 +44,15 @@ class Attachments:
         if lock is None:
             raise CacheLockedError(f"{path} was held for {timeout_s:.0f} s; look for a stopped process")
         return lock
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the attach lock during the block; raises CacheLockedError as `attach_lock`."""
+        lock = self.attach_lock()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def attach(self, linger_s: float = 0.0) -> HeldFile:
         """Need the worker until the file is released, or until `linger_s` after the death of this process."""

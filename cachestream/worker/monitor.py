@@ -119,29 +119,23 @@ class WorkerMonitor:
 
     def _start_another(self) -> None:
         attachments = Attachments(self._cache.directory)
-        lock = attachments.attach_lock()
-        try:
+        with attachments.locked():
             is_lost = lost_worker(self._cache.directory) is not None
             if is_lost and self._is_needed() and not attachments.stop_requested():
                 if self.process is not None:
                     self.process.wait(timeout=5.0)
                 self.process = Launch(self._job.protocols).give(self._job)
                 logger.warning("%s: another worker fills it now", self._cache.path)
-        finally:
-            lock.release()
 
     def _give_up(self) -> None:
         message = (
             f"its workers were killed {len(self._deaths)} times within {BREAKER_WINDOW_S / 60:.0f} minutes, soon after they had "
             "started: the system's log says by what (a lack of memory?); mend that, and start another"
         )
-        lock = Attachments(self._cache.directory).attach_lock()
-        try:
+        with Attachments(self._cache.directory).locked():
             if lost_worker(self._cache.directory) is not None:
                 self._cache.filling.record("failed", message)
                 forget_lost_worker(self._cache.directory)
-        finally:
-            lock.release()
 
     def _tell_of_failure(self) -> None:
         """Training goes on without: it is told, once."""

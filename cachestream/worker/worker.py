@@ -183,7 +183,7 @@ class Worker:
             self._attachments.request_stop()  # keeps others from replacing a worker that was killed
             self._wait_until_gone(timeout_s)
             if lost_worker(directory) is not None:
-                with _released(self._attachments.attach_lock()):
+                with self._attachments.locked():
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
                 self._attachments.clear_requests()  # a worker that was ending may not have seen it
@@ -367,7 +367,7 @@ def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> No
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
     attachments = Attachments(cache.directory)
     for _ in _polls(START_TIMEOUT_S):
-        with _released(attachments.attach_lock()):
+        with attachments.locked():
             running = cache.has_worker()
             if not running:
                 return _start(cache, job, attachments, launch or Launch(), detach, linger_s)
@@ -432,11 +432,3 @@ def _check_same_source(cache: Cache, job: Job) -> None:
             f"{job.partition or 'all units'}; give all processes that use one cache the same partition (cs.stream "
             "finds one by itself under torch.distributed, unless it is given partition=)"
         )
-
-
-@contextmanager
-def _released(lock: HeldFile) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        lock.release()
