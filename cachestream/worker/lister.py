@@ -44,11 +44,11 @@ logger = logging.getLogger("cachestream.worker")
 
 
 class ListingError(Exception):
-    """The listing has failed; `words` is the last output of the process."""
+    """The listing has failed; `output` is the last output of the process."""
 
-    def __init__(self, words: str) -> None:
-        super().__init__(words)
-        self.words = words
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.output = output
 
 
 class Lister:

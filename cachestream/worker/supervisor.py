@@ -50,18 +50,18 @@ _BOOKS_S: Final = 60.0
 _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
 _LATER_PAUSE_S: Final = 2.0
-_SAY_AGAIN_S: Final = 60.0
-_TRIED_AGAIN_S: Final = 3.0  # by then all processes that wait for space have tried again
+_LOG_AGAIN_S: Final = 60.0
+_FULL_AFTER_S: Final = 3.0  # by then all processes that wait for space have tried again
 
 logger = logging.getLogger("cachestream.worker")
 
 
 class _GiveUpError(Exception):
-    """The filling cannot continue; the message and the traceback of the child (`words`) are for the user."""
+    """The filling cannot continue; the message and the traceback of the child (`output`) are for the user."""
 
-    def __init__(self, message: str, words: str) -> None:
+    def __init__(self, message: str, output: str) -> None:
         super().__init__(message)
-        self.words = words
+        self.output = output
 
 
 class Supervisor:
@@ -87,10 +87,10 @@ class Supervisor:
         self._deaths: list[Death] = []
         self._trouble = Trouble()
         self._unrecorded: list[tuple[int, Suspect]] = []
-        self._full_said_s = self._short_s = -math.inf
+        self._full_logged_s = self._room_expected_s = -math.inf
         self._has_promoted = False
         self._sampler: Any = None
-        self._leaving: HeldFile | None = None
+        self._leave_lock: HeldFile | None = None
         self._resting = False
         self._state = self._message = ""
         self._waited_at_bytes = -1
@@ -115,26 +115,26 @@ class Supervisor:
                 self._stop.wait(_TICK_S)
             self._end()
         except Exception as error:  # a process's main: all who wait get the error
-            words = error.words if isinstance(error, _GiveUpError) else traceback.format_exc()
+            output = error.output if isinstance(error, _GiveUpError) else traceback.format_exc()
             logger.exception("giving up")
-            self._give_up(str(error) or type(error).__name__, words)
+            self._give_up(str(error) or type(error).__name__, output)
             return 1
         try:
             if self._state == "filling" or self._message == RESTS:
-                self._say("stopped")
+                self._record_state("stopped")
         except CacheFullError:
             logger.exception("the end could not be recorded")
         self._board.end()
         return 0
 
-    def _give_up(self, message: str, words: str) -> None:
+    def _give_up(self, message: str, output: str) -> None:
         try:
             if self._lock.is_ours:
                 self._leave()  # no process is to attach to a worker that has failed
                 try:
                     self._end()
                 finally:  # it may fail for the same reason
-                    self._say("failed", message, words)
+                    self._record_state("failed", message, output)
                     self._board.end()
         except (CacheStreamError, OSError):
             logger.exception("the end could not be recorded")  # the children die with this process
@@ -142,8 +142,8 @@ class Supervisor:
     def start(self, *, is_complete: bool) -> None:
         """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
         self._look_for_changes = is_complete and self._job.growing
-        self._set_looking(self._look_for_changes)
-        self._say("filling")
+        self._record_looking(self._look_for_changes)
+        self._record_state("filling")
         self._board.reset(os.getpid(), self._job.num_workers, time.monotonic())
         if self._job.growing:
             self._lister.begin()
@@ -153,14 +153,14 @@ class Supervisor:
     def _leave(self) -> bool:
         """Take the attach lock until this process ends; False if a process attached at the last moment."""
         try:
-            self._leaving = self._attachments.attach_lock(_LEAVE_S)
+            self._leave_lock = self._attachments.attach_lock(_LEAVE_S)
         except CacheLockedError:
             return (
                 self._stop.is_set()
             )  # after a signal, do not wait for a process that was stopped while it attached
         if self._should_end():
             return True
-        self._leaving.release()
+        self._leave_lock.release()
         return False
 
     def _should_end(self) -> bool:
@@ -178,8 +178,8 @@ class Supervisor:
         except CacheLockedError:
             logger.exception("the catalogue is locked")  # by a process that was stopped, and may continue
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
-            if now_s - self._full_said_s > _SAY_AGAIN_S:
-                self._full_said_s = now_s
+            if now_s - self._full_logged_s > _LOG_AGAIN_S:
+                self._full_logged_s = now_s
                 logger.warning("%s; waiting for that", error)
         except (
             CacheError,
@@ -204,8 +204,8 @@ class Supervisor:
             self._reap(child, now_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
-            self._look_after_orphans()
-            self._keep_house()
+            self._reap_orphans()
+            self._housekeep()
         self._record_suspects()
         self._watch_lister(now_s)
         if not any(child.process.running or child.start_at_s is not None for child in self._children):
@@ -214,7 +214,7 @@ class Supervisor:
             if child.start_at_s is not None and now_s >= child.start_at_s:
                 child.start(now_s)
         if not self._resting:
-            self._say(*self._how_full(now_s))
+            self._record_state(*self._space_state(now_s))
         return True
 
     def _reap(self, child: SamplingProcess, now_s: float) -> None:
@@ -249,7 +249,7 @@ class Supervisor:
             self._cache.filling.record_suspects(self._unrecorded)
             self._unrecorded.clear()
 
-    def _look_after_orphans(self) -> None:
+    def _reap_orphans(self) -> None:
         """Wait for processes that transforms leave behind; no other code does."""
         self._server.listen()
         if self._server.give_up_if_stopped(time.monotonic()):
@@ -263,7 +263,7 @@ class Supervisor:
         try:
             self._lister.tick(now_s, self._resumed_s)
         except ListingError as error:
-            raise _GiveUpError(_last_error(error.words), error.words) from error
+            raise _GiveUpError(_last_error(error.output), error.output) from error
 
     def _next_pass(self, now_s: float) -> None:
         """Begin another pass or rest, as all processes have ended for want of claims."""
@@ -275,10 +275,10 @@ class Supervisor:
         self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
         has_more = go_on(self._cache, self._job, self.draw, has_changed=self._has_promoted)
         has_changed, self._has_promoted = self._has_promoted, False
-        self._set_looking(False)
+        self._record_looking(False)
         if not has_more:
             if not self._resting:
-                self._say("complete", self._left_out())
+                self._record_state("complete", self._missing_message())
                 self._resting = True
             return
         self._resting = False
@@ -287,13 +287,13 @@ class Supervisor:
         for child in self._children:
             child.start_at_s = now_s
 
-    def _set_looking(self, looking: bool) -> None:
+    def _record_looking(self, looking: bool) -> None:
         """Record if it is still unknown which pass is the one to wait for."""
         if looking != self._is_looking:
             self._cache.filling.record_looking(looking)
             self._is_looking = looking
 
-    def _left_out(self) -> str:
+    def _missing_message(self) -> str:
         """Return why the cache holds less than the remote. Transforms leave samples out on purpose, but not
         all.
         """
@@ -315,7 +315,7 @@ class Supervisor:
             sampler.set_epoch(ordinal)
         return check_drawn(sampler, job.num_units, job.partition)
 
-    def _how_full(self, now_s: float) -> tuple[str, str]:
+    def _space_state(self, now_s: float) -> tuple[str, str]:
         """The state of the filling while it is not over, and a message if all processes wait for space."""
         states = self._board.states()
         running = {states[child.index] for child in self._children if child.process.running}
@@ -330,12 +330,12 @@ class Supervisor:
         has_room = state.phase != self._state  # whoever made some has said so
         is_used = evicts and self._cache.admission.leases.count() > 0
         if is_short or has_room or is_used:
-            self._short_s = now_s
-        if now_s - self._short_s > _TRIED_AGAIN_S:
+            self._room_expected_s = now_s
+        if now_s - self._room_expected_s > _FULL_AFTER_S:
             return "full", RESTS if evicts else ""
         return "filling", WAITS if is_used and not is_short else ""
 
-    def _keep_house(self) -> None:
+    def _housekeep(self) -> None:
         if (now_s := time.monotonic()) >= self._books_at_s:
             self._books_at_s = now_s + _BOOKS_S
             if (problem := self._cache.check_books()) is not None:
@@ -345,7 +345,7 @@ class Supervisor:
         if state.catalogue_id != self._catalogue_id:
             logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
             self._catalogue_id = state.catalogue_id
-            self._say_again()
+            self._record_anew()
         self._history.append(
             state.num_samples,
             self._cache.size_bytes,
@@ -356,7 +356,7 @@ class Supervisor:
             state.snapshots,
         )
 
-    def _say(self, state: str, message: str = "", words: str = "") -> None:
+    def _record_state(self, state: str, message: str = "", output: str = "") -> None:
         written_bytes = self._board.totals().written_bytes
         # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
         waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
@@ -364,16 +364,16 @@ class Supervisor:
             return
         if message == WAITS:
             self._waited_at_bytes = written_bytes
-        catalogue_id = self._cache.filling.record(state, message, words)
+        catalogue_id = self._cache.filling.record(state, message, output)
         self._catalogue_id = self._catalogue_id or catalogue_id
         self._state, self._message = state, message
 
-    def _say_again(self) -> None:
+    def _record_anew(self) -> None:
         """Record in a new catalogue what the lost one knew, and no shard tells."""
         looking, self._is_looking = bool(self._is_looking), None
-        self._set_looking(looking)
+        self._record_looking(looking)
         self._state, self._resting = "", False  # a pass is open again, or the next tick corrects that
-        self._say("filling")
+        self._record_state("filling")
 
     def _end(self) -> None:
         self._lister.stop()
@@ -390,14 +390,14 @@ class Supervisor:
         self._attachments.clear_requests()
         try:
             self._cache.recover()  # removes unfinished shards of processes that were killed
-            self._keep_house()
+            self._housekeep()
         except CacheFullError:
             logger.exception("left to the next who opens the cache")
 
 
-def _last_error(words: str) -> str:
-    """The message of the error at the end of `words`."""
-    lines = words.strip().splitlines()
+def _last_error(output: str) -> str:
+    """The message of the error at the end of `output`."""
+    lines = output.strip().splitlines()
     if not lines:
         return "the worker cannot go on"
     message = lines[-1].partition(": ")[2] or lines[-1]
