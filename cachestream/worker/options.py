@@ -71,18 +71,22 @@ class WorkerOptions:
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
-        owner = type(source).__name__
-        num_units = whole_units(source.num_units, owner) if growing is None else len(growing.first_names)
+        source_name = type(source).__name__
+        num_units = (
+            whole_units(source.num_units, source_name) if growing is None else len(growing.first_names)
+        )
         fingerprint: object = source.fingerprint
         if not isinstance(fingerprint, str) or not fingerprint:
-            raise ConfigError(f"{owner}: fingerprint={fingerprint!r}: must be a str that names the data")
+            raise ConfigError(
+                f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
+            )
         _check_share(partition, num_units)
         divisible = as_divisible(source)
         kind, weights, sampler = _order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()
 
-        def see(value: Any) -> None:
+        def collect_protocol(value: Any) -> None:
             if isinstance(value, Remote) and not value.is_local:
                 protocols.add(value.protocol)
 
@@ -103,7 +107,7 @@ class WorkerOptions:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, self.transform, policy, weights), see),
+            payload=pack(Payload(source, self.transform, policy, weights), collect_protocol),
             sampler=pack_sampler(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
