@@ -49,7 +49,7 @@ def words_of(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 class ChildProcess:
-    """A process that runs `main()` of `module` and gets its orders through a pipe.
+    """A process that runs `main()` of `module` and gets its arguments through a pipe.
 
     It can be started again after its end.
 
@@ -65,7 +65,7 @@ class ChildProcess:
         self._server, self._sys_path, self._job_fd = server, sys_path, job_fd
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._listener: threading.Thread | None = None
-        self._words: deque[bytes] = deque(maxlen=64)
+        self._last_lines: deque[bytes] = deque(maxlen=64)
         self.life_s: float | None = None  # the time of its last sign of life
 
     @property
@@ -77,9 +77,9 @@ class ChildProcess:
         """The process's id while it runs; None where it is not known yet."""
         return [] if self._process is None else [self._process.pid]
 
-    def start(self, *orders: object) -> None:
-        """Start the process, and send it the descriptor of the job and its `orders`."""
-        self._words.clear()
+    def start(self, *arguments: object) -> None:
+        """Start the process, and send it the descriptor of the job and its `arguments`."""
+        self._last_lines.clear()
         self.life_s = None
         self._process = process = self._start()
         assert process.stdout is not None
@@ -88,7 +88,7 @@ class ChildProcess:
         listener.start()
         self._listener = listener
         with suppress(BrokenPipeError):  # it died already; `reap` tells
-            write_frame(process.stdin, (self._job_fd, *orders))
+            write_frame(process.stdin, (self._job_fd, *arguments))
 
     def _start(self) -> subprocess.Popen[bytes] | Forked:
         forked = None if self._server is None else self._server.start(self._module, self._job_fd)
@@ -108,13 +108,13 @@ class ChildProcess:
                 if line == b"\n":
                     self.life_s = time.monotonic()
                     continue
-                self._words.append(line)
+                self._last_lines.append(line)
                 logger.info("%s: %s", self._name, line[:1000].decode("utf-8", "replace").rstrip())
 
     @property
     def last_words(self) -> str:
         """The end of what the process printed: its traceback, if it had one."""
-        return b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
+        return b"".join(self._last_lines)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
 
     def reap(self) -> int | None:
         """The exit code of a process that has ended; None while it runs, or if there is none.
@@ -256,19 +256,19 @@ def live_with_parent(stop: threading.Event) -> Any:
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first
     stream = sys.stdin.buffer
-    said = read_frame(stream)
+    message = read_frame(stream)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.register_at_fork(
         before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
         after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
-        after_in_child=_be_ordinary,
+        after_in_child=_restore_signals,
     )
     fd = stream.fileno()
     threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
-    return said
+    return message
 
 
-def _be_ordinary() -> None:
+def _restore_signals() -> None:
     """Restore the default signal handlers in a process that the user's code has forked, and unblock SIGTERM.
 
     A multiprocessing pool waits for ever for a process that ignores SIGTERM. The signal is blocked during the
