@@ -27,11 +27,11 @@ from typing import IO, Any, Final
 
 from cachestream.worker.processes import (
     adopt_orphans,
+    detach_from_terminal,
     die_with_parent,
     end_sessions,
     is_stopped,
     is_there,
-    let_go_of_terminal,
     name_process,
 )
 
@@ -248,7 +248,7 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
     """Fork the requested processes until the socket closes; each leads one of `sessions`."""
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    let_go_of_terminal()  # this also closes the pipes of the supervisor to its caller
+    detach_from_terminal()  # this also closes the pipes of the supervisor to its caller
     for module in _OURS:
         importlib.import_module(module)
     _load(protocols)

@@ -31,8 +31,8 @@ from cachestream.worker.job import Job, frame, read_frame, unpack, write_frame
 from cachestream.worker.passes import begin
 from cachestream.worker.processes import (
     begin_clean,
+    detach_from_terminal,
     import_path,
-    let_go_of_terminal,
     name_process,
     start_python,
 )
@@ -194,7 +194,7 @@ def _begin(server: ForkServer) -> Supervisor | None:
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     logger.info("started, %d left-over files removed", removed)
-    let_go_of_terminal()
+    detach_from_terminal()
     return supervisor
 
 

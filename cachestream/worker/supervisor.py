@@ -41,7 +41,7 @@ from cachestream.worker.job import Job, share, unpack_sampler
 from cachestream.worker.lister import Lister, ListingError
 from cachestream.worker.order import all_units, check_drawn, draw_curriculum
 from cachestream.worker.passes import go_on
-from cachestream.worker.processes import end_orphans, look_after_orphans
+from cachestream.worker.processes import end_orphans, reap_orphans
 from cachestream.worker.stored_listings import Listings
 
 _TICK_S: Final = 0.1
@@ -257,7 +257,7 @@ class Supervisor:
         waited_for = [pid for child in self._children for pid in child.process.pids] + self._lister.pids
         known = [pid for pid in waited_for if pid is not None]
         if len(known) == len(waited_for):  # else an orphan might be a child whose id is not known yet
-            look_after_orphans(known)
+            reap_orphans(known)
 
     def _watch_lister(self, now_s: float) -> None:
         try:
