@@ -161,18 +161,18 @@ class Fetcher:
         with self._lock:
             return self._aside.copy()
 
-    def silences(self) -> tuple[list[Stall], bool]:
+    def stalls(self) -> tuple[list[Stall], bool]:
         """The stalls of units that do not answer, the next unit first.
 
         And True if all other units wait for these.
         """
         with self._lock:
-            waiting = [unit_read for unit_read in self._aside if unit_read.silence is not None]
+            waiting = [unit_read for unit_read in self._aside if unit_read.stall is not None]
             all_wait = not self._order and bool(waiting)
-            if self._order and self._order[0].is_awaited and self._order[0].silence is not None:
+            if self._order and self._order[0].is_awaited and self._order[0].stall is not None:
                 waiting.insert(0, self._order[0])
                 all_wait = True
-            return [unit_read.silence for unit_read in waiting if unit_read.silence is not None], all_wait
+            return [unit_read.stall for unit_read in waiting if unit_read.stall is not None], all_wait
 
     @property
     def is_idle(self) -> bool:
@@ -183,11 +183,11 @@ class Fetcher:
         with self._lock:
             return not self._order and not self._todo and not self.reading
 
-    def submit(self, flights: list[UnitRead]) -> None:
+    def submit(self, unit_reads: list[UnitRead]) -> None:
         """Read `unit_reads` after those submitted before."""
         with self._lock:
-            self._order.extend(flights)
-            unread = [unit_read for unit_read in flights if not unit_read.finished]
+            self._order.extend(unit_reads)
+            unread = [unit_read for unit_read in unit_reads if not unit_read.finished]
             self._todo.extend(unread)
             self._units.notify(len(unread))
 
@@ -270,7 +270,7 @@ class Fetcher:
             with self._lock:
                 self.reading -= 1
                 unit_read.error = error
-                self._came(unit_read, UnitEvent.END)
+                self._note_arrival(unit_read, UnitEvent.END)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
@@ -287,7 +287,7 @@ class Fetcher:
                     self._units.wait()
             return None
 
-    def _came(self, unit_read: UnitRead, event: UnitEvent) -> None:
+    def _note_arrival(self, unit_read: UnitRead, event: UnitEvent) -> None:
         """Note that samples or the end of `unit_read` came, and wake the main thread if that unit is next."""
         if unit_read.aside:
             self._aside.remove(unit_read)
@@ -315,7 +315,7 @@ class Fetcher:
             unit_read.chunks.append(chunk)
             unit_read.waiting_bytes += chunk.nbytes
             self._bytes += chunk.nbytes
-            self._came(unit_read, UnitEvent.ARRIVE)
+            self._note_arrival(unit_read, UnitEvent.ARRIVE)
             return True
 
 

@@ -148,7 +148,7 @@ class UnitRead:
     All samples before the offset `done` are packed, dropped or skipped.
 
     All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has
-    not answered yet; 0 without one. A unit that does not answer has a `silence`, and is tried again after the
+    not answered yet; 0 without one. A unit that does not answer has a `stall`, and is tried again after the
     `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put
     aside it gets a claim of its own.
     """
@@ -167,7 +167,7 @@ class UnitRead:
     error: BaseException | None = None
     came: int = 0
     asked_s: float = 0.0
-    silence: Stall | None = None
+    stall: Stall | None = None
     delays: Iterator[float] | None = None
     has_own_claim: bool = False
     paused_at_s: float = 0.0
@@ -190,17 +190,17 @@ class UnitRead:
         """True if there is nothing to deliver yet."""
         return not self.chunks and not self.finished
 
-    def silent(self, now_s: float, hang_timeout_s: float) -> bool:
+    def is_stalled(self, now_s: float, hang_timeout_s: float) -> bool:
         """True if the unit has not answered for long, in its attempts so far or in the current one."""
-        if self.silence is None and self.asked_s:
+        if self.stall is None and self.asked_s:
             since = Stall(self.asked_s, f"unit {self.unit}: no answer yet")
-            self.silence = since if since.is_long(now_s, hang_timeout_s) else None
-        return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
+            self.stall = since if since.is_long(now_s, hang_timeout_s) else None
+        return self.stall is not None and self.stall.is_long(now_s, hang_timeout_s)
 
     def heard(self, chunk: SampleChunk) -> None:
         """Note that `chunk` came: the remote answers."""
         self.came = chunk.offsets[-1] + 1
-        self.silence = self.delays = None
+        self.stall = self.delays = None
 
 
 class UnitReader:
@@ -226,7 +226,7 @@ class UnitReader:
         )
         # Of the remotes of a mix, one may be away while the others answer.
         self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
-        self._witnesses: dict[Hashable, int] = {}  # the first unit of each remote that came whole
+        self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came whole
         self._answers = Answers()
         self._probe: UnitRead | None = None  # the unit that finds out whether a remote is back
         self._is_reported = False  # the source reports the bytes that it fetches
@@ -242,7 +242,7 @@ class UnitReader:
         self._throttled = False
         # All that one request asks for is sent at once, read or not: sockets have buffers.
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
-        metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
+        metering.install(self._on_reported, self._on_request, self._on_slow_down, most)
 
     def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
         """Yield the samples of the unit that are wanted.
@@ -265,28 +265,28 @@ class UnitReader:
                             unit_read.heard(chunk)
                             self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                             yield chunk
-                    self._witnesses.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
+                    self._known_good.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
                     self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
                     slot["retries"] += 1
-                    self._pause(unit_read, self._fell_silent(unit_read, str(error), began_s))
+                    self._pause(unit_read, self._retry_delay_s(unit_read, str(error), began_s))
         finally:
             end_if_forked(self._pid)
             self._refund()
             unit_read.asked_s = 0.0
             slot["flights"][number] = 0
 
-    def _fell_silent(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
+    def _retry_delay_s(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
         """The pause after a failed attempt that began at `began_s`.
 
         Raises SampleError if the unit is to be left out.
         """
-        before, now_s = unit_read.silence, time.monotonic()
-        unit_read.silence = silence = Stall(began_s if before is None else before.since_s, reason)
-        if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
+        before, now_s = unit_read.stall, time.monotonic()
+        unit_read.stall = stall = Stall(began_s if before is None else before.since_s, reason)
+        if stall.is_too_long(now_s, self._hang_timeout_s) and self._remote_answers(
             self._remote_of(unit_read.unit)
         ):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
@@ -295,9 +295,9 @@ class UnitReader:
             unit_read.delays = backoff_delays(random.Random())
         return next(unit_read.delays)
 
-    def _does_answer(self, remote: Hashable) -> bool:
+    def _remote_answers(self, remote: Hashable) -> bool:
         """True if a unit that came from `remote` before comes again, and not from a cache in the source."""
-        unit, self._local.fetched = self._witnesses.get(remote), 0
+        unit, self._local.fetched = self._known_good.get(remote), 0
         if unit is None or self.plan is None:
             return False
         try:
@@ -322,7 +322,7 @@ class UnitReader:
                 self.beat(number)
                 beat_s = now_s
             if isinstance(item, Rows):
-                if (chunk := self._table(item, offset, first, unit_read)) is not None:
+                if (chunk := self._wanted_rows(item, offset, first, unit_read)) is not None:
                     yield chunk
                 offset += len(item.keys)
                 continue
@@ -333,7 +333,7 @@ class UnitReader:
                 yield offset, key, sample, nbytes
             offset += 1
 
-    def _table(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
+    def _wanted_rows(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
         """The wanted samples of `rows`, the first of which is at `offset` in its unit.
 
         None if none are wanted.
@@ -377,7 +377,7 @@ class UnitReader:
             self._local.paid = max(0, paid - nbytes)
             self._throttle.spend(nbytes - paid, lambda: self.beat(number))
 
-    def _on_asking(self, nbytes: int) -> None:
+    def _on_request(self, nbytes: int) -> None:
         """Pay for bytes before they are on the wire.
 
         Else all that many readers have in flight would exceed the limit.

@@ -22,9 +22,9 @@ from cachestream.worker.unit_reader import Answers, Stall, UnitRead, UnitReader
 def test_others_go_first_after_a_third_of_what_a_process_may_hang_and_it_ends_after_four_times_that(
     now_s: float, is_long: bool, is_too_long: bool
 ) -> None:
-    silence = Stall(1000.0, "503")
-    assert silence.is_long(now_s, 30.0) == is_long
-    assert silence.is_too_long(now_s, 30.0) == is_too_long
+    stall = Stall(1000.0, "503")
+    assert stall.is_long(now_s, 30.0) == is_long
+    assert stall.is_too_long(now_s, 30.0) == is_too_long
 
 
 def test_a_remote_is_back_when_it_answers_after_an_outage_and_for_those_who_wait_since_before() -> None:
