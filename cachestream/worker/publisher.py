@@ -146,7 +146,7 @@ class OpenShard:
         packer = self.packer if self.packer.num_samples else self.held_out
         return packer.schema if packer.num_samples else None
 
-    def part_of(self, key: bytes) -> int:
+    def split_of(self, key: bytes) -> int:
         """The split of the sample `key`; WHOLE where no samples are held out."""
         if self.holdout is None:
             return WHOLE
@@ -157,29 +157,29 @@ class OpenShard:
         if self.holdout is None:
             self.packer.take(part, known)
         elif isinstance(part, Table):
-            splits = [self.part_of(key) for key in part.keys]
+            splits = [self.split_of(key) for key in part.keys]
             for split, packer in ((TRAIN, self.packer), (HELD_OUT, self.held_out)):
                 if rows := [row for row, one in enumerate(splits) if one == split]:
                     packer.take(part.take(rows), known)
         else:
-            is_out = self.part_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
+            is_out = self.split_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
             (self.held_out if is_out else self.packer).take(part, known)
 
     def contents(self, fill: dict[str, Any]) -> list[ShardContent]:
         """The shards to be published together: one, or one for each split."""
         if self.holdout is None:
             return [self.packer.content(fill)]
-        parts = {HELD_OUT: self.held_out, TRAIN: self.packer}
-        parts = {part: packer for part, packer in parts.items() if packer.num_samples}
+        packers = {HELD_OUT: self.held_out, TRAIN: self.packer}
+        packers = {split: packer for split, packer in packers.items() if packer.num_samples}
         found = []
-        for part, packer in parts.items():
-            is_whole = len(parts) == 1 and not self.elsewhere - {part}
-            split = {
+        for split, packer in packers.items():
+            is_whole = len(packers) == 1 and not self.elsewhere - {split}
+            entries = {
                 "holdout": self.holdout,
-                "held_out": packer.num_samples if part == HELD_OUT else 0,
-                "part": WHOLE if is_whole else part,
+                "held_out": packer.num_samples if split == HELD_OUT else 0,
+                "part": WHOLE if is_whole else split,
             }
-            found.append(packer.content(split | fill))  # spans come last in a manifest
+            found.append(packer.content(entries | fill))  # spans come last in a manifest
         return found
 
     def clear(self) -> None:
@@ -267,7 +267,7 @@ class Outbox:
             for content in contents:
                 self._check_fits(content)
 
-        if self._insist(publish, check):
+        if self._retry_until_space(publish, check):
             self.published += 1
             self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
 
@@ -278,9 +278,9 @@ class Outbox:
             self.publisher.commit(progress)
             return True
 
-        self._insist(commit, lambda: None)
+        self._retry_until_space(commit, lambda: None)
 
-    def _insist(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
+    def _retry_until_space(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
         """Try until there is space; False if stopped before that.
 
         `check` raises if there can never be enough space.
@@ -298,7 +298,7 @@ class Outbox:
             ) as error:  # treated like a lack of space, until it is over
                 refusal = str(error)
             finally:
-                self._tell(refusal)
+                self._show_refusal(refusal)
             check()
             self._slot["state"] = NO_SPACE
             begun_s = time.monotonic()
@@ -321,7 +321,7 @@ class Outbox:
                     return True
         return self._stop.is_set()
 
-    def _tell(self, refusal: str) -> None:
+    def _show_refusal(self, refusal: str) -> None:
         """Show the error of the disk on the board, which needs no space, and once in the log."""
         if refusal and not self._slot["refusal"]:
             sys.stderr.write(f"{refusal}; it is tried again until then\n")
