@@ -60,7 +60,7 @@ class Attachments:
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
-        self._linger_no_more()  # the job that the worker waited for is here
+        self._clear_linger()  # the job that the worker waited for is here
         return held
 
     def is_needed(self) -> bool:
@@ -94,7 +94,7 @@ class Attachments:
         """Have the worker go on for `linger_s` from now."""
         if linger_s > 0:
             with suppress(OSError):  # the disk is full: the worker does not linger
-                self._ask(f"{_LINGER}{1000 * (time.monotonic() + min(linger_s, LINGER_AT_MOST_S)):.0f}")
+                self._request(f"{_LINGER}{1000 * (time.monotonic() + min(linger_s, LINGER_AT_MOST_S)):.0f}")
 
     def _lingers(self) -> bool:
         names = [name for name in os.listdir(self._directory.worker) if name.startswith(_LINGER)]
@@ -104,30 +104,30 @@ class Attachments:
 
     def request_stop(self) -> None:
         """Ask the worker to stop."""
-        self._ask("stop")
+        self._request("stop")
 
     def stop_requested(self) -> bool:
         return os.path.exists(self._directory.worker_file("stop"))
 
     def detach(self) -> None:
         """Ask the worker to go on when no process needs it any more."""
-        self._ask("detached")
+        self._request("detached")
 
     def _is_detached(self) -> bool:
         return os.path.exists(self._directory.worker_file("detached"))
 
     def clear_requests(self) -> None:
         """Remove earlier requests to the worker."""
-        self._linger_no_more()
+        self._clear_linger()
         for name in ("stop", "detached"):
             remove_if_there(self._directory.worker_file(name))
 
-    def _linger_no_more(self) -> None:
+    def _clear_linger(self) -> None:
         for name in os.listdir(self._directory.worker):
             if name.startswith(_LINGER):
                 remove_if_there(self._directory.worker_file(name))
 
-    def _ask(self, name: str) -> None:
+    def _request(self, name: str) -> None:
         path = self._directory.worker_file(name)
         os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 

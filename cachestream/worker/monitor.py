@@ -96,7 +96,7 @@ class WorkerMonitor:
         # In this order: a worker that is killed in between is found lost by the second call.
         if has_worker(directory) or lost_worker(directory) is not None:
             return True
-        self._tell_of_failure()
+        self._log_failure()
         return False
 
     def _replace(self) -> None:
@@ -137,7 +137,7 @@ class WorkerMonitor:
                 self._cache.filling.record("failed", message)
                 forget_lost_worker(self._cache.directory)
 
-    def _tell_of_failure(self) -> None:
+    def _log_failure(self) -> None:
         """Training goes on without: it is told, once."""
         if os.path.exists(self._cache.catalogue.path):  # who has removed the cache wants no new one there
             state = self._cache.filling.state()

@@ -213,7 +213,7 @@ class Packer:
                 builder.append(value, shape)
             self._keys.append(name, ())
         except BaseException:
-            self._take_back(before)
+            self._roll_back(before)
             raise
         self.num_samples += 1
         self.size_bytes += record.nbytes + len(name) + _OFFSET_BYTES
@@ -229,12 +229,12 @@ class Packer:
                 builder.extend(column, field.shape or ())
             self._keys.extend(table.keys, ())
         except BaseException:
-            self._take_back(before)
+            self._roll_back(before)
             raise
         self.num_samples += len(table)
         self.size_bytes += table.nbytes + len(table) * _OFFSET_BYTES
 
-    def _take_back(self, before: Schema | None) -> None:
+    def _roll_back(self, before: Schema | None) -> None:
         """Remove a partly added sample; `before` is the schema of the samples that stay."""
         for builder in (*self._builders.values(), self._keys):
             builder.cut(self.num_samples)

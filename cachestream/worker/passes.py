@@ -34,7 +34,7 @@ Draw = Callable[[int], IntArray]
 MOST_POSITIONS: Final = 1024
 SHARES: Final = 16
 
-_OF_UNITS: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
+_UNIT_FAILURES: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
 
 def pass_is_open(state: FillState) -> bool:
@@ -88,11 +88,11 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
         if pass_is_open(state):
             return True
         was_complete = not state.has_evicted
-        has_failed = plan.is_permutation and any(one.kind in _OF_UNITS for one in state.failures)
+        has_failed = plan.is_permutation and any(one.kind in _UNIT_FAILURES for one in state.failures)
         if was_complete and not has_failed:
             return False  # and nothing was lost since
     # Of a pass that was complete, but for units that failed, only these are read again.
-    _insert(cache, plan, draw)
+    _insert_pass(cache, plan, draw)
     return not was_complete
 
 
@@ -109,7 +109,7 @@ def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> b
         _adopt(cache, job)
     elif not has_changed and not state.has_evicted:
         return False
-    _insert(cache, first_plan(job, Listings(cache.directory)), draw)
+    _insert_pass(cache, first_plan(job, Listings(cache.directory)), draw)
     return True
 
 
@@ -173,7 +173,7 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         )
 
 
-def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
+def _insert_pass(cache: Cache, plan: PassPlan, draw: Draw) -> None:
     held = cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
     plan = replace(plan, ordinal=max((known.ordinal for known in held.plans.values()), default=-1) + 1)
     # Those by which units that are still cached are found.
@@ -185,7 +185,7 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         plan = replace(plan, length=len(drawn))
         _save_order(cache, plan.ordinal, drawn)
     # Failures of units would count once a pass.
-    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _OF_UNITS)
+    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _UNIT_FAILURES)
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:

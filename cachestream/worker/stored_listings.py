@@ -93,7 +93,7 @@ class Listings:
     def keep_earlier(self, plans: Iterable[PassPlan]) -> None:
         """Remove earlier listings, except for the latest few of the passes `plans`."""
         wanted = list(plans)
-        kept = [names for names in self.earlier() if any(is_over(names, plan) for plan in wanted)]
+        kept = [names for names in self.earlier() if any(lists_units_of(names, plan) for plan in wanted)]
         paths = {names.path for names in kept[:_MOST_EARLIER]}
         for path in self._earlier_marks():
             if path not in paths:
@@ -135,7 +135,7 @@ class Listings:
                 remove_if_there(self.directory.worker_file(name))
 
 
-def is_over(names: AnyNames, plan: PassPlan) -> bool:
+def lists_units_of(names: AnyNames, plan: PassPlan) -> bool:
     """True if the units of a pass are those of `names`, or the first of them."""
     count = plan.num_units
     return (
