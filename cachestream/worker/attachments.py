@@ -55,7 +55,7 @@ class Attachments:
             lock.release()
 
     def attach(self, linger_s: float = 0.0) -> HeldFile:
-        """Need the worker until the file is released, or until `linger_s` after the death of this process."""
+        """Register a need for the worker until the file is released or `linger_s` after the process dies."""
         name = f"{os.getpid()}-{secrets.token_hex(6)}-{1000 * linger_s:.0f}{_SUFFIX}"
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:

@@ -139,7 +139,7 @@ def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
 
 
 def intersection(one: Offsets, other: Offsets) -> Offsets:
-    """The ranges of what lies in both."""
+    """The ranges of offsets that lie both in `one` and in `other`."""
     return gaps([*gaps(one, 0), *gaps(other, 0)], 0)
 
 

@@ -51,11 +51,9 @@ def words_of(stream: IO[bytes]) -> Iterator[bytes]:
 class ChildProcess:
     """A process that runs `main()` of `module` and gets its arguments through a pipe.
 
-    It can be started again after its end.
-
-    All that it prints goes to the log, under `name`; its last lines are kept. An empty line is a sign of life
-    only. `job_fd` is the shared job, see `job.share`. The process is forked by `server`, or is a Python of
-    its own if there is no fork server any more.
+    The process can be started again after its end. All that it prints goes to the log, under `name`; its last
+    lines are kept. An empty line is a sign of life only. `job_fd` is the shared job, see `job.share`. The
+    process is forked by `server`, or is a Python of its own if there is no fork server any more.
     """
 
     def __init__(
@@ -233,7 +231,7 @@ class SamplingProcess:
             code,
             hanging=self._hung is not None,
             stopped=self._was_stopped,
-            # A process that says nothing was ended by what it worked on, with whatever exit code.
+            # A process that did not show its end was ended by what it worked on, whatever its exit code.
             orderly=int(self._slot["state"]) == ENDED,
             progressed=int(self._slot["committed"]) > self._committed_before,
             suspects=len(set(positions)),
@@ -244,15 +242,14 @@ class SamplingProcess:
 
 
 def live_with_parent(stop: threading.Event) -> Any:
-    """Tie this process to the supervisor: die with it, and set `stop` when it asks for that.
+    """Tie this process to the supervisor: die with it, and set `stop` when the supervisor asks for that.
 
-    Returns its first message.
+    Returns the arguments that the supervisor sends first.
     """
     faulthandler.enable()
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # Ctrl-C is the supervisor's to handle; SIG_IGN would outlast an exec
+    # The supervisor handles Ctrl-C. SIG_IGN would outlast an exec.
+    signal.signal(signal.SIGINT, lambda *_: None)
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first
     stream = sys.stdin.buffer

@@ -1,9 +1,9 @@
-"""Several units in flight, delivered in order: latency does not limit the speed, and progress is one number.
+"""Several units in flight, delivered in order: latency does not limit the speed.
 
 Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
-order in which the units were submitted. The bytes that wait are bounded. The next unit to be delivered has a
-bound of its own: if it could not continue, no unit could. A unit that does not answer can be put aside; it
-becomes the next one as soon as samples of it arrive.
+order in which the units were submitted, so that the progress of a claim is one number. The bytes that wait
+are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
+unit that does not answer can be put aside; it becomes the next one as soon as samples of it arrive.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cachestream.worker.encode import SampleChunk
 from cachestream.worker.job import Job
 from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
-FIRST_READS: Final = 4  # reached at once when units come whole: they are small
+FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came whole
 TURN_S: Final = 0.3
 GAIN: Final = 1.3
-STARVED: Final = 0.5
+STARVED: Final = 0.5  # of a turn: so much waiting for samples lets more reads be tried
 REST_TURNS: Final = 30
 RECOVERY_TURNS: Final = 3  # about a second between two increases after a slow-down
-KEEP: Final = 0.95  # of the rate: half as many reads that bring so much are as good
+KEEP: Final = 0.95  # of the rate: half as many reads are kept if they bring so much
 BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpreter
 
 
@@ -162,10 +162,7 @@ class Fetcher:
             return self._aside.copy()
 
     def stalls(self) -> tuple[list[Stall], bool]:
-        """The stalls of units that do not answer, the next unit first.
-
-        And True if all other units wait for these.
-        """
+        """The stalls of units, the next unit first; and True if all other units wait for these."""
         with self._lock:
             waiting = [unit_read for unit_read in self._aside if unit_read.stall is not None]
             all_wait = not self._order and bool(waiting)

@@ -88,7 +88,7 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         if self.poll() is not None:
             return
         if self._pid is not None:
@@ -137,9 +137,8 @@ class ForkServer:
     def start(self, module: str, job_fd: int) -> Forked | None:
         """Run `main()` of `module` in a process with pipes to its stdin and from its output.
 
-        None if the fork server is gone.
-
-        The process inherits the descriptor `job_fd` under the same number.
+        The process inherits the descriptor `job_fd` under the same number. Returns None if the fork server is
+        gone.
         """
         stdin, to_stdin = os.pipe()
         try:
@@ -233,9 +232,9 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
 
 
 def _is_orphaned(parent: int) -> bool:
-    """True if `parent` is gone. The signal comes with the end of its main thread.
+    """True if `parent` is gone.
 
-    Other threads may take a moment longer.
+    The signal comes when the main thread of the parent ends; its other threads may take a moment longer.
     """
     for _ in range(_ORPHANED_TURNS):
         if os.getppid() != parent:

@@ -19,7 +19,7 @@ from cachestream.sources.user_code import by_value
 from cachestream.worker.order import Partition
 
 _LENGTH: Final = struct.Struct("<Q")
-_OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers from this size on lie beside their pickle
+_OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle
 _ALIGNMENT: Final = 64
 
 
@@ -86,9 +86,8 @@ class Payload:
 def pack(payload: Payload, visit: Callable[[Any], None] = lambda _: None) -> Packed:
     """Pickle `payload`, including lambdas and closures.
 
-    Raises ConfigError that names the object that does not pickle.
-
-    `visit` is called with each object in the payload.
+    `visit` is called with each object in the payload. Raises ConfigError that names the object that does not
+    pickle.
     """
     buffers: list[bytes] = []
 

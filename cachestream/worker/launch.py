@@ -206,7 +206,7 @@ def _become_the_supervisor(cache: Cache) -> HeldFile:
 
 
 def _forget_debts(cache: Cache) -> None:
-    """Drop what is still to be paid under an earlier bandwidth limit: that limit may have been mistyped."""
+    """Remove the budget file: a debt under a mistyped bandwidth limit could last for days."""
     budget = cache.directory.worker_file("budget")
     with translated_disk_errors(budget, "removing it"):
         remove_if_there(budget)

@@ -173,7 +173,7 @@ class Lister:
 
 
 def main() -> None:
-    """The main of the process: its orders come through stdin, whose end means stop."""
+    """The main of the process: its arguments come through stdin, whose end means stop."""
     stop = threading.Event()
     job_fd, is_next = live_with_parent(stop)
     name_process("cs-lister")

@@ -138,8 +138,9 @@ class WorkerMonitor:
                 forget_lost_worker(self._cache.directory)
 
     def _log_failure(self) -> None:
-        """Training goes on without: it is told, once."""
-        if os.path.exists(self._cache.catalogue.path):  # who has removed the cache wants no new one there
+        """Log once that the worker has failed; training goes on without it."""
+        # Reading the state would recreate the catalogue of a cache that was removed.
+        if os.path.exists(self._cache.catalogue.path):
             state = self._cache.filling.state()
             if state.phase == "failed":
                 logger.error("%s is not filled any more: %s", self._cache.path, state.message)

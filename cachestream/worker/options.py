@@ -32,7 +32,7 @@ _WHEN_FULL: Final = ("evict", "wait", "stop")
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The options of `start_worker` that describe the filling; see there."""
+    """The options of `start_worker` that describe the filling; `start_worker` documents them."""
 
     num_workers: int | None = None
     shard_size: int | str | None = None
@@ -118,9 +118,9 @@ class WorkerOptions:
         )
 
     def _divided(self, cache: Cache, source: Source) -> Source:
-        """The source in parts so small that its cache holds samples of many units.
+        """The source, divided into parts so small that the cache holds samples of many units.
 
-        In the parts of its last pass if it had one.
+        If the cache has had a pass over the source, the number of parts is that of the last pass.
         """
         is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
         divisible = as_divisible(source)

@@ -40,11 +40,9 @@ _PARTITION_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 class Partition:
     """Share `index` of `count`: disjoint and complete, whatever order, seed and pass each node has.
 
-    O(1) memory.
-
     Of every run of `count` units each node reads one; a hash of the run's number says which one, so that a
     period in the order of the units (pairs of files, sources that alternate) does not become the share of one
-    node. Places in a share ascend with the units.
+    node. Places in a share ascend with the units. A share takes O(1) memory.
     """
 
     index: int

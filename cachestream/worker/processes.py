@@ -133,10 +133,9 @@ def end_if_forked(pid: int) -> None:
 def reap_orphans(others: Collection[int]) -> int:
     """Wait for adopted processes that have ended, as no other code does.
 
-    Children in `others` are waited for elsewhere.
-
-    Children in our own session are not adopted: each process that may leave orphans has a session of its own.
-    Kills processes of groups that were asked to end a moment ago, and returns how many of these are left.
+    Children in `others` are waited for elsewhere. Children in our own session are not adopted: each process
+    that may leave orphans has a session of its own. Kills processes of groups that were asked to end a moment
+    ago, and returns how many of these are left.
     """
     try:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()

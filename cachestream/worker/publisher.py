@@ -44,9 +44,8 @@ class Tally:
         self._claims: dict[int, tuple[int, int]] = {}
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
         self.settled: list[int] = []
-        self.done = (
-            0  # samples that were dealt with, and units that failed, but for those that ended the process
-        )
+        # Samples that were packed, dropped or skipped, and units that failed without killing a process.
+        self.done = 0
         self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
 
     @property
@@ -67,7 +66,7 @@ class Tally:
     def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
         """Note that the unit at `position` is done.
 
-        `rest`: ranges of offsets in which it has no further samples.
+        `rest`: ranges of offsets in which the unit has no further samples.
 
         The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span
         over samples in another shard would hide their loss when that shard is evicted.
@@ -118,9 +117,8 @@ class OpenShard:
 
     def __init__(self) -> None:
         self.packer = Packer()
-        self.holdout: float | None = (
-            None  # the share, if samples are held out: these get a shard of their own
-        )
+        # The share of the samples that is held out, in a shard of their own; None if none are.
+        self.holdout: float | None = None
         self.held_out = Packer()
         # The splits of which samples were left out because other shards hold them.
         self.elsewhere: set[int] = set()
@@ -208,9 +206,8 @@ class Outbox:
     def send(self, shard: OpenShard) -> OpenShard:
         """Publish `shard` in the background; returns an empty shard.
 
-        Waits until the shard before is published.
-
-        Raises the error of the shard before: CacheError (CatalogueReplacedError), StartAgainError.
+        Waits until the shard before is published, and raises its error: CacheError (CatalogueReplacedError)
+        or StartAgainError.
         """
         self.settle()
         spare, self._spare = self._spare, shard

@@ -162,7 +162,7 @@ class Sampler:
         return NO_REMOTE if all_wait or quiet else FETCHING
 
     def _quiet_message(self) -> str:
-        """A message if nothing of the next unit has come for long, though no attempt has failed yet."""
+        """A message if the next unit has brought nothing for long and no attempt has failed; else ""."""
         now_s, fetched, unit_read = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
         if unit_read is None or fetched != self._heard_bytes:
             self._heard_s, self._heard_bytes = now_s, fetched

@@ -90,8 +90,8 @@ class ShardWriter:
         bounds.limit_to(self._limit_bytes)
         self._limit_until_s = 0.0
         self._holdout: float | None = None
-        self._comes_once = True  # each sample, in a pass
-        self._keeps_enough = False  # of held-out samples
+        self._comes_once = True  # each sample comes at most once in a pass
+        self._keeps_enough = False  # held-out samples take all of their share of the limit
         self._started_s = time.monotonic()
 
     # --- samples
@@ -157,7 +157,7 @@ class ShardWriter:
         self._holdout, held_out_bytes = held_out_share(self._cache)
         plan = None if self.row is None else PassPlan.from_json(self.row.plan)
         self._comes_once = plan is not None and plan.is_permutation and plan.length is not None
-        # What is drawn anew for ever would fill any room.
+        # Held-out samples that are drawn again and again would fill any space.
         share = _MOST_HELD_OUT if self._comes_once else self._holdout or 0.0
         self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes
 
@@ -273,9 +273,7 @@ class ShardWriter:
                 self._pack(part)
 
     def _vote(self, first: FirstSamples) -> None:
-        """Tell the votes to the other processes, and ask for theirs, and for the cache's schema if there is
-        one by now.
-        """
+        """Record the votes of this process, and read those of the others and the schema of the cache."""
         first.others = self._cache.filling.vote(self._owner, first.votes)
         self._outbox.schema = self._cache.schema
 
@@ -344,6 +342,7 @@ class ShardWriter:
     # --- shards
 
     def _begin_shard(self) -> None:
+        """Note the time and the pass of the open shard, unless it has begun already."""
         if self._open.since_s is None:
             assert self.row is not None
             self._open.since_s, self._open.row = time.monotonic(), self.row

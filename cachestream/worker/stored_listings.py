@@ -136,7 +136,7 @@ class Listings:
 
 
 def lists_units_of(names: AnyNames, plan: PassPlan) -> bool:
-    """True if the units of a pass are those of `names`, or the first of them."""
+    """True if the units of the pass are all of `names`, or the first of them."""
     count = plan.num_units
     return (
         bool(count) and count is not None and count <= len(names) and names.digest_of(count) == plan.listing
@@ -267,9 +267,8 @@ def open_store(
 def store_rest(source: GrowingSource, store: Store, stop: threading.Event) -> None:
     """Store the names after the last one, until their end or until told to stop.
 
-    Raises the errors of `more_names`.
-
-    The first page is stored at once, others in groups, every half second at most.
+    The first page is stored at once, others in groups, every half second at most. Raises the errors of
+    `more_names`.
     """
     waiting: list[str] = []
     stored_s = -math.inf

@@ -1,6 +1,7 @@
 """The supervisor of a cache: it starts, watches, restarts and stops the sampling processes.
 
-The supervisor reads no samples, holds no state that must survive, and loads neither torch nor fsspec.
+The supervisor reads no samples and holds no state that must survive. It loads neither torch nor fsspec,
+unless the user's sampler does.
 """
 
 from __future__ import annotations
@@ -155,9 +156,8 @@ class Supervisor:
         try:
             self._leave_lock = self._attachments.attach_lock(_LEAVE_S)
         except CacheLockedError:
-            return (
-                self._stop.is_set()
-            )  # after a signal, do not wait for a process that was stopped while it attached
+            # After a signal, do not wait for a process that was stopped while it attached.
+            return self._stop.is_set()
         if self._should_end():
             return True
         self._leave_lock.release()
@@ -181,10 +181,7 @@ class Supervisor:
             if now_s - self._full_logged_s > _LOG_AGAIN_S:
                 self._full_logged_s = now_s
                 logger.warning("%s; waiting for that", error)
-        except (
-            CacheError,
-            OSError,
-        ):  # no descriptors or processes left, a failed read: temporary, or for good
+        except (CacheError, OSError):  # too few descriptors or processes, a failed read: temporary or lasting
             before, self._trouble = self._trouble, self._trouble.again(now_s)
             if self._trouble.is_lasting or self._stop.is_set():
                 raise
@@ -266,12 +263,12 @@ class Supervisor:
             raise _GiveUpError(_last_error(error.output), error.output) from error
 
     def _next_pass(self, now_s: float) -> None:
-        """Begin another pass or rest, as all processes have ended for want of claims."""
+        """Begin another pass, or rest. All processes have ended, because there was nothing left to claim."""
         if self._look_for_changes:
             self._look_for_changes = False
             self._lister.look_for_changes()
         if self._lister.running and not self._resting:
-            return  # the end of the listing will tell if this was all
+            return  # the pass may grow until the listing ends
         self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
         has_more = go_on(self._cache, self._job, self.draw, has_changed=self._has_promoted)
         has_changed, self._has_promoted = self._has_promoted, False
@@ -288,14 +285,15 @@ class Supervisor:
             child.start_at_s = now_s
 
     def _record_looking(self, looking: bool) -> None:
-        """Record if it is still unknown which pass is the one to wait for."""
+        """Record whether the remote is still searched for changes, so that another pass may follow."""
         if looking != self._is_looking:
             self._cache.filling.record_looking(looking)
             self._is_looking = looking
 
     def _missing_message(self) -> str:
-        """Return why the cache holds less than the remote. Transforms leave samples out on purpose, but not
-        all.
+        """The reasons for which the cache holds fewer samples than the remote; "" if there are none.
+
+        A transform that drops some samples does so on purpose, one that drops all hardly does.
         """
         state = self._cache.filling.state()
         skipped = describe_skipped(state.failures)
@@ -325,9 +323,9 @@ class Supervisor:
             return self._state, self._message
         evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
         state = self._cache.filling.state()
-        # By others: it may be over at any time.
+        # Files outside the cache take the space, and may be removed at any time.
         is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
-        has_room = state.phase != self._state  # whoever made some has said so
+        has_room = state.phase != self._state  # the process that made room has recorded another state
         is_used = evicts and self._cache.admission.leases.count() > 0
         if is_short or has_room or is_used:
             self._room_expected_s = now_s
@@ -369,7 +367,7 @@ class Supervisor:
         self._state, self._message = state, message
 
     def _record_anew(self) -> None:
-        """Record in a new catalogue what the lost one knew, and no shard tells."""
+        """Record the state of the filling in a rebuilt catalogue; the shards do not hold it."""
         looking, self._is_looking = bool(self._is_looking), None
         self._record_looking(looking)
         self._state, self._resting = "", False  # a pass is open again, or the next tick corrects that

@@ -240,7 +240,7 @@ class UnitReader:
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
         self._throttled = False
-        # All that one request asks for is sent at once, read or not: sockets have buffers.
+        # A server sends all that one request asks for, whether it is read or not: sockets have buffers.
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
         metering.install(self._on_reported, self._on_request, self._on_slow_down, most)
 
@@ -249,7 +249,8 @@ class UnitReader:
 
         A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues
         after the samples that came through, as a unit always gives the same samples. Raises LaterError while
-        a unit that was put aside does not answer, and in the end SampleError if its remote gives other units.
+        a unit that was put aside does not answer, and in the end SampleError if its remote delivers other
+        units.
         """
         self._local.number, self._local.unit_read = number, unit_read
         slot = self._slot
@@ -280,7 +281,7 @@ class UnitReader:
             slot["flights"][number] = 0
 
     def _retry_delay_s(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
-        """The pause after a failed attempt that began at `began_s`.
+        """The pause after a failed attempt that began at `began_s`; notes the stall of the unit.
 
         Raises SampleError if the unit is to be left out.
         """
@@ -380,7 +381,7 @@ class UnitReader:
     def _on_request(self, nbytes: int) -> None:
         """Pay for bytes before they are on the wire.
 
-        Else all that many readers have in flight would exceed the limit.
+        Otherwise the bytes that many readers have in flight would exceed the limit.
         """
         number = getattr(self._local, "number", None)
         if self._throttle is not None and number is not None:

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 
 def _transform_has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
-    """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is
-    seen.
+    """Record `transform` in the catalogue; return whether samples are cached that another one made.
+
+    Only differences of `transform_fingerprint` count.
     """
     fingerprint = transform_fingerprint(transform)
     state = cache.filling.state()
@@ -113,7 +114,7 @@ class Worker:
         self._monitor = None if job is None else WorkerMonitor(cache, job, process, self._need_predicate())
 
     def _need_predicate(self) -> Callable[[], bool]:
-        """Return a predicate: this process still needs the worker. It does not keep this object alive."""
+        """Return a predicate: this process still needs the worker. The predicate does not refer to `self`."""
         if self._attachment is not None:
             attachment = self._attachment
             return lambda: attachment.held
@@ -132,8 +133,8 @@ class Worker:
         """Wait until the pass over the remote is complete, or the cache is full and the worker rests.
 
         A full cache is filled further as epochs use its samples, or if its limit is raised, see `status`. The
-        next pass, over evicted samples, may be under way on return. Returns False if the worker ended before.
-        Logs a warning if more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the
+        next pass, over evicted samples, may be under way on return. Returns False if the worker ended before
+        that. Logs a warning if more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the
         deadline, and WorkerError with the traceback from the background if the worker crashed.
         """
         if timeout_s is not None:
@@ -164,8 +165,9 @@ class Worker:
         return False
 
     def _progress(self) -> tuple[str, int]:
-        """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be
-        seen.
+        """The state of the filling that the worker recorded, and the id of its pass.
+
+        The id is 0 without a pass, and until the worker knows if another pass has to follow.
         """
         state = self.cache.filling.state()
         return state.phase, 0 if state.last_pass is None or state.is_looking else state.last_pass.id
@@ -188,7 +190,7 @@ class Worker:
                 with self._attachments.locked():
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
-                self._attachments.clear_requests()  # a worker that was ending may not have seen it
+                self._attachments.clear_requests()  # a worker that was ending may not have seen the request
         for held in [
             held for held in _own_attachments if os.path.dirname(held.path) == self.cache.directory.worker
         ]:
