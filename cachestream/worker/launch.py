@@ -39,6 +39,10 @@ from cachestream.worker.processes import (
 from cachestream.worker.supervisor import Supervisor
 
 START_TIMEOUT_S: Final = 60.0
+_LOG_BYTES: Final = 64 * 1024
+_LOCK_TIMEOUT_S: Final = 1.0
+
+logger = logging.getLogger("cachestream.worker")
 
 
 class Launch:
@@ -145,12 +149,6 @@ def _is_ready(fd: int, event: int, deadline_s: float) -> bool:
     waiter = select.poll()  # select() takes no descriptor above 1023
     waiter.register(fd, event)
     return bool(waiter.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))
-
-
-_LOG_BYTES: Final = 64 * 1024
-_LOCK_TIMEOUT_S: Final = 1.0
-
-logger = logging.getLogger("cachestream.worker")
 
 
 def main() -> None:

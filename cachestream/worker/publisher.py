@@ -289,10 +289,8 @@ class Outbox:
             try:
                 if attempt():
                     return True
-            except (
-                CacheFullError,
-                DiskFailedError,
-            ) as error:  # treated like a lack of space, until it is over
+            # Both are treated like a lack of space: they may be over soon.
+            except (CacheFullError, DiskFailedError) as error:
                 refusal = str(error)
             finally:
                 self._show_refusal(refusal)

@@ -36,56 +36,6 @@ from cachestream.worker.order import Partition, PassPlan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-def _transform_has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
-    """Record `transform` in the catalogue; return whether samples are cached that another one made.
-
-    Only differences of `transform_fingerprint` count.
-    """
-    fingerprint = transform_fingerprint(transform)
-    state = cache.filling.state()
-    known = state.transform
-    if known != fingerprint:
-        cache.filling.record_transform(fingerprint)
-    # Other versions of Python compile the same function to something else.
-    comparable = (
-        known is not None and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
-    )
-    return bool(comparable and known != fingerprint and state.num_samples)
-
-
-def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
-    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
-
-    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
-    unnoticed.
-    """
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    version = "{}.{}".format(*sys.version_info)
-    if transform is None:
-        return f"{version}:"
-    function = getattr(transform, "__func__", transform)
-    code = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
-    if not isinstance(code, CodeType):
-        return ""
-    return f"{version}:{xxhash.xxh3_64_hexdigest(repr(_code_parts(code)).encode())}"
-
-
-def _code_parts(code: CodeType) -> tuple[Any, ...]:
-    return code.co_name, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return _code_parts(value)
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))  # the order of a frozenset depends on the process
-    if isinstance(value, tuple):
-        return tuple(map(_constant, value))
-    return value
-
-
 _POLL_S: Final = 0.05
 _OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
 logger = logging.getLogger("cachestream")
@@ -368,6 +318,55 @@ def _warn_if_transform_changed(worker: Worker, transform: Callable[..., Any] | N
             worker.cache.path,
             ", which the running worker goes on with" if worker.attached else "",
         )
+
+
+def _transform_has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
+    """Record `transform` in the catalogue; return whether samples are cached that another one made.
+
+    Only differences of `transform_fingerprint` count.
+    """
+    fingerprint = transform_fingerprint(transform)
+    state = cache.filling.state()
+    known = state.transform
+    if known != fingerprint:
+        cache.filling.record_transform(fingerprint)
+    # Other versions of Python compile the same function to something else.
+    comparable = (
+        known is not None and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
+    )
+    return bool(comparable and known != fingerprint and state.num_samples)
+
+
+def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
+    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
+
+    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
+    unnoticed.
+    """
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    version = "{}.{}".format(*sys.version_info)
+    if transform is None:
+        return f"{version}:"
+    function = getattr(transform, "__func__", transform)
+    code = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f"{version}:{xxhash.xxh3_64_hexdigest(repr(_code_parts(code)).encode())}"
+
+
+def _code_parts(code: CodeType) -> tuple[Any, ...]:
+    return code.co_name, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _code_parts(value)
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))  # the order of a frozenset depends on the process
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    return value
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
