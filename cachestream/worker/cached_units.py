@@ -177,10 +177,10 @@ class KnownOrders:
 
         Where samples are held out, the ranges of the train split and of the held-out split follow.
         """
-        now = time.monotonic()
-        if plan.is_permutation and now >= self._load_at_s:
+        now_s = time.monotonic()
+        if plan.is_permutation and now_s >= self._load_at_s:
             self._coverage = self._load(row, plan)
-            self._load_at_s = now + _COVERAGE_AGE_S if self._coverage else math.inf
+            self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
         found = [coverage.of(units) for coverage in self._coverage]
         if len(found) < 2:
             return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]

@@ -219,17 +219,17 @@ class Fetcher:
 
     def next(self, timeout_s: float) -> Delivery | None:
         """Samples or the end of the next unit, as soon as they arrive; None at the deadline."""
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while True:
                 if self._order:
                     unit_read = self._order[0]
                     if unit_read.chunks or unit_read.finished:
                         return self._deliver(unit_read)
-                left = deadline - time.monotonic()
-                if left <= 0:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
                     return None
-                self._arrived.wait(left)
+                self._arrived.wait(left_s)
 
     def _deliver(self, unit_read: UnitRead) -> Delivery:
         chunks = list(unit_read.chunks)

@@ -196,14 +196,10 @@ def main() -> None:
 def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
     source = as_growing(unpack(job.payload).source)
     assert source is not None
-    life = _Life()
+    life = _Life(stop)
     metering.install(life.show)
-
-    def wait(delay_s: float) -> bool:
-        return life.wait(stop, delay_s)
-
     cache = Cache(job.root)
-    with open_store(source, cache, wait, is_next=is_next, may_evict=job.when_full == "evict") as store:
+    with open_store(source, cache, life.wait, is_next=is_next, may_evict=job.when_full == "evict") as store:
         delays = backoff_delays(random.Random())
         while not stop.is_set():
             known = store.last
@@ -212,7 +208,7 @@ def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
             except SourceUnavailableError as error:
                 sys.stderr.write(f"{error}; asking again\n")  # to the worker's log
                 delays = delays if store.last == known else backoff_delays(random.Random())
-                wait(next(delays))
+                life.wait(next(delays))
             else:
                 return
 
@@ -220,7 +216,8 @@ def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
 class _Life:
     """Prints empty lines as signs of life; thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
         self._shown_s = -math.inf
 
     def show(self, _nbytes: int = 0) -> None:
@@ -230,9 +227,11 @@ class _Life:
             sys.stdout.write("\n")
             sys.stdout.flush()
 
-    def wait(self, stop: threading.Event, delay_s: float) -> bool:
+    def wait(self, delay_s: float) -> bool:
         """Wait for `delay_s` and show life meanwhile; returns True if the process is to stop."""
         deadline_s = time.monotonic() + delay_s
-        while (left_s := deadline_s - time.monotonic()) > 0 and not stop.wait(min(left_s, metering.TICK_S)):
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if self._stop.wait(min(left_s, metering.TICK_S)):
+                break
             self.show()
-        return stop.is_set()
+        return self._stop.is_set()

@@ -63,11 +63,10 @@ class WorkerOptions:
         _kind_of(self.order)
 
     def job(self, cache: Cache, source: Source) -> Job:
-        """The job of the worker that fills `cache` from `source`.
+        """The job of the worker that fills `cache` from `source`, by options that `check` has passed.
 
-        Raises ConfigError for options that cannot work.
+        Raises ConfigError for options that cannot work with this cache and source.
         """
-        self.check()
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None

@@ -299,9 +299,9 @@ class ShardWriter:
         return target_bytes - self._open.size_bytes
 
     def _target_bytes(self, published: int | None = None) -> int:
-        now = time.monotonic()
-        if now > self._limit_until_s:  # the limit may be changed while we run
-            self._limit_until_s = now + 1.0
+        now_s = time.monotonic()
+        if now_s > self._limit_until_s:  # the limit may be changed while we run
+            self._limit_until_s = now_s + 1.0
             self._limit_bytes = self._cache.size_limit
             bounds.limit_to(self._limit_bytes)
         share_bytes = self._limit_bytes // self._job.num_workers

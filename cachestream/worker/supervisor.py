@@ -377,8 +377,8 @@ class Supervisor:
         self._lister.stop()
         for child in self._children:
             child.process.ask_to_stop()
-        deadline = time.monotonic() + _STOP_S
-        while any(child.process.running for child in self._children) and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + _STOP_S
+        while any(child.process.running for child in self._children) and time.monotonic() < deadline_s:
             for child in self._children:
                 child.reap(time.monotonic())
             time.sleep(0.01)
