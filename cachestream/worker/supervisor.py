@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -131,8 +132,10 @@ class Supervisor:
     def _give_up(self, message: str, output: str) -> None:
         try:
             if self._lock.is_ours:
-                self._leave()  # no process is to attach to a worker that has failed
                 try:
+                    # Until this process ends: no process is to attach to a worker that has failed.
+                    with suppress(CacheLockedError):
+                        self._leave_lock = self._attachments.attach_lock(_LEAVE_S)
                     self._end()
                 finally:  # it may fail for the same reason
                     self._record_state("failed", message, output)
