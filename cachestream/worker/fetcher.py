@@ -352,7 +352,7 @@ class ReadTuner:
             )
         )
 
-    def came(self) -> None:
+    def unit_came(self) -> None:
         """Note that a unit came whole; under a bandwidth limit only the turns decide."""
         concurrency = self._concurrency.came(self._most)
         if concurrency is not self._concurrency and not self._is_limited:

@@ -303,7 +303,7 @@ class Sampler:
             self._hold_back(unit_read)
             return
         if not unit_read.covered:
-            self._tuner.came()
+            self._tuner.unit_came()
             self._settle_refused()
         self._writer.finish(unit_read, was_suspect=unit_read.position in self._suspects)
 

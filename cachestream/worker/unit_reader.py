@@ -147,7 +147,7 @@ class UnitRead:
     shards; `parts`, where samples are held out: those ranges of the train split and of the held-out split.
     All samples before the offset `done` are packed, dropped or skipped.
 
-    All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has
+    The samples before the offset `num_read` have been read. `asked_s`: the time of a request that the remote has
     not answered yet; 0 without one. A unit that does not answer has a `stall`, and is tried again after the
     `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put
     aside it gets a claim of its own.
@@ -165,7 +165,7 @@ class UnitRead:
     waiting_bytes: int = 0
     state: UnitState = UnitState.QUEUED
     error: BaseException | None = None
-    came: int = 0
+    num_read: int = 0
     asked_s: float = 0.0
     stall: Stall | None = None
     delays: Iterator[float] | None = None
@@ -199,7 +199,7 @@ class UnitRead:
 
     def heard(self, chunk: SampleChunk) -> None:
         """Note that `chunk` came: the remote answers."""
-        self.came = chunk.offsets[-1] + 1
+        self.num_read = chunk.offsets[-1] + 1
         self.stall = self.delays = None
 
 
@@ -312,7 +312,7 @@ class UnitReader:
     def _wanted(self, unit_read: UnitRead, number: int) -> Generator[Item | SampleChunk, None, None]:
         """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
-        first = unit_read.came
+        first = unit_read.num_read
         rng = unit_generator(self.plan, unit_read.unit)
         self._local.fetched = 0
         self._refund()
