@@ -147,10 +147,10 @@ class UnitRead:
     shards; `parts`, where samples are held out: those ranges of the train split and of the held-out split.
     All samples before the offset `done` are packed, dropped or skipped.
 
-    The samples before the offset `num_read` have been read. `asked_s`: the time of a request that the remote has
-    not answered yet; 0 without one. A unit that does not answer has a `stall`, and is tried again after the
-    `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put
-    aside it gets a claim of its own.
+    The samples before the offset `num_read` have been read. `asked_s`: the time of a request that the remote
+    has not answered yet; 0 without one. A unit that does not answer has a `stall`, and is tried again after
+    the `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is
+    put aside it gets a claim of its own.
     """
 
     position: int
