@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from cachestream.errors import CacheLockedError
@@ -44,13 +45,22 @@ class Attachments:
             raise CacheLockedError(f"{path} was held for {timeout_s:.0f} s; look for a stopped process")
         return lock
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the attach lock during the block; raises CacheLockedError as `attach_lock`."""
+        lock = self.attach_lock()
+        try:
+            yield
+        finally:
+            lock.release()
+
     def attach(self, linger_s: float = 0.0) -> HeldFile:
-        """Need the worker until the file is released, or until `linger_s` after the death of this process."""
+        """Register a need for the worker until the file is released or `linger_s` after the process dies."""
         name = f"{os.getpid()}-{secrets.token_hex(6)}-{1000 * linger_s:.0f}{_SUFFIX}"
         held = lock_file(self._directory.worker_file(name), timeout_s=ATTACH_TIMEOUT_S)
         if held is None:
             raise CacheLockedError(f"{self._directory.worker_file(name)} was taken away; try again")
-        self._linger_no_more()  # the job that the worker waited for is here
+        self._clear_linger()  # the job that the worker waited for is here
         return held
 
     def is_needed(self) -> bool:
@@ -65,26 +75,26 @@ class Attachments:
 
         Removes the files of dead processes.
         """
-        return not self._nobody_left() or self._is_detached()
+        return self._has_attached() or self._is_detached()
 
-    def _nobody_left(self) -> bool:
-        anybody = False
+    def _has_attached(self) -> bool:
+        found = False
         for name in os.listdir(self._directory.worker):
             if not name.endswith(_SUFFIX):
                 continue
             path = self._directory.worker_file(name)
             if is_held(path):
-                anybody = True
+                found = True
             else:
                 self._linger(_milliseconds(name) / 1000)
                 remove_if_there(path)
-        return not anybody
+        return found
 
     def _linger(self, linger_s: float) -> None:
         """Have the worker go on for `linger_s` from now."""
         if linger_s > 0:
             with suppress(OSError):  # the disk is full: the worker does not linger
-                self._ask(f"{_LINGER}{1000 * (time.monotonic() + min(linger_s, LINGER_AT_MOST_S)):.0f}")
+                self._request(f"{_LINGER}{1000 * (time.monotonic() + min(linger_s, LINGER_AT_MOST_S)):.0f}")
 
     def _lingers(self) -> bool:
         names = [name for name in os.listdir(self._directory.worker) if name.startswith(_LINGER)]
@@ -94,30 +104,30 @@ class Attachments:
 
     def request_stop(self) -> None:
         """Ask the worker to stop."""
-        self._ask("stop")
+        self._request("stop")
 
     def stop_requested(self) -> bool:
         return os.path.exists(self._directory.worker_file("stop"))
 
     def detach(self) -> None:
         """Ask the worker to go on when no process needs it any more."""
-        self._ask("detached")
+        self._request("detached")
 
     def _is_detached(self) -> bool:
         return os.path.exists(self._directory.worker_file("detached"))
 
     def clear_requests(self) -> None:
         """Remove earlier requests to the worker."""
-        self._linger_no_more()
+        self._clear_linger()
         for name in ("stop", "detached"):
             remove_if_there(self._directory.worker_file(name))
 
-    def _linger_no_more(self) -> None:
+    def _clear_linger(self) -> None:
         for name in os.listdir(self._directory.worker):
             if name.startswith(_LINGER):
                 remove_if_there(self._directory.worker_file(name))
 
-    def _ask(self, name: str) -> None:
+    def _request(self, name: str) -> None:
         path = self._directory.worker_file(name)
         os.close(open_private(path, os.O_WRONLY | os.O_CREAT))
 

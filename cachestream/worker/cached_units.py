@@ -19,7 +19,7 @@ from cachestream.storage.tables import PassRow
 from cachestream.worker.job import Payload
 from cachestream.worker.order import PassPlan, UnitOrder
 from cachestream.worker.passes import order_file
-from cachestream.worker.stored_listings import Listings, is_over
+from cachestream.worker.stored_listings import Listings, lists_units_of
 
 
 class EarlierNames:
@@ -138,8 +138,8 @@ def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
     return found
 
 
-def in_both(one: Offsets, other: Offsets) -> Offsets:
-    """The ranges of what lies in both."""
+def intersection(one: Offsets, other: Offsets) -> Offsets:
+    """The ranges of offsets that lie both in `one` and in `other`."""
     return gaps([*gaps(one, 0), *gaps(other, 0)], 0)
 
 
@@ -177,14 +177,14 @@ class KnownOrders:
 
         Where samples are held out, the ranges of the train split and of the held-out split follow.
         """
-        now = time.monotonic()
-        if plan.is_permutation and now >= self._load_at_s:
+        now_s = time.monotonic()
+        if plan.is_permutation and now_s >= self._load_at_s:
             self._coverage = self._load(row, plan)
-            self._load_at_s = now + _COVERAGE_AGE_S if self._coverage else math.inf
+            self._load_at_s = now_s + _COVERAGE_AGE_S if self._coverage else math.inf
         found = [coverage.of(units) for coverage in self._coverage]
         if len(found) < 2:
             return [(ranges,) for ranges in (found[0] if found else [()] * len(units))]
-        return [(in_both(*parts), *parts) for parts in zip(*found, strict=True)]
+        return [(intersection(*parts), *parts) for parts in zip(*found, strict=True)]
 
     def _load(self, current_row: PassRow, current: PassPlan) -> list[Coverage]:
         held = self._cache.filling.cached_spans(PassPlan.from_json)
@@ -198,12 +198,12 @@ class KnownOrders:
         found: dict[AnyOrder, list[Span]] = {}
         for pass_id, plan in plans.items():
             if plan.is_permutation and self._is_known(plan):
-                order = self.of(plan) if self._names_same(plan, current) else self._earlier(plan)
+                order = self.of(plan) if self._has_same_units(plan, current) else self._earlier(plan)
                 if order is not None:
                     found[order] = spans.get(pass_id, [])
         return Coverage(found)
 
-    def _names_same(self, plan: PassPlan, current: PassPlan) -> bool:
+    def _has_same_units(self, plan: PassPlan, current: PassPlan) -> bool:
         """True if the units of `plan` are those of the current pass, or the first of them."""
         same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
         return same or begins_with(self._payload.source, plan.num_units, plan.listing)
@@ -214,7 +214,7 @@ class KnownOrders:
         if not isinstance(names, Names | StoredNames):
             return None
         for listing in Listings(self._cache.directory).earlier():
-            if is_over(listing, plan):
+            if lists_units_of(listing, plan):
                 if listing.path not in self._earlier_names:
                     self._earlier_names[listing.path] = EarlierNames(listing)
                 return EarlierOrder(self.of(plan), self._earlier_names[listing.path], names)

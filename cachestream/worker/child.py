@@ -23,7 +23,7 @@ from typing import IO, Any, Final
 from cachestream.storage.telemetry import ENDED, STARTING, Board
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.fork_server import Forked, ForkServer
-from cachestream.worker.health import Death, Suspicion, hanging_positions, suspicions
+from cachestream.worker.health import START_DEADLINE_S, Death, Suspicion, hanging_positions, suspicions
 from cachestream.worker.job import read_frame, write_frame
 from cachestream.worker.processes import (
     die_with_parent,
@@ -49,13 +49,11 @@ def words_of(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 class ChildProcess:
-    """A process that runs `main()` of `module` and gets its orders through a pipe.
+    """A process that runs `main()` of `module` and gets its arguments through a pipe.
 
-    It can be started again after its end.
-
-    All that it prints goes to the log, under `name`; its last lines are kept. An empty line is a sign of life
-    only. `job_fd` is the shared job, see `job.share`. The process is forked by `server`, or is a Python of
-    its own if there is no fork server any more.
+    The process can be started again after its end. All that it prints goes to the log, under `name`; its last
+    lines are kept. An empty line is a sign of life only. `job_fd` is the shared job, see `job.share`. The
+    process is forked by `server`, or is a Python of its own if there is no fork server any more.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class ChildProcess:
         self._server, self._sys_path, self._job_fd = server, sys_path, job_fd
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._listener: threading.Thread | None = None
-        self._words: deque[bytes] = deque(maxlen=64)
+        self._last_lines: deque[bytes] = deque(maxlen=64)
         self.life_s: float | None = None  # the time of its last sign of life
 
     @property
@@ -77,9 +75,9 @@ class ChildProcess:
         """The process's id while it runs; None where it is not known yet."""
         return [] if self._process is None else [self._process.pid]
 
-    def start(self, *orders: object) -> None:
-        """Start the process, and send it the descriptor of the job and its `orders`."""
-        self._words.clear()
+    def start(self, *arguments: object) -> None:
+        """Start the process, and send it the descriptor of the job and its `arguments`."""
+        self._last_lines.clear()
         self.life_s = None
         self._process = process = self._start()
         assert process.stdout is not None
@@ -88,7 +86,7 @@ class ChildProcess:
         listener.start()
         self._listener = listener
         with suppress(BrokenPipeError):  # it died already; `reap` tells
-            write_frame(process.stdin, (self._job_fd, *orders))
+            write_frame(process.stdin, (self._job_fd, *arguments))
 
     def _start(self) -> subprocess.Popen[bytes] | Forked:
         forked = None if self._server is None else self._server.start(self._module, self._job_fd)
@@ -108,13 +106,13 @@ class ChildProcess:
                 if line == b"\n":
                     self.life_s = time.monotonic()
                     continue
-                self._words.append(line)
+                self._last_lines.append(line)
                 logger.info("%s: %s", self._name, line[:1000].decode("utf-8", "replace").rstrip())
 
     @property
     def last_words(self) -> str:
         """The end of what the process printed: its traceback, if it had one."""
-        return b"".join(self._words)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
+        return b"".join(self._last_lines)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
 
     def reap(self) -> int | None:
         """The exit code of a process that has ended; None while it runs, or if there is none.
@@ -165,7 +163,7 @@ class SamplingProcess:
         self, server: ForkServer, job_fd: int, sys_path: tuple[str, ...], index: int, board: Board
     ) -> None:
         self.index = index
-        self._process = ChildProcess(
+        self.process = ChildProcess(
             "cachestream.worker.sampler", f"process {index}", server, sys_path, job_fd
         )
         self._board = board
@@ -176,20 +174,6 @@ class SamplingProcess:
         self.start_at_s: float | None = None  # when it is due to be started again
         self.started_s = 0.0
 
-    @property
-    def running(self) -> bool:
-        return self._process.running
-
-    @property
-    def pids(self) -> list[int | None]:
-        """See `ChildProcess.pids`."""
-        return self._process.pids
-
-    @property
-    def last_words(self) -> str:
-        """See `ChildProcess.last_words`."""
-        return self._process.last_words
-
     def start(self, now_s: float) -> None:
         """Start the process; it stays due if the system refuses."""
         self._board.clear_flights(self.index)
@@ -197,9 +181,9 @@ class SamplingProcess:
         self._committed_before = int(self._slot["committed"])
         self._hung, self._was_stopped = None, False
         try:
-            self._process.start(self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
+            self.process.start(self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
         finally:
-            if self.running:
+            if self.process.running:
                 self.started_s, self.start_at_s = now_s, None
 
     def _reads(self) -> list[tuple[float, int]]:
@@ -211,32 +195,30 @@ class SamplingProcess:
         """The position of the sample that is being transformed."""
         return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
 
-    def kill_if_hanging(
-        self, now_s: float, resumed_s: float, timeout_s: float, start_deadline_s: float
-    ) -> None:
+    def kill_if_hanging(self, now_s: float, resumed_s: float, timeout_s: float) -> None:
         """Kill the process if it shows no life.
 
         Time before `resumed_s`, when all went on after a stop, does not count.
         """
-        if not self.running or self._hung is not None:
+        if not self.process.running or self._hung is not None:
             return
         if int(self._slot["state"]) == STARTING:
-            if now_s - max(self.started_s, resumed_s) > start_deadline_s:
+            if now_s - max(self.started_s, resumed_s) > START_DEADLINE_S:
                 self._hung = []
         elif now_s - resumed_s > timeout_s:
             main = (float(self._slot["beat_s"]), self._in_transform())
             self._hung = hanging_positions(now_s, timeout_s, main, self._reads())
         if self._hung is not None:
-            (pid,) = self.pids
+            (pid,) = self.process.pids
             self._was_stopped = pid is not None and is_stopped(pid)
-            self._process.kill()
+            self.process.kill()
 
     def reap(self, now_s: float) -> tuple[Death, list[Suspicion], int] | None:
         """The death of the process, the positions that it leaves under suspicion, and their pass.
 
         None while it runs.
         """
-        code = self._process.reap()
+        code = self.process.reap()
         if code is None:
             return None
         positions = self._hung
@@ -249,7 +231,7 @@ class SamplingProcess:
             code,
             hanging=self._hung is not None,
             stopped=self._was_stopped,
-            # A process that says nothing was ended by what it worked on, with whatever exit code.
+            # A process that did not show its end was ended by what it worked on, whatever its exit code.
             orderly=int(self._slot["state"]) == ENDED,
             progressed=int(self._slot["committed"]) > self._committed_before,
             suspects=len(set(positions)),
@@ -258,41 +240,32 @@ class SamplingProcess:
         self._board.clear_flights(self.index)
         return death, suspicions(death, positions), pass_id
 
-    def ask_to_stop(self) -> None:
-        """Ask the process to publish what it has, and to end."""
-        self._process.ask_to_stop()
-
-    def end(self) -> None:
-        """Kill the process with all that it has started."""
-        self._process.end()
-
 
 def live_with_parent(stop: threading.Event) -> Any:
-    """Tie this process to the supervisor: die with it, and set `stop` when it asks for that.
+    """Tie this process to the supervisor: die with it, and set `stop` when the supervisor asks for that.
 
-    Returns its first message.
+    Returns the arguments that the supervisor sends first.
     """
     faulthandler.enable()
     die_with_parent()
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # Ctrl-C is the supervisor's to handle; SIG_IGN would outlast an exec
+    # The supervisor handles Ctrl-C. SIG_IGN would outlast an exec.
+    signal.signal(signal.SIGINT, lambda *_: None)
     with suppress(OSError):
         os.nice(_NICE)  # the trainer comes first
     stream = sys.stdin.buffer
-    said = read_frame(stream)
+    message = read_frame(stream)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.register_at_fork(
         before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
         after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
-        after_in_child=_be_ordinary,
+        after_in_child=_restore_signals,
     )
     fd = stream.fileno()
     threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
-    return said
+    return message
 
 
-def _be_ordinary() -> None:
+def _restore_signals() -> None:
     """Restore the default signal handlers in a process that the user's code has forked, and unblock SIGTERM.
 
     A multiprocessing pool waits for ever for a process that ignores SIGTERM. The signal is blocked during the

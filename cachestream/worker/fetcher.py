@@ -1,9 +1,9 @@
-"""Several units in flight, delivered in order: latency does not limit the speed, and progress is one number.
+"""Several units in flight, delivered in order: latency does not limit the speed.
 
 Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
-order in which the units were submitted. The bytes that wait are bounded. The next unit to be delivered has a
-bound of its own: if it could not continue, no unit could. A unit that does not answer can be put aside; it
-becomes the next one as soon as samples of it arrive.
+order in which the units were submitted, so that the progress of a claim is one number. The bytes that wait
+are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
+unit that does not answer can be put aside; it becomes the next one as soon as samples of it arrive.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cachestream.worker.encode import SampleChunk
 from cachestream.worker.job import Job
 from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
 
-FIRST_READS: Final = 4  # reached at once when units come whole: they are small
+FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came whole
 TURN_S: Final = 0.3
 GAIN: Final = 1.3
-STARVED: Final = 0.5
+STARVED: Final = 0.5  # of a turn: so much waiting for samples lets more reads be tried
 REST_TURNS: Final = 30
 RECOVERY_TURNS: Final = 3  # about a second between two increases after a slow-down
-KEEP: Final = 0.95  # of the rate: half as many reads that bring so much are as good
+KEEP: Final = 0.95  # of the rate: half as many reads are kept if they bring so much
 BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpreter
 
 
@@ -161,18 +161,15 @@ class Fetcher:
         with self._lock:
             return self._aside.copy()
 
-    def silences(self) -> tuple[list[Stall], bool]:
-        """The stalls of units that do not answer, the next unit first.
-
-        And True if all other units wait for these.
-        """
+    def stalls(self) -> tuple[list[Stall], bool]:
+        """The stalls of units, the next unit first; and True if all other units wait for these."""
         with self._lock:
-            waiting = [unit_read for unit_read in self._aside if unit_read.silence is not None]
+            waiting = [unit_read for unit_read in self._aside if unit_read.stall is not None]
             all_wait = not self._order and bool(waiting)
-            if self._order and self._order[0].is_awaited and self._order[0].silence is not None:
+            if self._order and self._order[0].is_awaited and self._order[0].stall is not None:
                 waiting.insert(0, self._order[0])
                 all_wait = True
-            return [unit_read.silence for unit_read in waiting if unit_read.silence is not None], all_wait
+            return [unit_read.stall for unit_read in waiting if unit_read.stall is not None], all_wait
 
     @property
     def is_idle(self) -> bool:
@@ -183,11 +180,11 @@ class Fetcher:
         with self._lock:
             return not self._order and not self._todo and not self.reading
 
-    def submit(self, flights: list[UnitRead]) -> None:
+    def submit(self, unit_reads: list[UnitRead]) -> None:
         """Read `unit_reads` after those submitted before."""
         with self._lock:
-            self._order.extend(flights)
-            unread = [unit_read for unit_read in flights if not unit_read.finished]
+            self._order.extend(unit_reads)
+            unread = [unit_read for unit_read in unit_reads if not unit_read.finished]
             self._todo.extend(unread)
             self._units.notify(len(unread))
 
@@ -222,17 +219,17 @@ class Fetcher:
 
     def next(self, timeout_s: float) -> Delivery | None:
         """Samples or the end of the next unit, as soon as they arrive; None at the deadline."""
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         with self._lock:
             while True:
                 if self._order:
                     unit_read = self._order[0]
                     if unit_read.chunks or unit_read.finished:
                         return self._deliver(unit_read)
-                left = deadline - time.monotonic()
-                if left <= 0:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
                     return None
-                self._arrived.wait(left)
+                self._arrived.wait(left_s)
 
     def _deliver(self, unit_read: UnitRead) -> Delivery:
         chunks = list(unit_read.chunks)
@@ -270,7 +267,7 @@ class Fetcher:
             with self._lock:
                 self.reading -= 1
                 unit_read.error = error
-                self._came(unit_read, UnitEvent.END)
+                self._note_arrival(unit_read, UnitEvent.END)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
@@ -287,7 +284,7 @@ class Fetcher:
                     self._units.wait()
             return None
 
-    def _came(self, unit_read: UnitRead, event: UnitEvent) -> None:
+    def _note_arrival(self, unit_read: UnitRead, event: UnitEvent) -> None:
         """Note that samples or the end of `unit_read` came, and wake the main thread if that unit is next."""
         if unit_read.aside:
             self._aside.remove(unit_read)
@@ -315,7 +312,7 @@ class Fetcher:
             unit_read.chunks.append(chunk)
             unit_read.waiting_bytes += chunk.nbytes
             self._bytes += chunk.nbytes
-            self._came(unit_read, UnitEvent.ARRIVE)
+            self._note_arrival(unit_read, UnitEvent.ARRIVE)
             return True
 
 
@@ -355,7 +352,7 @@ class ReadTuner:
             )
         )
 
-    def came(self) -> None:
+    def unit_came(self) -> None:
         """Note that a unit came whole; under a bandwidth limit only the turns decide."""
         concurrency = self._concurrency.came(self._most)
         if concurrency is not self._concurrency and not self._is_limited:

@@ -27,11 +27,11 @@ from typing import IO, Any, Final
 
 from cachestream.worker.processes import (
     adopt_orphans,
+    detach_from_terminal,
     die_with_parent,
     end_sessions,
     is_stopped,
     is_there,
-    let_go_of_terminal,
     name_process,
 )
 
@@ -41,7 +41,7 @@ _PAUSE_S: Final = 0.005
 _ORPHANED_TURNS: Final = 400
 _STOPPED_S: Final = 3.0  # when a suspended job continues, its supervisor may be the first
 # Our modules that a sampling process needs, and those of the sources that `open_source` makes.
-_OURS: Final = ("cachestream.worker.sampler", "cachestream.sources.open")
+_PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.sources.open")
 
 
 class Forked:
@@ -64,14 +64,14 @@ class Forked:
             self._server.listen()
         return self._pid
 
-    def begun(self, pid: int) -> None:
+    def set_pid(self, pid: int) -> None:
         """Take the id that the fork server reported; -1 if the system refused to fork."""
         if pid < 0:
             self.returncode = 1
         else:
             self._pid = pid
 
-    def lost(self) -> None:
+    def count_as_killed(self) -> None:
         """Count the process as killed: the fork server is gone, and may not have started it."""
         self.returncode = -signal.SIGKILL
 
@@ -82,13 +82,13 @@ class Forked:
             try:
                 done, status = os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
-                self.lost()
+                self.count_as_killed()
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if done else None
         return self.returncode
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         if self.poll() is not None:
             return
         if self._pid is not None:
@@ -137,9 +137,8 @@ class ForkServer:
     def start(self, module: str, job_fd: int) -> Forked | None:
         """Run `main()` of `module` in a process with pipes to its stdin and from its output.
 
-        None if the fork server is gone.
-
-        The process inherits the descriptor `job_fd` under the same number.
+        The process inherits the descriptor `job_fd` under the same number. Returns None if the fork server is
+        gone.
         """
         stdin, to_stdin = os.pipe()
         try:
@@ -171,7 +170,7 @@ class ForkServer:
 
     def listen(self) -> None:
         """Read what the fork server has reported since the last call."""
-        if not self._is_gone and self._take_in():
+        if not self._is_gone and self._receive_pids():
             self.close()
 
     def give_up_if_stopped(self, now_s: float) -> bool:
@@ -188,7 +187,7 @@ class ForkServer:
             return True
         return False
 
-    def _take_in(self) -> bool:
+    def _receive_pids(self) -> bool:
         """Give processes their reported ids; True if the fork server is gone."""
         while True:
             try:
@@ -199,7 +198,7 @@ class ForkServer:
                 return True
             if not said:
                 return True
-            self._waiting.popleft().begun(*_PID.unpack(said))
+            self._waiting.popleft().set_pid(*_PID.unpack(said))
 
     def close(self) -> None:
         """End the fork server; the processes that it has started continue."""
@@ -209,10 +208,10 @@ class ForkServer:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-        self._take_in()
+        self._receive_pids()
         self._socket.close()
         for forked in self._waiting:
-            forked.lost()
+            forked.count_as_killed()
         self._waiting.clear()
 
 
@@ -233,9 +232,9 @@ def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
 
 
 def _is_orphaned(parent: int) -> bool:
-    """True if `parent` is gone. The signal comes with the end of its main thread.
+    """True if `parent` is gone.
 
-    Other threads may take a moment longer.
+    The signal comes when the main thread of the parent ends; its other threads may take a moment longer.
     """
     for _ in range(_ORPHANED_TURNS):
         if os.getppid() != parent:
@@ -248,8 +247,8 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
     """Fork the requested processes until the socket closes; each leads one of `sessions`."""
     name_process("cs-forkserver")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    let_go_of_terminal()  # this also closes the pipes of the supervisor to its caller
-    for module in _OURS:
+    detach_from_terminal()  # this also closes the pipes of the supervisor to its caller
+    for module in _PRELOADED:
         importlib.import_module(module)
     _load(protocols)
     gc.collect()
@@ -281,41 +280,41 @@ def _load(protocols: Collection[str]) -> None:
 
 def _fork(module: str, job_fd: int, fds: list[int], supervisor: socket.socket, parent: int) -> int:
     """Fork a process that the supervisor adopts; returns its id, or -1 if the system refuses."""
-    from_between, to_us = os.pipe()
+    from_fork, to_us = os.pipe()
     try:
-        between = os.fork()
-        if not between:
+        intermediate = os.fork()
+        if not intermediate:
             try:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                between = os.getpid()
+                intermediate = os.getpid()
                 pid = os.fork()
                 if pid:
                     os.write(to_us, _PID.pack(pid))
                     os._exit(0)
                 os.setsid()  # its descendants are found by this session, and end with it
-                for fd in (from_between, to_us):
+                for fd in (from_fork, to_us):
                     os.close(fd)
                 supervisor.close()
-                while os.getppid() == between:  # the process in between is about to end
+                while os.getppid() == intermediate:  # it is about to end
                     time.sleep(_PAUSE_S)
                 if os.getppid() == parent:
-                    _become(module, job_fd, fds)
+                    _run_main(module, job_fd, fds)
             except BaseException:  # noqa: BLE001  a process's main: the traceback goes to the supervisor
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        os.waitpid(between, 0)
-        os.set_blocking(from_between, False)
-        said = os.read(from_between, _PID.size)
+        os.waitpid(intermediate, 0)
+        os.set_blocking(from_fork, False)
+        said = os.read(from_fork, _PID.size)
     except OSError:  # EAGAIN: too many processes, or too little memory
         return -1
     finally:
-        os.close(from_between)
+        os.close(from_fork)
         os.close(to_us)
     return int(_PID.unpack(said)[0])
 
 
-def _become(module: str, job_fd: int, fds: list[int]) -> None:
+def _run_main(module: str, job_fd: int, fds: list[int]) -> None:
     """Run `main()` of `module` in this process, with the pipes and the job under their numbers."""
     stdin, output, job = fds
     for fd, target in ((stdin, 0), (output, 1), (output, 2), (job, job_fd)):

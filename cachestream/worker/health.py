@@ -14,7 +14,7 @@ BREAKER_KILLS: Final = 25
 BREAKER_WINDOW_S: Final = 600.0
 START_DEADLINE_S: Final = 120.0
 TROUBLE_S: Final = 60.0
-_QUIET_S: Final = 5.0  # the housekeeping, in which most can fail, comes more often
+_QUIET_S: Final = 5.0  # housekeeping, which causes most system errors, runs more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
 # Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A

@@ -19,7 +19,7 @@ from cachestream.sources.user_code import by_value
 from cachestream.worker.order import Partition
 
 _LENGTH: Final = struct.Struct("<Q")
-_ASIDE_BYTES: Final = 64 * 1024  # buffers from this size on lie beside their pickle
+_OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle
 _ALIGNMENT: Final = 64
 
 
@@ -83,23 +83,22 @@ class Payload:
     weights: Any
 
 
-def pack(payload: Payload, see: Callable[[Any], None] = lambda _: None) -> Packed:
+def pack(payload: Payload, visit: Callable[[Any], None] = lambda _: None) -> Packed:
     """Pickle `payload`, including lambdas and closures.
 
-    Raises ConfigError that names the object that does not pickle.
-
-    `see` is called with each object in the payload.
+    `visit` is called with each object in the payload. Raises ConfigError that names the object that does not
+    pickle.
     """
     buffers: list[bytes] = []
 
-    def goes_along(buffer: pickle.PickleBuffer) -> bool:
+    def in_band(buffer: pickle.PickleBuffer) -> bool:
         with memoryview(buffer) as view:
-            if not view.readonly or view.nbytes < _ASIDE_BYTES or not view.contiguous:
+            if not view.readonly or view.nbytes < _OUT_OF_BAND_BYTES or not view.contiguous:
                 return True  # each process gets its own copy of a writable buffer
             buffers.append(view.tobytes())
             return False
 
-    return Packed(_pickled(payload, _culprit, goes_along, see), tuple(buffers))
+    return Packed(_pickled(payload, _culprit, in_band, visit), tuple(buffers))
 
 
 def pack_sampler(sampler: Any) -> bytes:
@@ -111,10 +110,10 @@ def _pickled(
     value: Any,
     culprit: Callable[[Any], tuple[str, Exception] | None],
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
-    see: Callable[[Any], None] = lambda _: None,
+    visit: Callable[[Any], None] = lambda _: None,
 ) -> bytes:
     try:
-        return by_value(value, buffer_callback, see)
+        return by_value(value, buffer_callback, visit)
     except Exception as error:  # noqa: BLE001  pickling runs the user's code
         name, cause = culprit(value) or ("order", error)
         raise ConfigError(
@@ -125,12 +124,17 @@ def _pickled(
 
 def _culprit(payload: Payload) -> tuple[str, Exception] | None:
     """The user's name for the object in `payload` that does not pickle, and the error; None if all do."""
-    names = {"source": "source", "transform": "transform", "eviction": "eviction function"}
-    for name in ("source", "transform", "eviction", "weights"):
+    names = {
+        "source": "source",
+        "transform": "transform",
+        "eviction": "eviction function",
+        "weights": "order",
+    }
+    for attribute, name in names.items():
         try:
-            by_value(getattr(payload, name))
+            by_value(getattr(payload, attribute))
         except Exception as error:  # noqa: BLE001  pickling runs the user's code
-            return names.get(name, "order"), error
+            return name, error
     return None
 
 

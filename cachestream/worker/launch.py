@@ -31,14 +31,18 @@ from cachestream.worker.job import Job, frame, read_frame, unpack, write_frame
 from cachestream.worker.passes import begin
 from cachestream.worker.processes import (
     begin_clean,
+    detach_from_terminal,
     import_path,
-    let_go_of_terminal,
     name_process,
     start_python,
 )
 from cachestream.worker.supervisor import Supervisor
 
 START_TIMEOUT_S: Final = 60.0
+_LOG_BYTES: Final = 64 * 1024
+_LOCK_TIMEOUT_S: Final = 1.0
+
+logger = logging.getLogger("cachestream.worker")
 
 
 class Launch:
@@ -147,12 +151,6 @@ def _is_ready(fd: int, event: int, deadline_s: float) -> bool:
     return bool(waiter.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))
 
 
-_LOG_BYTES: Final = 64 * 1024
-_LOCK_TIMEOUT_S: Final = 1.0
-
-logger = logging.getLogger("cachestream.worker")
-
-
 def main() -> None:
     """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
     name_process("cs-supervisor")
@@ -194,7 +192,7 @@ def _begin(server: ForkServer) -> Supervisor | None:
         write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
         raise
     logger.info("started, %d left-over files removed", removed)
-    let_go_of_terminal()
+    detach_from_terminal()
     return supervisor
 
 
@@ -206,7 +204,7 @@ def _become_the_supervisor(cache: Cache) -> HeldFile:
 
 
 def _forget_debts(cache: Cache) -> None:
-    """Drop what is still to be paid under an earlier bandwidth limit: that limit may have been mistyped."""
+    """Remove the budget file: a debt under a mistyped bandwidth limit could last for days."""
     budget = cache.directory.worker_file("budget")
     with translated_disk_errors(budget, "removing it"):
         remove_if_there(budget)

@@ -19,6 +19,7 @@ from cachestream.errors import CacheFullError, CacheLockedError, SourceError, So
 from cachestream.listing.names import read_mark
 from cachestream.sources.base import as_growing
 from cachestream.storage.cache import Cache
+from cachestream.storage.os_errors import DiskFailedError
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import backoff_delays
 from cachestream.worker.child import (
@@ -43,11 +44,11 @@ logger = logging.getLogger("cachestream.worker")
 
 
 class ListingError(Exception):
-    """The listing has failed; `words` is the last output of the process."""
+    """The listing has failed; `output` is the last output of the process."""
 
-    def __init__(self, words: str) -> None:
-        super().__init__(words)
-        self.words = words
+    def __init__(self, output: str) -> None:
+        super().__init__(output)
+        self.output = output
 
 
 class Lister:
@@ -172,7 +173,7 @@ class Lister:
 
 
 def main() -> None:
-    """The main of the process: its orders come through stdin, whose end means stop."""
+    """The main of the process: its arguments come through stdin, whose end means stop."""
     stop = threading.Event()
     job_fd, is_next = live_with_parent(stop)
     name_process("cs-lister")
@@ -183,7 +184,7 @@ def main() -> None:
     except SourceError:
         traceback.print_exc()
         code = EXIT_FATAL
-    except (CacheFullError, CacheLockedError) as error:  # others use the disk or the catalogue, for now
+    except (CacheFullError, CacheLockedError, DiskFailedError) as error:  # may be over soon
         sys.stderr.write(f"{error}\n")
         code = EXIT_LATER
     except BaseException:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
@@ -195,14 +196,10 @@ def main() -> None:
 def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
     source = as_growing(unpack(job.payload).source)
     assert source is not None
-    life = _Life()
+    life = _Life(stop)
     metering.install(life.show)
-
-    def wait(delay_s: float) -> bool:
-        return life.wait(stop, delay_s)
-
     cache = Cache(job.root)
-    with open_store(source, cache, wait, is_next=is_next, may_evict=job.when_full == "evict") as store:
+    with open_store(source, cache, life.wait, is_next=is_next, may_evict=job.when_full == "evict") as store:
         delays = backoff_delays(random.Random())
         while not stop.is_set():
             known = store.last
@@ -211,7 +208,7 @@ def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
             except SourceUnavailableError as error:
                 sys.stderr.write(f"{error}; asking again\n")  # to the worker's log
                 delays = delays if store.last == known else backoff_delays(random.Random())
-                wait(next(delays))
+                life.wait(next(delays))
             else:
                 return
 
@@ -219,7 +216,8 @@ def _run(job: Job, *, is_next: bool, stop: threading.Event) -> None:
 class _Life:
     """Prints empty lines as signs of life; thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
         self._shown_s = -math.inf
 
     def show(self, _nbytes: int = 0) -> None:
@@ -229,9 +227,11 @@ class _Life:
             sys.stdout.write("\n")
             sys.stdout.flush()
 
-    def wait(self, stop: threading.Event, delay_s: float) -> bool:
+    def wait(self, delay_s: float) -> bool:
         """Wait for `delay_s` and show life meanwhile; returns True if the process is to stop."""
         deadline_s = time.monotonic() + delay_s
-        while (left_s := deadline_s - time.monotonic()) > 0 and not stop.wait(min(left_s, metering.TICK_S)):
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if self._stop.wait(min(left_s, metering.TICK_S)):
+                break
             self.show()
-        return stop.is_set()
+        return self._stop.is_set()

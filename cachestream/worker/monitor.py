@@ -96,7 +96,7 @@ class WorkerMonitor:
         # In this order: a worker that is killed in between is found lost by the second call.
         if has_worker(directory) or lost_worker(directory) is not None:
             return True
-        self._tell_of_failure()
+        self._log_failure()
         return False
 
     def _replace(self) -> None:
@@ -119,33 +119,28 @@ class WorkerMonitor:
 
     def _start_another(self) -> None:
         attachments = Attachments(self._cache.directory)
-        lock = attachments.attach_lock()
-        try:
+        with attachments.locked():
             is_lost = lost_worker(self._cache.directory) is not None
             if is_lost and self._is_needed() and not attachments.stop_requested():
                 if self.process is not None:
                     self.process.wait(timeout=5.0)
                 self.process = Launch(self._job.protocols).give(self._job)
                 logger.warning("%s: another worker fills it now", self._cache.path)
-        finally:
-            lock.release()
 
     def _give_up(self) -> None:
         message = (
             f"its workers were killed {len(self._deaths)} times within {BREAKER_WINDOW_S / 60:.0f} minutes, soon after they had "
             "started: the system's log says by what (a lack of memory?); mend that, and start another"
         )
-        lock = Attachments(self._cache.directory).attach_lock()
-        try:
+        with Attachments(self._cache.directory).locked():
             if lost_worker(self._cache.directory) is not None:
                 self._cache.filling.record("failed", message)
                 forget_lost_worker(self._cache.directory)
-        finally:
-            lock.release()
 
-    def _tell_of_failure(self) -> None:
-        """Training goes on without: it is told, once."""
-        if os.path.exists(self._cache.catalogue.path):  # who has removed the cache wants no new one there
+    def _log_failure(self) -> None:
+        """Log once that the worker has failed; training goes on without it."""
+        # Reading the state would recreate the catalogue of a cache that was removed.
+        if os.path.exists(self._cache.catalogue.path):
             state = self._cache.filling.state()
             if state.phase == "failed":
                 logger.error("%s is not filled any more: %s", self._cache.path, state.message)

@@ -32,7 +32,7 @@ _WHEN_FULL: Final = ("evict", "wait", "stop")
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The options of `start_worker` that describe the filling; see there."""
+    """The options of `start_worker` that describe the filling; `start_worker` documents them."""
 
     num_workers: int | None = None
     shard_size: int | str | None = None
@@ -63,26 +63,29 @@ class WorkerOptions:
         _kind_of(self.order)
 
     def job(self, cache: Cache, source: Source) -> Job:
-        """The job of the worker that fills `cache` from `source`.
+        """The job of the worker that fills `cache` from `source`, by options that `check` has passed.
 
-        Raises ConfigError for options that cannot work.
+        Raises ConfigError for options that cannot work with this cache and source.
         """
-        self.check()
         partition = parse_partition(self.partition)
         source = self._divided(cache, source)
         growing = as_growing(source) if isinstance(self.order, str) and self.order in _GROWING else None
-        owner = type(source).__name__
-        num_units = whole_units(source.num_units, owner) if growing is None else len(growing.first_names)
+        source_name = type(source).__name__
+        num_units = (
+            whole_units(source.num_units, source_name) if growing is None else len(growing.first_names)
+        )
         fingerprint: object = source.fingerprint
         if not isinstance(fingerprint, str) or not fingerprint:
-            raise ConfigError(f"{owner}: fingerprint={fingerprint!r}: must be a str that names the data")
+            raise ConfigError(
+                f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
+            )
         _check_share(partition, num_units)
         divisible = as_divisible(source)
         kind, weights, sampler = _order(self.order, num_units, partition)
         policy = cache.eviction if callable(cache.eviction) else None
         protocols: set[str] = set()
 
-        def see(value: Any) -> None:
+        def collect_protocol(value: Any) -> None:
             if isinstance(value, Remote) and not value.is_local:
                 protocols.add(value.protocol)
 
@@ -103,7 +106,7 @@ class WorkerOptions:
             when_full=self.when_full,
             hang_timeout_s=float(self.hang_timeout_s),
             custom_eviction=policy is not None,
-            payload=pack(Payload(source, self.transform, policy, weights), see),
+            payload=pack(Payload(source, self.transform, policy, weights), collect_protocol),
             sampler=pack_sampler(sampler),
             partition=partition,
             rule=fingerprint_of(self.order) if kind == "curriculum" else "",
@@ -114,9 +117,9 @@ class WorkerOptions:
         )
 
     def _divided(self, cache: Cache, source: Source) -> Source:
-        """The source in parts so small that its cache holds samples of many units.
+        """The source, divided into parts so small that the cache holds samples of many units.
 
-        In the parts of its last pass if it had one.
+        If the cache has had a pass over the source, the number of parts is that of the last pass.
         """
         is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
         divisible = as_divisible(source)

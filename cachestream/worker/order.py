@@ -33,18 +33,16 @@ _KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 STEPS: Final = 100
 _LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
 MOST_NODES: Final = 1_000_000
-_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
+_PARTITION_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
     """Share `index` of `count`: disjoint and complete, whatever order, seed and pass each node has.
 
-    O(1) memory.
-
     Of every run of `count` units each node reads one; a hash of the run's number says which one, so that a
     period in the order of the units (pairs of files, sources that alternate) does not become the share of one
-    node. Places in a share ascend with the units.
+    node. Places in a share ascend with the units. A share takes O(1) memory.
     """
 
     index: int
@@ -79,7 +77,7 @@ def parse_partition(given: Any) -> Partition | None:
     """`(i, n)` or "i/n", node i of n counted from 0; None for None. Raises ConfigError for anything else."""
     if given is None or isinstance(given, Partition):
         return given
-    if isinstance(given, str) and (match := _TEXT.fullmatch(given)):
+    if isinstance(given, str) and (match := _PARTITION_TEXT.fullmatch(given)):
         given = (int(match[1]), int(match[2]))
     if (
         not isinstance(given, tuple | list)
@@ -258,7 +256,7 @@ class PassPlan:
         return self.growing and (is_complete or num_units - known > known // 8)
 
     @property
-    def shares(self) -> list[int]:
+    def segment_ends(self) -> list[int]:
         """The positions at which the segments end."""
         partition = self.partition
         return [end if partition is None else partition.length(end) for end in self.segments]
@@ -287,7 +285,7 @@ class UnitOrder:
         self.plan = plan
         self._permutation: Permutation | Segments | None = None
         if plan.kind == "shuffle" and plan.segments:
-            self._permutation = Segments(plan.shares, plan.seed, plan.ordinal)
+            self._permutation = Segments(plan.segment_ends, plan.seed, plan.ordinal)
         elif plan.kind == "shuffle" and plan.share:
             self._permutation = Permutation(plan.share, mix_key(PASS_KEY, plan.seed, plan.ordinal))
         self._cumulative = None if weights is None else _cumulative(share_of(weights, plan.partition))
@@ -378,7 +376,7 @@ def check_weights(
     return values
 
 
-def _numbers(drawn: Iterable[Any]) -> Iterator[int]:
+def _unit_numbers(drawn: Iterable[Any]) -> Iterator[int]:
     for unit in drawn:
         try:
             number = operator.index(unit)
@@ -394,7 +392,7 @@ def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partitio
 
     Raises ConfigError if it draws none, or numbers that are no units.
     """
-    units: IntArray = np.fromiter(_numbers(drawn), np.int64)
+    units: IntArray = np.fromiter(_unit_numbers(drawn), np.int64)
     if num_units is None or not len(units) or units.min() < 0 or units.max() >= num_units:
         raise ConfigError(
             f"order: the sampler must give unit numbers from 0 to {(num_units or 0) - 1}, at least one"

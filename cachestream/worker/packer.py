@@ -43,9 +43,8 @@ class _GrowingBytes:
     def __init__(self) -> None:
         self._data = np.empty(_FIRST_BYTES, np.uint8)
         self._stop = 0
-        self._pending: list[
-            bytes
-        ] = []  # small values are joined first: copying each costs more than its bytes
+        # Small values are joined first: copying each of them costs more than its bytes.
+        self._pending: list[bytes] = []
         self._pending_bytes = 0
 
     @property
@@ -101,9 +100,8 @@ class _ColumnBuilder:
 
     def __init__(self) -> None:
         self._data = _GrowingBytes()
-        self._runs: list[
-            tuple[int, tuple[int, ...]]
-        ] = []  # bytes and shape of values that follow one another
+        # The size in bytes and the shape of values that follow one another, and the number of such values.
+        self._runs: list[tuple[int, tuple[int, ...]]] = []
         self._counts: list[int] = []
 
     def append(self, value: BytesLike, shape: tuple[int, ...]) -> None:
@@ -173,9 +171,8 @@ class Packer:
         self._builders: dict[str, _ColumnBuilder] = {}
         self._keys = _ColumnBuilder()
         self._schema: Schema | None = None
-        self._fitting: tuple[Schema, Schema | None] | None = (
-            None  # the last sample's and the cache's: they fit
-        )
+        # The schemas of the last sample and of the cache, which fit: the same pair need not be checked again.
+        self._fitting: tuple[Schema, Schema | None] | None = None
         self._in_order: list[_ColumnBuilder] = []
         self.num_samples = 0
         self.size_bytes = 0
@@ -202,8 +199,7 @@ class Packer:
     def add(self, key: str, record: EncodedSample, known: Schema | None) -> None:
         """Add a sample.
 
-        Raises SchemaMismatchError unless it fits the shard and `known`, the schema of the cache.
-
+        Raises SchemaMismatchError unless the sample fits the shard and `known`, the schema of the cache.
         After any error, a MemoryError too, the shard is as it was before.
         """
         name, before = key.encode("utf-8", "surrogatepass"), self._schema
@@ -213,7 +209,7 @@ class Packer:
                 builder.append(value, shape)
             self._keys.append(name, ())
         except BaseException:
-            self._take_back(before)
+            self._roll_back(before)
             raise
         self.num_samples += 1
         self.size_bytes += record.nbytes + len(name) + _OFFSET_BYTES
@@ -229,12 +225,12 @@ class Packer:
                 builder.extend(column, field.shape or ())
             self._keys.extend(table.keys, ())
         except BaseException:
-            self._take_back(before)
+            self._roll_back(before)
             raise
         self.num_samples += len(table)
         self.size_bytes += table.nbytes + len(table) * _OFFSET_BYTES
 
-    def _take_back(self, before: Schema | None) -> None:
+    def _roll_back(self, before: Schema | None) -> None:
         """Remove a partly added sample; `before` is the schema of the samples that stay."""
         for builder in (*self._builders.values(), self._keys):
             builder.cut(self.num_samples)

@@ -1,7 +1,7 @@
 """Passes over the units, and claims on them.
 
-At the end of a pass the next one begins for evicted samples, or filling rests. Within a pass, processes claim runs
-of positions, and take over those of processes that died.
+At the end of a pass the next one begins for evicted samples, or filling rests. Within a pass, processes claim
+runs of positions, and take over those of processes that died.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Draw = Callable[[int], IntArray]
 MOST_POSITIONS: Final = 1024
 SHARES: Final = 16
 
-_OF_UNITS: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
+_UNIT_FAILURES: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
 
 
 def pass_is_open(state: FillState) -> bool:
@@ -68,18 +68,17 @@ def parts_of_last_pass(cache: Cache, fingerprint: str) -> int | None:
 
 
 def begin(cache: Cache, job: Job, draw: Draw) -> bool:
-    """Resume the cache's open pass if it is of this job's order, else begin one; False if the last one was
-    complete.
+    """Resume the cache's open pass if this job would begin the same one; else begin another one.
 
-    After one that was complete there is another if units failed: they are tried again.
-    `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
+    Returns False if the last pass was complete and nothing was evicted since: then another one begins only
+    for units that failed. `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
     """
     listings = Listings(cache.directory)
     was_complete = False
     listings.forget_secrets()
     if cache.filling.state().last_pass is None:
         listings.drop()
-    elif not listings.is_of(job):
+    elif not listings.begins(job.fingerprint, job.num_units or 0, job.listing):
         listings.retire()
     plan = first_plan(job, listings)
     state = _adopt(cache, job)
@@ -88,28 +87,28 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
         if pass_is_open(state):
             return True
         was_complete = not state.has_evicted
-        has_failed = plan.is_permutation and any(one.kind in _OF_UNITS for one in state.failures)
+        has_failed = plan.is_permutation and any(one.kind in _UNIT_FAILURES for one in state.failures)
         if was_complete and not has_failed:
             return False  # and nothing was lost since
-    # Of a pass that was complete, but for units that failed, only these are read again.
-    _insert(cache, plan, draw)
+    # After a pass that was complete except for failed units, only these units are read again.
+    _insert_pass(cache, plan, draw)
     return not was_complete
 
 
 def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> bool:
-    """At the end of a pass: whether there is more to do.
+    """Begin the next pass if the last one is over and samples were evicted, or the listing `has_changed`.
 
-    Begins the next pass if something was evicted, or if the listing `has_changed`.
+    Returns False if there is nothing left to do.
     """
     # Only a supervisor begins passes, so what is read here holds until the insert.
     state, is_open = cache.filling.judged(lambda state: (state, pass_is_open(state)))
     if is_open:
         return True
-    if state.last_pass is None:  # the catalogue was lost, and nothing cached that would tell of the pass
+    if state.last_pass is None:  # the catalogue was lost, and no shard is cached that records the pass
         _adopt(cache, job)
     elif not has_changed and not state.has_evicted:
         return False
-    _insert(cache, first_plan(job, Listings(cache.directory)), draw)
+    _insert_pass(cache, first_plan(job, Listings(cache.directory)), draw)
     return True
 
 
@@ -136,9 +135,7 @@ def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
 
 
 def _adopt(cache: Cache, job: Job) -> FillState:
-    """Have the cache filled from the job's source; raises ConfigError where it holds samples of
-    another one.
-    """
+    """Record the job's source in the cache; raises ConfigError if samples of another source are cached."""
     names = job.label_names
     labels = LabelNames(len(names), Names(names).digest)
 
@@ -154,14 +151,14 @@ def _adopt(cache: Cache, job: Job) -> FillState:
         if state.last_pass is None:
             return False
         PassPlan.from_json(state.last_pass.plan)  # here, where damage has the catalogue rebuilt
-        # All was skipped: what made it so may have been mended meanwhile.
+        # All samples were skipped: the cause may have been removed meanwhile.
         return not state.num_shards and not state.has_evicted
 
     return cache.filling.adopt(job.fingerprint, labels, is_void)
 
 
 def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
-    """Refuse to add samples whose labels mean something else than those of what is cached."""
+    """Raise ConfigError if labels of the job mean something else than those of the cached samples."""
     known, schema = state.labels, state.schema
     if known is None or schema is None or "label" not in schema.names or not state.num_shards:
         return
@@ -173,10 +170,10 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         )
 
 
-def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
+def _insert_pass(cache: Cache, plan: PassPlan, draw: Draw) -> None:
     held = cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
     plan = replace(plan, ordinal=max((known.ordinal for known in held.plans.values()), default=-1) + 1)
-    # Those by which units that are still cached are found.
+    # The plans of passes whose samples are still cached: their orders tell which ones.
     cached = [known for key, known in held.plans.items() if key in held.spans[0] and known.is_permutation]
     _remove_orders(cache.directory, {known.ordinal for known in cached})
     Listings(cache.directory).keep_earlier(cached)
@@ -184,8 +181,8 @@ def _insert(cache: Cache, plan: PassPlan, draw: Draw) -> None:
         drawn = draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))
         _save_order(cache, plan.ordinal, drawn)
-    # Failures of units would count once a pass.
-    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _OF_UNITS)
+    # Earlier failures of units are forgotten: they would count once in each pass.
+    cache.filling.begin_pass(PlannedPass(plan.to_json(), plan.length, plan.growing), _UNIT_FAILURES)
 
 
 def _remove_orders(directory: Directory, kept: Collection[int]) -> None:

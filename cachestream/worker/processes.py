@@ -27,8 +27,8 @@ _GRACE_S: Final = 1.0
 _TICK_S: Final = 0.01
 _TURN_S: Final = 0.05
 _GRACE_TURNS: Final = 20
-_MOST_TURNS = 200  # a process takes long to die on a busy machine
-_ended: dict[int, float] = {}  # leaders of groups that were asked to end, and the time of that
+_MOST_TURNS: Final = 200  # a process takes long to die on a busy machine
+_asked_to_end_s: dict[int, float] = {}  # leaders of groups that were asked to end, and the time of that
 
 
 def import_path() -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def have_standard_files() -> None:
     os.close(fd)
 
 
-def let_go_of_terminal() -> None:
+def detach_from_terminal() -> None:
     """Redirect the standard files to /dev/null: the worker outlives the terminal of its caller."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -100,13 +100,13 @@ def name_process(name: str) -> None:
 def end_group(pid: int) -> None:
     """Send SIGTERM to the group that the child `pid` leads.
 
-    `look_after_orphans` kills what is left of it a moment later.
+    `reap_orphans` kills what is left of it a moment later.
 
     To be called before the child is waited for: after that its id may belong to another process. The group is
     not killed at once, because the resource tracker of multiprocessing first removes what the group has left
     in /dev/shm.
     """
-    _ended[pid] = time.monotonic()
+    _asked_to_end_s[pid] = time.monotonic()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGTERM)
 
@@ -130,29 +130,28 @@ def end_if_forked(pid: int) -> None:
         os._exit(1)
 
 
-def look_after_orphans(but: Collection[int]) -> int:
+def reap_orphans(others: Collection[int]) -> int:
     """Wait for adopted processes that have ended, as no other code does.
 
-    Children in `but` are waited for elsewhere.
-
-    Children in our own session are not adopted: each process that may leave orphans has a session of its own.
-    Kills processes of groups that were asked to end a moment ago, and returns how many of these are left.
+    Children in `others` are waited for elsewhere. Children in our own session are not adopted: each process
+    that may leave orphans has a session of its own. Kills processes of groups that were asked to end a moment
+    ago, and returns how many of these are left.
     """
     try:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:
         return 0  # not all kernels have this file
     ours, left = os.getsid(0), []
-    for pid in set(map(int, children.split())) - set(but):
+    for pid in set(map(int, children.split())) - set(others):
         with suppress(ProcessLookupError, ChildProcessError):
             session = os.getsid(pid)
-            if session != ours and os.waitpid(pid, os.WNOHANG) == (0, 0) and session in _ended:
+            if session != ours and os.waitpid(pid, os.WNOHANG) == (0, 0) and session in _asked_to_end_s:
                 left.append(session)
-                if time.monotonic() - _ended[session] >= _GRACE_S:
+                if time.monotonic() - _asked_to_end_s[session] >= _GRACE_S:
                     os.kill(pid, signal.SIGKILL)
-    for session in _ended.keys() - set(left):
-        if time.monotonic() - _ended[session] >= _GRACE_S:
-            del _ended[session]
+    for session in _asked_to_end_s.keys() - set(left):
+        if time.monotonic() - _asked_to_end_s[session] >= _GRACE_S:
+            del _asked_to_end_s[session]
     return len(left)
 
 
@@ -184,7 +183,7 @@ def is_stopped(pid: int) -> bool:
 def end_orphans() -> None:
     """Wait until no process is left of the groups that were asked to end, at most twice their grace time."""
     deadline_s = time.monotonic() + 2 * _GRACE_S
-    while look_after_orphans(()) and time.monotonic() < deadline_s:
+    while reap_orphans(()) and time.monotonic() < deadline_s:
         time.sleep(_TICK_S)
 
 

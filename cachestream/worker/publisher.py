@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from cachestream.config import format_size
@@ -45,9 +44,8 @@ class Tally:
         self._claims: dict[int, tuple[int, int]] = {}
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
         self.settled: list[int] = []
-        self.done = (
-            0  # samples that were dealt with, and units that failed, but for those that ended the process
-        )
+        # Samples that were packed, dropped or skipped, and units that failed without killing a process.
+        self.done = 0
         self._spans: list[list[tuple[int, int]]] = []  # start and stop of each
 
     @property
@@ -68,7 +66,7 @@ class Tally:
     def finished(self, claim_id: int, position: int, rest: Sequence[tuple[int, int]]) -> None:
         """Note that the unit at `position` is done.
 
-        `rest`: ranges of offsets in which it has no further samples.
+        `rest`: ranges of offsets in which the unit has no further samples.
 
         The open shard counts as holding these ranges besides the samples that `passed`, and no others: a span
         over samples in another shard would hide their loss when that shard is evicted.
@@ -119,9 +117,8 @@ class OpenShard:
 
     def __init__(self) -> None:
         self.packer = Packer()
-        self.holdout: float | None = (
-            None  # the share, if samples are held out: these get a shard of their own
-        )
+        # The share of the samples that is held out, in a shard of their own; None if none are.
+        self.holdout: float | None = None
         self.held_out = Packer()
         # The splits of which samples were left out because other shards hold them.
         self.elsewhere: set[int] = set()
@@ -147,7 +144,7 @@ class OpenShard:
         packer = self.packer if self.packer.num_samples else self.held_out
         return packer.schema if packer.num_samples else None
 
-    def part_of(self, key: bytes) -> int:
+    def split_of(self, key: bytes) -> int:
         """The split of the sample `key`; WHOLE where no samples are held out."""
         if self.holdout is None:
             return WHOLE
@@ -158,29 +155,29 @@ class OpenShard:
         if self.holdout is None:
             self.packer.take(part, known)
         elif isinstance(part, Table):
-            splits = [self.part_of(key) for key in part.keys]
+            splits = [self.split_of(key) for key in part.keys]
             for split, packer in ((TRAIN, self.packer), (HELD_OUT, self.held_out)):
                 if rows := [row for row, one in enumerate(splits) if one == split]:
                     packer.take(part.take(rows), known)
         else:
-            is_out = self.part_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
+            is_out = self.split_of(part[0].encode("utf-8", "surrogatepass")) == HELD_OUT
             (self.held_out if is_out else self.packer).take(part, known)
 
     def contents(self, fill: dict[str, Any]) -> list[ShardContent]:
         """The shards to be published together: one, or one for each split."""
         if self.holdout is None:
             return [self.packer.content(fill)]
-        parts = {HELD_OUT: self.held_out, TRAIN: self.packer}
-        parts = {part: packer for part, packer in parts.items() if packer.num_samples}
+        packers = {HELD_OUT: self.held_out, TRAIN: self.packer}
+        packers = {split: packer for split, packer in packers.items() if packer.num_samples}
         found = []
-        for part, packer in parts.items():
-            is_whole = len(parts) == 1 and not self.elsewhere - {part}
-            split = {
+        for split, packer in packers.items():
+            is_whole = len(packers) == 1 and not self.elsewhere - {split}
+            entries = {
                 "holdout": self.holdout,
-                "held_out": packer.num_samples if part == HELD_OUT else 0,
-                "part": WHOLE if is_whole else part,
+                "held_out": packer.num_samples if split == HELD_OUT else 0,
+                "part": WHOLE if is_whole else split,
             }
-            found.append(packer.content(split | fill))  # spans come last in a manifest
+            found.append(packer.content(entries | fill))  # spans come last in a manifest
         return found
 
     def clear(self) -> None:
@@ -209,9 +206,8 @@ class Outbox:
     def send(self, shard: OpenShard) -> OpenShard:
         """Publish `shard` in the background; returns an empty shard.
 
-        Waits until the shard before is published.
-
-        Raises the error of the shard before: CacheError (CatalogueReplacedError), StartAgainError.
+        Waits until the shard before is published, and raises its error: CacheError (CatalogueReplacedError)
+        or StartAgainError.
         """
         self.settle()
         spare, self._spare = self._spare, shard
@@ -222,11 +218,10 @@ class Outbox:
         """Wait until nothing is being published; raises the error of the last shard."""
         while self._sent is not None:
             self._slot["beat_s"] = time.monotonic()
-            try:
-                self._sent.result(timeout=BEAT_S)
+            # Not result(timeout=…): a TimeoutError of the disk (ETIMEDOUT) would look like its own.
+            if wait([self._sent], timeout=BEAT_S).done:
+                self._sent.result()
                 self._sent = None
-            except FutureTimeoutError:
-                continue
 
     def close(self) -> None:
         """Let the thread end after the current shard."""
@@ -269,7 +264,7 @@ class Outbox:
             for content in contents:
                 self._check_fits(content)
 
-        if self._insist(publish, check):
+        if self._retry_until_space(publish, check):
             self.published += 1
             self._slot["written_bytes"] += sum(content.data_bytes for content in contents)
 
@@ -280,9 +275,9 @@ class Outbox:
             self.publisher.commit(progress)
             return True
 
-        self._insist(commit, lambda: None)
+        self._retry_until_space(commit, lambda: None)
 
-    def _insist(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
+    def _retry_until_space(self, attempt: Callable[[], bool], check: Callable[[], None]) -> bool:
         """Try until there is space; False if stopped before that.
 
         `check` raises if there can never be enough space.
@@ -294,13 +289,11 @@ class Outbox:
             try:
                 if attempt():
                     return True
-            except (
-                CacheFullError,
-                DiskFailedError,
-            ) as error:  # treated like a lack of space, until it is over
+            # Both are treated like a lack of space: they may be over soon.
+            except (CacheFullError, DiskFailedError) as error:
                 refusal = str(error)
             finally:
-                self._tell(refusal)
+                self._show_refusal(refusal)
             check()
             self._slot["state"] = NO_SPACE
             begun_s = time.monotonic()
@@ -323,7 +316,7 @@ class Outbox:
                     return True
         return self._stop.is_set()
 
-    def _tell(self, refusal: str) -> None:
+    def _show_refusal(self, refusal: str) -> None:
         """Show the error of the disk on the board, which needs no space, and once in the log."""
         if refusal and not self._slot["refusal"]:
             sys.stderr.write(f"{refusal}; it is tried again until then\n")

@@ -148,7 +148,7 @@ class Sampler:
             self._deliver(delivery)
             self._heard_s = time.monotonic()
         self._tuner.tick(self._reader.take_throttled)
-        self._pass_by()
+        self._put_aside_stalled()
         self._writer.flush_if_due()
 
     def _fetching(self) -> int:
@@ -156,13 +156,13 @@ class Sampler:
 
         Shows on the board which unit does not answer.
         """
-        silences, all_wait = self._fetcher.silences()
-        quiet = "" if silences else self._quiet()
-        self._slot["silence"] = board_text(silences[0].reason if silences else quiet)
+        stalls, all_wait = self._fetcher.stalls()
+        quiet = "" if stalls else self._quiet_message()
+        self._slot["silence"] = board_text(stalls[0].reason if stalls else quiet)
         return NO_REMOTE if all_wait or quiet else FETCHING
 
-    def _quiet(self) -> str:
-        """A message if nothing of the next unit has come for long, though no attempt has failed yet."""
+    def _quiet_message(self) -> str:
+        """A message if the next unit has brought nothing for long and no attempt has failed; else ""."""
         now_s, fetched, unit_read = time.monotonic(), int(self._slot["fetched_bytes"]), self._fetcher.awaited
         if unit_read is None or fetched != self._heard_bytes:
             self._heard_s, self._heard_bytes = now_s, fetched
@@ -171,7 +171,7 @@ class Sampler:
             return ""
         return f"nothing has come for {silent_s:.0f} s, next is unit {unit_read.unit}"
 
-    def _pass_by(self) -> None:
+    def _put_aside_stalled(self) -> None:
         """Put the next unit aside if it has not answered for long, and wake units put aside that are due.
 
         Only a few units are put aside: if more do not answer, the remote as a whole is away.
@@ -179,7 +179,7 @@ class Sampler:
         now_s, unit_read = time.monotonic(), self._fetcher.awaited
         if self._intake is not Intake.ALONE and not (self._todo and self._is_suspect(self._todo[0])):
             self._fetcher.wake(lambda unit_read: self._reader.may_try_again(unit_read, now_s))
-        if unit_read is None or not unit_read.silent(now_s, self._job.hang_timeout_s):
+        if unit_read is None or not unit_read.is_stalled(now_s, self._job.hang_timeout_s):
             return
         if len(self._fetcher.aside) < self._job.concurrency and self._give_own_claim(unit_read):
             self._fetcher.put_aside(unit_read)
@@ -239,7 +239,7 @@ class Sampler:
         self._suspects.update((suspect.position, suspect) for suspect in assignment.suspects)
         plan = PassPlan.from_json(assignment.row.plan)
         if self._listing is not None:
-            self._reach(plan)
+            self._load_names(plan)
         self._reader.plan = self._writer.plan = plan
         self._slot["pass_id"] = assignment.row.id
         claim = assignment.claim
@@ -253,7 +253,7 @@ class Sampler:
                 unit_read.covered, unit_read.state = True, UnitState.FINISHED
             self._todo.append(unit_read)
 
-    def _reach(self, plan: PassPlan) -> None:
+    def _load_names(self, plan: PassPlan) -> None:
         """Load the names of all units of the pass."""
         assert self._listing is not None
         try:
@@ -300,10 +300,10 @@ class Sampler:
     def _finish(self, unit_read: UnitRead) -> None:
         self._end_alone(unit_read)
         if _is_refusal(unit_read.error) or (unit_read.covered and self._refused):
-            self._refuse(unit_read)
+            self._hold_back(unit_read)
             return
         if not unit_read.covered:
-            self._tuner.came()
+            self._tuner.unit_came()
             self._settle_refused()
         self._writer.finish(unit_read, was_suspect=unit_read.position in self._suspects)
 
@@ -312,7 +312,7 @@ class Sampler:
         if unit_read is self._alone:
             self._alone, self._intake = None, self._intake.after(IntakeEvent.END_ALONE)
 
-    def _refuse(self, unit_read: UnitRead) -> None:
+    def _hold_back(self, unit_read: UnitRead) -> None:
         """Hold back a unit that the remote refused: if it refuses many in a row, none of them is done."""
         self._refused.append(unit_read)
         errors = [unit_read.error for unit_read in self._refused if unit_read.error is not None]

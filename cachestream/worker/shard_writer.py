@@ -33,7 +33,7 @@ LONGEST_AGE_S: Final = 60.0
 _AGE_GROWTH: Final = 0.02  # of the time since the start: in a large cache fresh samples matter less
 _RAMP_S: Final = 10.0
 _FATAL_FAILURES: Final = 1000
-_USUAL: Final = 40  # after so many shards their size does not grow any more
+_RAMP_SHARDS: Final = 40  # after so many shards their size does not grow any more
 _MOST_HELD_OUT: Final = 0.5  # of the limit
 
 
@@ -90,8 +90,8 @@ class ShardWriter:
         bounds.limit_to(self._limit_bytes)
         self._limit_until_s = 0.0
         self._holdout: float | None = None
-        self._comes_once = True  # each sample, in a pass
-        self._keeps_enough = False  # of held-out samples
+        self._comes_once = True  # each sample comes at most once in a pass
+        self._keeps_enough = False  # held-out samples take all of their share of the limit
         self._started_s = time.monotonic()
 
     # --- samples
@@ -117,10 +117,10 @@ class ShardWriter:
             error = SampleError(f"its key is of type {type(key).__name__}: keys are str")
             self._skip("sample", error, f"unit {unit_read.unit}: {key!r}")
             return
-        part = (
-            WHOLE if self._open.holdout is None else self._open.part_of(key.encode("utf-8", "surrogatepass"))
+        split = (
+            WHOLE if self._open.holdout is None else self._open.split_of(key.encode("utf-8", "surrogatepass"))
         )
-        if part != WHOLE and not self._is_wanted(unit_read, part, offset, key):
+        if split != WHOLE and not self._is_wanted(unit_read, split, offset, key):
             return
         try:
             if self._transform is not None:
@@ -153,24 +153,26 @@ class ShardWriter:
 
     # --- splits
 
-    def _look_at_held_out(self) -> None:
+    def _refresh_holdout(self) -> None:
         self._holdout, held_out_bytes = held_out_share(self._cache)
         plan = None if self.row is None else PassPlan.from_json(self.row.plan)
         self._comes_once = plan is not None and plan.is_permutation and plan.length is not None
-        # What is drawn anew for ever would fill any room.
+        # Held-out samples that are drawn again and again would fill any space.
         share = _MOST_HELD_OUT if self._comes_once else self._holdout or 0.0
         self._keeps_enough = held_out_bytes > min(share, _MOST_HELD_OUT) * self._limit_bytes
 
-    def _is_wanted(self, unit_read: UnitRead, part: int, offset: int, key: str) -> bool:
+    def _is_wanted(self, unit_read: UnitRead, split: int, offset: int, key: str) -> bool:
         """True if a sample of a split is to be cached: no other shard holds it, and there is room for it."""
-        if unit_read.parts and is_covered(unit_read.parts[part - 1], offset):
-            self._open.elsewhere.add(part)
+        if unit_read.parts and is_covered(unit_read.parts[split - 1], offset):
+            self._open.elsewhere.add(split)
             return False
-        if part != HELD_OUT or not self._keeps_enough:
+        if split != HELD_OUT or not self._keeps_enough:
             return True
         if self._comes_once:
-            told = f"held-out samples take {_MOST_HELD_OUT:.0%} of size_limit, and no more are kept: raise it"
-            self._skip("held-out", SampleError(f"{told}, or hold out less"), key)
+            reason = (
+                f"held-out samples take {_MOST_HELD_OUT:.0%} of size_limit, and no more are kept: raise it"
+            )
+            self._skip("held-out", SampleError(f"{reason}, or hold out less"), key)
         else:
             self._slot["dropped"] += 1
         return False
@@ -183,7 +185,7 @@ class ShardWriter:
             row
             for row, (offset, key) in enumerate(zip(offsets, table.keys, strict=True))
             if self._is_wanted(
-                unit_read, self._open.part_of(key), offset, key.decode("utf-8", "surrogatepass")
+                unit_read, self._open.split_of(key), offset, key.decode("utf-8", "surrogatepass")
             )
         ]
         return table if len(rows) == len(table) else table.take(rows)
@@ -223,7 +225,7 @@ class ShardWriter:
                 self._skip("sample", error, keys_of(part)[0])
                 return
             self.flush()
-            self._open_up()
+            self._begin_shard()
             self._open.holdout = self._holdout
         if self._first is None:
             self._pack(part)
@@ -244,20 +246,20 @@ class ShardWriter:
             for key in keys_of(part):
                 self._skip(kind, error, key)
 
-    def _undecided_s(self) -> float:
+    def _decision_due_in_s(self) -> float:
         """The time until the next step on the samples held back; 0 if it is due, or none are held."""
         first = self._first
-        return 0.0 if first is None else first.due_in_s(time.monotonic(), self._target_bytes(_USUAL))
+        return 0.0 if first is None else first.due_in_s(time.monotonic(), self._target_bytes(_RAMP_SHARDS))
 
     def _decide_if_due(self) -> bool:
         """Take the next step on the samples held back if it is due.
 
         True if no samples are held back any more.
         """
-        if self._first is not None and not self._undecided_s():
+        if self._first is not None and not self._decision_due_in_s():
             if self._first.parts and self._first.others is None:
                 self._vote(self._first)
-            if not self._undecided_s():
+            if not self._decision_due_in_s():
                 self._decide()
         return self._first is None or not self._first.parts
 
@@ -271,9 +273,7 @@ class ShardWriter:
                 self._pack(part)
 
     def _vote(self, first: FirstSamples) -> None:
-        """Tell the votes to the other processes, and ask for theirs, and for the cache's schema if there is
-        one by now.
-        """
+        """Record the votes of this process, and read those of the others and the schema of the cache."""
         first.others = self._cache.filling.vote(self._owner, first.votes)
         self._outbox.schema = self._cache.schema
 
@@ -292,16 +292,16 @@ class ShardWriter:
         if self._open.size_bytes >= target_bytes:
             self.flush()
             target_bytes = self._target_bytes()
-        self._open_up()
+        self._begin_shard()
         if not self._open.num_samples:
-            self._look_at_held_out()  # for each shard: shards may come faster than the limit is refreshed
+            self._refresh_holdout()  # for each shard: shards may come faster than the limit is refreshed
             self._open.holdout = self._holdout
         return target_bytes - self._open.size_bytes
 
     def _target_bytes(self, published: int | None = None) -> int:
-        now = time.monotonic()
-        if now > self._limit_until_s:  # the limit may be changed while we run
-            self._limit_until_s = now + 1.0
+        now_s = time.monotonic()
+        if now_s > self._limit_until_s:  # the limit may be changed while we run
+            self._limit_until_s = now_s + 1.0
             self._limit_bytes = self._cache.size_limit
             bounds.limit_to(self._limit_bytes)
         share_bytes = self._limit_bytes // self._job.num_workers
@@ -312,7 +312,7 @@ class ShardWriter:
 
     def finish(self, unit_read: UnitRead, *, was_suspect: bool) -> None:
         """Count the unit as done, with its error if it has one."""
-        self._open_up()
+        self._begin_shard()
         if was_suspect:
             self._open.tally.settled.append(unit_read.position)
         if unit_read.error is not None:
@@ -331,17 +331,18 @@ class ShardWriter:
         lost = error.lost if isinstance(error, SampleError) else 1
         self._open.tally.skipped(kind, error, example, lost)
         self._slot["failures"] += lost if kind != "quarantined" else 0
-        useless = (
+        has_failed = (
             self._slot["failures"] >= _FATAL_FAILURES and not self._slot["samples"] + self._slot["dropped"]
         )
-        if useless and not self._cache.num_samples:
+        if has_failed and not self._cache.num_samples:
             raise WorkerError(
                 f"none of the first {_FATAL_FAILURES} samples can be used, the last one: {error}"
             )
 
     # --- shards
 
-    def _open_up(self) -> None:
+    def _begin_shard(self) -> None:
+        """Note the time and the pass of the open shard, unless it has begun already."""
         if self._open.since_s is None:
             assert self.row is not None
             self._open.since_s, self._open.row = time.monotonic(), self.row
@@ -352,7 +353,7 @@ class ShardWriter:
             return math.inf
         now_s = time.monotonic()
         due_in_s = self._open.since_s + max_age_s(now_s - self._started_s) - now_s
-        return max(0.0, due_in_s, self._undecided_s())
+        return max(0.0, due_in_s, self._decision_due_in_s())
 
     def flush_if_due(self) -> None:
         """Hand over the open shard if it is old or large enough."""
@@ -381,7 +382,7 @@ class ShardWriter:
         first = self._first
         if first is not None and first.parts and first.others is None:
             self._vote(first)
-        while not self._decide_if_due() and not self._stop.wait(min(BEAT_S, self._undecided_s())):
+        while not self._decide_if_due() and not self._stop.wait(min(BEAT_S, self._decision_due_in_s())):
             self._slot["beat_s"] = time.monotonic()
         self.flush()
         self._outbox.settle()

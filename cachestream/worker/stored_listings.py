@@ -22,7 +22,6 @@ from cachestream.storage.layout import Directory, remove_if_there
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.reservations import Owner
 from cachestream.transport import metering
-from cachestream.worker.job import Job
 from cachestream.worker.order import PassPlan
 
 _PREFIX: Final = "listing"
@@ -57,10 +56,6 @@ class Listings:
         """True if there is a current listing, and it is complete."""
         mark = read_mark(self.current)
         return mark is not None and mark.is_complete
-
-    def is_of(self, job: Job) -> bool:
-        """True if the current listing is of the job's source, and begins with the names that it has now."""
-        return self.begins(job.fingerprint, job.num_units or 0, job.listing)
 
     def begins(self, fingerprint: str, count: int, digest: str) -> bool:
         """True if the current listing is of this source, and its first `count` names have this digest."""
@@ -98,7 +93,7 @@ class Listings:
     def keep_earlier(self, plans: Iterable[PassPlan]) -> None:
         """Remove earlier listings, except for the latest few of the passes `plans`."""
         wanted = list(plans)
-        kept = [names for names in self.earlier() if any(is_over(names, plan) for plan in wanted)]
+        kept = [names for names in self.earlier() if any(lists_units_of(names, plan) for plan in wanted)]
         paths = {names.path for names in kept[:_MOST_EARLIER]}
         for path in self._earlier_marks():
             if path not in paths:
@@ -140,8 +135,8 @@ class Listings:
                 remove_if_there(self.directory.worker_file(name))
 
 
-def is_over(names: AnyNames, plan: PassPlan) -> bool:
-    """True if the units of a pass are those of `names`, or the first of them."""
+def lists_units_of(names: AnyNames, plan: PassPlan) -> bool:
+    """True if the units of the pass are all of `names`, or the first of them."""
     count = plan.num_units
     return (
         bool(count) and count is not None and count <= len(names) and names.digest_of(count) == plan.listing
@@ -272,9 +267,8 @@ def open_store(
 def store_rest(source: GrowingSource, store: Store, stop: threading.Event) -> None:
     """Store the names after the last one, until their end or until told to stop.
 
-    Raises the errors of `more_names`.
-
-    The first page is stored at once, others in groups, every half second at most.
+    The first page is stored at once, others in groups, every half second at most. Raises the errors of
+    `more_names`.
     """
     waiting: list[str] = []
     stored_s = -math.inf

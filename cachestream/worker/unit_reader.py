@@ -147,10 +147,10 @@ class UnitRead:
     shards; `parts`, where samples are held out: those ranges of the train split and of the held-out split.
     All samples before the offset `done` are packed, dropped or skipped.
 
-    All samples before the offset `came` have been read. `asked_s`: the time of a request that the remote has
-    not answered yet; 0 without one. A unit that does not answer has a `silence`, and is tried again after the
-    `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is put
-    aside it gets a claim of its own.
+    The samples before the offset `num_read` have been read. `asked_s`: the time of a request that the remote
+    has not answered yet; 0 without one. A unit that does not answer has a `stall`, and is tried again after
+    the `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is
+    put aside it gets a claim of its own.
     """
 
     position: int
@@ -165,9 +165,9 @@ class UnitRead:
     waiting_bytes: int = 0
     state: UnitState = UnitState.QUEUED
     error: BaseException | None = None
-    came: int = 0
+    num_read: int = 0
     asked_s: float = 0.0
-    silence: Stall | None = None
+    stall: Stall | None = None
     delays: Iterator[float] | None = None
     has_own_claim: bool = False
     paused_at_s: float = 0.0
@@ -190,17 +190,17 @@ class UnitRead:
         """True if there is nothing to deliver yet."""
         return not self.chunks and not self.finished
 
-    def silent(self, now_s: float, hang_timeout_s: float) -> bool:
+    def is_stalled(self, now_s: float, hang_timeout_s: float) -> bool:
         """True if the unit has not answered for long, in its attempts so far or in the current one."""
-        if self.silence is None and self.asked_s:
+        if self.stall is None and self.asked_s:
             since = Stall(self.asked_s, f"unit {self.unit}: no answer yet")
-            self.silence = since if since.is_long(now_s, hang_timeout_s) else None
-        return self.silence is not None and self.silence.is_long(now_s, hang_timeout_s)
+            self.stall = since if since.is_long(now_s, hang_timeout_s) else None
+        return self.stall is not None and self.stall.is_long(now_s, hang_timeout_s)
 
     def heard(self, chunk: SampleChunk) -> None:
         """Note that `chunk` came: the remote answers."""
-        self.came = chunk.offsets[-1] + 1
-        self.silence = self.delays = None
+        self.num_read = chunk.offsets[-1] + 1
+        self.stall = self.delays = None
 
 
 class UnitReader:
@@ -226,7 +226,7 @@ class UnitReader:
         )
         # Of the remotes of a mix, one may be away while the others answer.
         self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
-        self._witnesses: dict[Hashable, int] = {}  # the first unit of each remote that came whole
+        self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came whole
         self._answers = Answers()
         self._probe: UnitRead | None = None  # the unit that finds out whether a remote is back
         self._is_reported = False  # the source reports the bytes that it fetches
@@ -240,16 +240,17 @@ class UnitReader:
         with translated_disk_errors(budget):
             self._throttle = None if limit is None else Throttle(budget, limit)
         self._throttled = False
-        # All that one request asks for is sent at once, read or not: sockets have buffers.
+        # A server sends all that one request asks for, whether it is read or not: sockets have buffers.
         most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
-        metering.install(self._on_reported, self._on_asking, self._on_slow_down, most)
+        metering.install(self._on_reported, self._on_request, self._on_slow_down, most)
 
     def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
         """Yield the samples of the unit that are wanted.
 
         A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues
         after the samples that came through, as a unit always gives the same samples. Raises LaterError while
-        a unit that was put aside does not answer, and in the end SampleError if its remote gives other units.
+        a unit that was put aside does not answer, and in the end SampleError if its remote delivers other
+        units.
         """
         self._local.number, self._local.unit_read = number, unit_read
         slot = self._slot
@@ -260,33 +261,33 @@ class UnitReader:
                 self.beat(number)
                 began_s = time.monotonic()
                 try:
-                    with closing(self._wanted(unit_read, number, unit_read.came)) as items:
+                    with closing(self._wanted(unit_read, number)) as items:
                         for chunk in gather(items):
                             unit_read.heard(chunk)
                             self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                             yield chunk
-                    self._witnesses.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
+                    self._known_good.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
                     self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
                     slot["retries"] += 1
-                    self._pause(unit_read, self._fell_silent(unit_read, str(error), began_s))
+                    self._pause(unit_read, self._retry_delay_s(unit_read, str(error), began_s))
         finally:
             end_if_forked(self._pid)
             self._refund()
             unit_read.asked_s = 0.0
             slot["flights"][number] = 0
 
-    def _fell_silent(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
-        """The pause after a failed attempt that began at `began_s`.
+    def _retry_delay_s(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
+        """The pause after a failed attempt that began at `began_s`; notes the stall of the unit.
 
         Raises SampleError if the unit is to be left out.
         """
-        before, now_s = unit_read.silence, time.monotonic()
-        unit_read.silence = silence = Stall(began_s if before is None else before.since_s, reason)
-        if silence.is_too_long(now_s, self._hang_timeout_s) and self._does_answer(
+        before, now_s = unit_read.stall, time.monotonic()
+        unit_read.stall = stall = Stall(began_s if before is None else before.since_s, reason)
+        if stall.is_too_long(now_s, self._hang_timeout_s) and self._remote_answers(
             self._remote_of(unit_read.unit)
         ):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
@@ -295,9 +296,9 @@ class UnitReader:
             unit_read.delays = backoff_delays(random.Random())
         return next(unit_read.delays)
 
-    def _does_answer(self, remote: Hashable) -> bool:
+    def _remote_answers(self, remote: Hashable) -> bool:
         """True if a unit that came from `remote` before comes again, and not from a cache in the source."""
-        unit, self._local.fetched = self._witnesses.get(remote), 0
+        unit, self._local.fetched = self._known_good.get(remote), 0
         if unit is None or self.plan is None:
             return False
         try:
@@ -308,11 +309,10 @@ class UnitReader:
             return False
         return bool(self._local.fetched) or not self._is_reported
 
-    def _wanted(
-        self, unit_read: UnitRead, number: int, first: int
-    ) -> Generator[Item | SampleChunk, None, None]:
-        """Yield the samples that are wanted from the offset `first` on."""
+    def _wanted(self, unit_read: UnitRead, number: int) -> Generator[Item | SampleChunk, None, None]:
+        """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
+        first = unit_read.num_read
         rng = unit_generator(self.plan, unit_read.unit)
         self._local.fetched = 0
         self._refund()
@@ -323,7 +323,7 @@ class UnitReader:
                 self.beat(number)
                 beat_s = now_s
             if isinstance(item, Rows):
-                if (chunk := self._table(item, offset, first, unit_read)) is not None:
+                if (chunk := self._wanted_rows(item, offset, first, unit_read)) is not None:
                     yield chunk
                 offset += len(item.keys)
                 continue
@@ -334,7 +334,7 @@ class UnitReader:
                 yield offset, key, sample, nbytes
             offset += 1
 
-    def _table(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
+    def _wanted_rows(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
         """The wanted samples of `rows`, the first of which is at `offset` in its unit.
 
         None if none are wanted.
@@ -378,10 +378,10 @@ class UnitReader:
             self._local.paid = max(0, paid - nbytes)
             self._throttle.spend(nbytes - paid, lambda: self.beat(number))
 
-    def _on_asking(self, nbytes: int) -> None:
+    def _on_request(self, nbytes: int) -> None:
         """Pay for bytes before they are on the wire.
 
-        Else all that many readers have in flight would exceed the limit.
+        Otherwise the bytes that many readers have in flight would exceed the limit.
         """
         number = getattr(self._local, "number", None)
         if self._throttle is not None and number is not None:
@@ -422,13 +422,12 @@ class UnitReader:
         One probing unit of a remote that is away is tried sooner.
         """
         remote = self._remote_of(unit_read.unit)
-        if self._answers.is_back(remote, unit_read.paused_at_s):
-            return True
         with self._counting:
-            if self._probe is None and self._answers.is_away(remote, now_s):
+            is_due = self._answers.is_back(remote, unit_read.paused_at_s)
+            if not is_due and self._probe is None and self._answers.is_away(remote, now_s):
                 self._probe = unit_read
                 unit_read.again_at_s = min(unit_read.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
-            is_due = now_s >= unit_read.again_at_s
+            is_due |= now_s >= unit_read.again_at_s
             if is_due and self._probe is unit_read:
                 self._probe = None
         return is_due

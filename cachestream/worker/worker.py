@@ -36,53 +36,6 @@ from cachestream.worker.order import Partition, PassPlan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-def has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
-    """Note `transform` in the catalogue; whether samples are cached that another one made, as far as that is
-    seen.
-    """
-    mark = likeness(transform)
-    state = cache.filling.state()
-    known = state.transform
-    if known != mark:
-        cache.filling.record_transform(mark)
-    # Other versions of Python compile the same function to something else.
-    comparable = known is not None and mark and known.partition(":")[0] == mark.partition(":")[0]
-    return bool(comparable and known != mark and state.num_samples)
-
-
-def likeness(transform: Callable[..., Any] | None) -> str:
-    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
-
-    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
-    unnoticed.
-    """
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    version = "{}.{}".format(*sys.version_info)
-    if transform is None:
-        return f"{version}:"
-    function = getattr(transform, "__func__", transform)
-    code = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
-    if not isinstance(code, CodeType):
-        return ""
-    return f"{version}:{xxhash.xxh3_64_hexdigest(repr(_parts(code)).encode())}"
-
-
-def _parts(code: CodeType) -> tuple[Any, ...]:
-    return code.co_name, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return _parts(value)
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))  # the order of a frozenset depends on the process
-    if isinstance(value, tuple):
-        return tuple(map(_constant, value))
-    return value
-
-
 _POLL_S: Final = 0.05
 _OPENING_S: Final = 8.0  # after so long a warning says that a source is still being opened
 logger = logging.getLogger("cachestream")
@@ -108,10 +61,10 @@ class Worker:
         self._attachment = attachment
         self._attachments = Attachments(cache.directory)
         self.attached = process is None  # the worker was already running
-        self._watch = None if job is None else WorkerMonitor(cache, job, process, self._need())
+        self._monitor = None if job is None else WorkerMonitor(cache, job, process, self._need_predicate())
 
-    def _need(self) -> Callable[[], bool]:
-        """Return a predicate: this process still needs the worker. It does not keep this object alive."""
+    def _need_predicate(self) -> Callable[[], bool]:
+        """Return a predicate: this process still needs the worker. The predicate does not refer to `self`."""
         if self._attachment is not None:
             attachment = self._attachment
             return lambda: attachment.held
@@ -130,8 +83,8 @@ class Worker:
         """Wait until the pass over the remote is complete, or the cache is full and the worker rests.
 
         A full cache is filled further as epochs use its samples, or if its limit is raised, see `status`. The
-        next pass, over evicted samples, may be under way on return. Returns False if the worker ended before.
-        Logs a warning if more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the
+        next pass, over evicted samples, may be under way on return. Returns False if the worker ended before
+        that. Logs a warning if more than 1 % of the samples were skipped. Raises WorkerTimeoutError at the
         deadline, and WorkerError with the traceback from the background if the worker crashed.
         """
         if timeout_s is not None:
@@ -146,7 +99,7 @@ class Worker:
             if state in ("complete", "full") or last not in (0, first):
                 warn_of_skipped(self.cache)
                 return True
-            if not (alive or self.is_alive() or (self._watch is not None and self._watch.will_replace())):
+            if not (alive or self.is_alive() or (self._monitor is not None and self._monitor.will_replace())):
                 break
         else:
             raise WorkerTimeoutError(
@@ -162,8 +115,9 @@ class Worker:
         return False
 
     def _progress(self) -> tuple[str, int]:
-        """The state of the filling as the worker recorded it, and which pass it is at; 0 if that is to be
-        seen.
+        """The state of the filling that the worker recorded, and the id of its pass.
+
+        The id is 0 without a pass, and until the worker knows if another pass has to follow.
         """
         state = self.cache.filling.state()
         return state.phase, 0 if state.last_pass is None or state.is_looking else state.last_pass.id
@@ -183,11 +137,13 @@ class Worker:
             self._attachments.request_stop()  # keeps others from replacing a worker that was killed
             self._wait_until_gone(timeout_s)
             if lost_worker(directory) is not None:
-                with _released(self._attachments.attach_lock()):
+                with self._attachments.locked():
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
-                self._attachments.clear_requests()  # a worker that was ending may not have seen it
-        for held in [held for held in _held if os.path.dirname(held.path) == self.cache.directory.worker]:
+                self._attachments.clear_requests()  # a worker that was ending may not have seen the request
+        for held in [
+            held for held in _own_attachments if os.path.dirname(held.path) == self.cache.directory.worker
+        ]:
             _release(held)
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -196,8 +152,8 @@ class Worker:
         This takes up to 5 s, longer on a busy machine; raises WorkerError if the worker is still there at the
         deadline.
         """
-        if self._watch is not None:
-            self._watch.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if self._attachment is None:
             return
         _release(self._attachment)
@@ -211,13 +167,13 @@ class Worker:
             if unless_needed and self._attachments.is_needed():
                 return
         else:
-            pid = self.cache.status().worker
+            process = self.cache.status().worker
             raise WorkerError(
-                f"the worker of {self.cache.path} (pid {pid.pid if pid else '?'}) is still there after "
+                f"the worker of {self.cache.path} (pid {process.pid if process else '?'}) is still there after "
                 f"{timeout_s:.0f} s; kill that process: the cache stays sound"
             )
-        if self._watch is not None:
-            self._watch.end(timeout_s)  # the worker has released its lock, and is about to end
+        if self._monitor is not None:
+            self._monitor.end(timeout_s)  # the worker has released its lock, and is about to end
 
     def __enter__(self) -> Self:
         return self
@@ -240,22 +196,22 @@ def _polls(timeout_s: float) -> Iterator[None]:
 
 
 # A worker lives as long as the process that started it, also when the caller dropped the Worker.
-_held: set[HeldFile] = set()
+_own_attachments: set[HeldFile] = set()
 
 
-def _let_go_at_exit() -> None:
+def _release_at_exit() -> None:
     """Let all workers go if the process ends in order; after an error a restarted job may need them."""
     if not hasattr(sys, "last_value"):
-        for attachment in list(_held):
+        for attachment in list(_own_attachments):
             _release(attachment)
 
 
-atexit.register(_let_go_at_exit)
+atexit.register(_release_at_exit)
 
 
 def _release(attachment: HeldFile) -> None:
     attachment.release(unlink=True)
-    _held.discard(attachment)
+    _own_attachments.discard(attachment)
 
 
 def start_worker(
@@ -309,7 +265,7 @@ def start_worker(
     Raises ConfigError for what cannot work: a limit below one shard, another source's cache, what cannot be
     pickled.
     """
-    _leave_to_source(unknown)
+    _refuse_source_options(unknown)
     reject_unknown("start_worker", unknown, ("cache", "source", *keywords_of(start_worker)))
     check_seconds("linger_s", linger_s, 0.0, LINGER_AT_MOST_S)
     options = WorkerOptions(
@@ -321,22 +277,22 @@ def start_worker(
     if holdout is not None:
         choose_split(cache, "train", holdout)
     with head_start(cache, protocols_of(source)) as launch:
-        with _told_if_slow(cache):
+        with _warn_if_slow(cache):
             opened = open_source(source)
         job = options.job(cache, opened)
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
-    _warn_of_mixture(worker, transform)
+    _warn_if_transform_changed(worker, transform)
     return worker
 
 
 @contextmanager
-def _told_if_slow(cache: Cache) -> Iterator[None]:
+def _warn_if_slow(cache: Cache) -> Iterator[None]:
     """Log a warning if the block, which opens the source, takes long."""
-    told = (
+    message = (
         f"{cache.path} gets nothing so far: opening the source has taken {_OPENING_S:g} s; its remote does not answer, "
         "or it lists slowly"
     )
-    timer = threading.Timer(_OPENING_S, logger.warning, ("%s", told))
+    timer = threading.Timer(_OPENING_S, logger.warning, ("%s", message))
     timer.daemon = True
     timer.start()
     try:
@@ -345,7 +301,7 @@ def _told_if_slow(cache: Cache) -> Iterator[None]:
         timer.cancel()
 
 
-def _leave_to_source(options: Mapping[str, object]) -> None:
+def _refuse_source_options(options: Mapping[str, object]) -> None:
     """Raise ConfigError for an option that belongs to the source."""
     for name in options:
         if name in SOURCE_OPTIONS:
@@ -354,8 +310,8 @@ def _leave_to_source(options: Mapping[str, object]) -> None:
             )
 
 
-def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> None:
-    if has_changed(worker.cache, transform):
+def _warn_if_transform_changed(worker: Worker, transform: Callable[..., Any] | None) -> None:
+    if _transform_has_changed(worker.cache, transform):
         logger.warning(
             "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "
             "'cachestream clear' the cache (cache.clear()), or use another directory",
@@ -364,10 +320,59 @@ def _warn_of_mixture(worker: Worker, transform: Callable[..., Any] | None) -> No
         )
 
 
+def _transform_has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
+    """Record `transform` in the catalogue; return whether samples are cached that another one made.
+
+    Only differences of `transform_fingerprint` count.
+    """
+    fingerprint = transform_fingerprint(transform)
+    state = cache.filling.state()
+    known = state.transform
+    if known != fingerprint:
+        cache.filling.record_transform(fingerprint)
+    # Other versions of Python compile the same function to something else.
+    comparable = (
+        known is not None and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
+    )
+    return bool(comparable and known != fingerprint and state.num_samples)
+
+
+def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
+    """A fingerprint of the code of a transform, the same in every process; "" if the code cannot be seen.
+
+    Changes in functions that the transform calls, in what it closes over, and in files that it reads go
+    unnoticed.
+    """
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    version = "{}.{}".format(*sys.version_info)
+    if transform is None:
+        return f"{version}:"
+    function = getattr(transform, "__func__", transform)
+    code = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
+    if not isinstance(code, CodeType):
+        return ""
+    return f"{version}:{xxhash.xxh3_64_hexdigest(repr(_code_parts(code)).encode())}"
+
+
+def _code_parts(code: CodeType) -> tuple[Any, ...]:
+    return code.co_name, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _code_parts(value)
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))  # the order of a frozenset depends on the process
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    return value
+
+
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
     attachments = Attachments(cache.directory)
     for _ in _polls(START_TIMEOUT_S):
-        with _released(attachments.attach_lock()):
+        with attachments.locked():
             running = cache.has_worker()
             if not running:
                 return _start(cache, job, attachments, launch or Launch(), detach, linger_s)
@@ -382,14 +387,14 @@ def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool
 def _attach(cache: Cache, job: Job, attachments: Attachments, detach: bool, linger_s: float) -> Worker:
     _check_same_source(cache, job)
     logger.info("attached to the worker that already fills %s", cache.path)
-    return Worker(cache, _need(attachments, detach, linger_s), None, linger_s, job)
+    return Worker(cache, _hold_worker(attachments, detach, linger_s), None, linger_s, job)
 
 
 def _start(
     cache: Cache, job: Job, attachments: Attachments, launch: Launch, detach: bool, linger_s: float
 ) -> Worker:
     attachments.clear_requests()
-    attachment = _need(attachments, detach, linger_s)
+    attachment = _hold_worker(attachments, detach, linger_s)
     try:
         return Worker(cache, attachment, launch.give(job), linger_s, job)
     except BaseException:
@@ -398,13 +403,13 @@ def _start(
         raise
 
 
-def _need(attachments: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
+def _hold_worker(attachments: Attachments, detach: bool, linger_s: float) -> HeldFile | None:
     """Keep the worker running for as long as this process lives; None if it is to run until it is stopped."""
     if detach:
         attachments.detach()
         return None
     attachment = attachments.attach(linger_s)
-    _held.add(attachment)
+    _own_attachments.add(attachment)
     return attachment
 
 
@@ -432,11 +437,3 @@ def _check_same_source(cache: Cache, job: Job) -> None:
             f"{job.partition or 'all units'}; give all processes that use one cache the same partition (cs.stream "
             "finds one by itself under torch.distributed, unless it is given partition=)"
         )
-
-
-@contextmanager
-def _released(lock: HeldFile) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        lock.release()

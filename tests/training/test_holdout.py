@@ -21,7 +21,7 @@ from cachestream.schema import Split, is_held_out
 from cachestream.storage.holdout import count_samples
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.tools.refetching import refetch
-from cachestream.worker.cached_units import END, in_both
+from cachestream.worker.cached_units import END, intersection
 from tests.training.conftest import NewCache, NewJob
 from tests.worker.support import DEADLINE_S, sampling_pids, wait_until
 
@@ -414,6 +414,6 @@ def test_a_stream_trains_without_what_it_holds_out(tmp_path: Path) -> None:
 
 
 def test_ranges_of_both_splits_are_those_that_each_has() -> None:
-    assert list(in_both([(0, 5), (7, END)], [(3, 9)])) == [(3, 5), (7, 9)]
-    assert list(in_both([(0, END)], [(0, END)])) == [(0, END)]
-    assert list(in_both([], [(0, END)])) == []
+    assert list(intersection([(0, 5), (7, END)], [(3, 9)])) == [(3, 5), (7, 9)]
+    assert list(intersection([(0, END)], [(0, END)])) == [(0, END)]
+    assert list(intersection([], [(0, END)])) == []

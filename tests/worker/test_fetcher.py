@@ -155,10 +155,10 @@ def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() ->
     with fetching(remote.read) as fetcher:
         first, second, third = remote.of(0, 1, 2)
         fetcher.submit([first, second, third])
-        first.silence = Stall(0.0, "gone")
-        assert fetcher.silences() == ([first.silence], True)
+        first.stall = Stall(0.0, "gone")
+        assert fetcher.stalls() == ([first.stall], True)
         fetcher.put_aside(first)
-        assert fetcher.silences() == ([first.silence], False)
+        assert fetcher.stalls() == ([first.stall], False)
         assert fetcher.aside == [first]
         remote.give(1, chunk(0), None)
         assert drain_one(fetcher) == (1, [0])

@@ -13,7 +13,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.worker import likeness
+from cachestream.worker.worker import transform_fingerprint
 from tests.worker.sources import Numbers
 
 DEADLINE_S = 60.0
@@ -31,10 +31,10 @@ def compiled(code: str) -> Any:
 
 
 def test_the_same_code_is_alike_elsewhere_and_in_another_process() -> None:
-    here = likeness(compiled(CODE))
-    assert likeness(compiled("\n\n" + CODE)) == here
-    assert likeness(functools.partial(compiled(CODE))) == here
-    script = f"from cachestream.worker.worker import likeness\n{CODE}\nprint(likeness(first), end='')"
+    here = transform_fingerprint(compiled(CODE))
+    assert transform_fingerprint(compiled("\n\n" + CODE)) == here
+    assert transform_fingerprint(functools.partial(compiled(CODE))) == here
+    script = f"from cachestream.worker.worker import transform_fingerprint\n{CODE}\nprint(transform_fingerprint(first), end='')"
     for seed in ("1", "2"):
         found = subprocess.run(
             [sys.executable, "-c", script],
@@ -46,12 +46,12 @@ def test_the_same_code_is_alike_elsewhere_and_in_another_process() -> None:
 
 @pytest.mark.parametrize("change", [('"c"', '"d"'), ("1, 2", "1, 3"), ("in {", "not in {"), ('"n"', '"m"')])
 def test_other_code_is_not(change: tuple[str, str]) -> None:
-    assert likeness(compiled(CODE.replace(*change))) != likeness(compiled(CODE))
-    assert likeness(None) != likeness(compiled(CODE))
+    assert transform_fingerprint(compiled(CODE.replace(*change))) != transform_fingerprint(compiled(CODE))
+    assert transform_fingerprint(None) != transform_fingerprint(compiled(CODE))
 
 
 def test_what_has_no_code_to_see_is_not_judged() -> None:
-    assert likeness(dict) == ""
+    assert transform_fingerprint(dict) == ""
 
 
 def test_a_changed_transform_is_warned_of_once_while_samples_of_the_other_are_cached(

@@ -310,7 +310,7 @@ def test_a_worker_does_its_work_whatever_the_caller_is(cache: Cache, tmp_path: P
 
 REAPS = """
 import os, subprocess, sys, time
-from cachestream.worker.processes import adopt_orphans, look_after_orphans
+from cachestream.worker.processes import adopt_orphans, reap_orphans
 
 assert adopt_orphans()
 ours = subprocess.Popen(["sh", "-c", "exit 3"])
@@ -323,7 +323,7 @@ between.stdin.close()
 for pid in (ours.pid, another.pid, orphan):
     while b") Z" not in open(f"/proc/{pid}/stat", "rb").read():
         time.sleep(0.01)
-look_after_orphans([another.pid])
+reap_orphans([another.pid])
 print(os.path.exists(f"/proc/{orphan}"), ours.wait(), another.wait())
 """
 

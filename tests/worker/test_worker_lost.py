@@ -209,7 +209,7 @@ def test_a_worker_that_ends_in_order_is_not_replaced(cache: Cache, processes: Pr
         assert worker.wait(DEADLINE_S)
         os.kill(supervisor_pid(cache), signal.SIGTERM)
     wait_until(lambda: not worker.is_alive(), "it has ended")
-    wait_until(lambda: not worker._watch._thread.is_alive(), "nobody looks after it")  # type: ignore[union-attr]
+    wait_until(lambda: not worker._monitor._thread.is_alive(), "nobody looks after it")  # type: ignore[union-attr]
     assert not cache.has_worker()
     assert lost_worker(cache.directory) is None
     assert "without a word" not in cache.status().fill_message
