@@ -53,7 +53,7 @@ class Located:
 
 
 def locate(remote: Remote, url: str, dataset: str | None) -> list[Located]:
-    """The arrays that `url` stands for; those found by a wildcard in the order of their names.
+    """Return the arrays that `url` stands for; those found by a wildcard in the order of their names.
 
     Raises ConfigError for a dataset named twice, SourceError if a wildcard finds nothing, and the errors of
     `map_errors`.

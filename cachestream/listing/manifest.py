@@ -63,7 +63,7 @@ class LabelsBuilder:
         self._values.append(self._numbers.setdefault(label, len(self._numbers)))
 
     def labels(self) -> Labels:
-        """All labels: numbers if all are written as numbers, otherwise their ranks among the sorted texts."""
+        """Return all labels: numbers if all are written as such, else their ranks among the sorted texts."""
         known = list(self._numbers)
         index = np.frombuffer(self._values, np.int64)
         for kind in (np.int64, np.float64):
@@ -77,7 +77,7 @@ class LabelsBuilder:
 
 
 def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
-    """`values` as an array of `kind`, or None if one of them is not written as such a number."""
+    """Return `values` as an array of `kind`, or None if one of them is not written as such a number."""
     read = whole_number if kind is np.int64 else real_number
     if kind is np.int64 and any(isinstance(value, float) for value in values):
         return None
@@ -88,7 +88,7 @@ def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDA
 
 
 def whole_number(value: Any) -> int:
-    """`value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
+    """Return `value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
     number = int(value)
     if number != value and str(number) != value:
         raise ValueError(value)
@@ -96,7 +96,7 @@ def whole_number(value: Any) -> int:
 
 
 def real_number(value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is a decimal number: "nan" and "inf" are names."""
+    """Return `value` as a float. Raises ValueError unless it is a decimal: "nan" and "inf" are names."""
     number = float(value)
     if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):
         raise ValueError(value)
@@ -255,7 +255,7 @@ class Manifest:
                 yield url, int(label) if isinstance(label, bool) else label
 
     def _columns(self, header: list[str]) -> tuple[int, int]:
-        """The indices of the columns of URLs and of labels; -1 for no labels."""
+        """Return the indices of the columns of URLs and of labels; -1 for no labels."""
         names = [name.strip() for name in header]
         column = self.column
         if column is None:
@@ -281,7 +281,7 @@ def _text(lines: Iterator[str]) -> Iterator[Row]:
 
 
 def _lines(chunks: Iterator[str]) -> Iterator[str]:
-    """The lines of a text, ended by line feeds alone: other line separators may be part of a name."""
+    """Return the lines of a text, ended by line feeds alone: other line separators may be part of a name."""
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split("\n")
@@ -312,7 +312,7 @@ def _absolute(where: str) -> str:
 
 
 def _join_to(base: str, shown: str) -> Callable[[str], str]:
-    """A function that turns a name in the list into a URL, or into a path if `base` is a path."""
+    """Return a function that turns a name in the list into a URL, or into a path if `base` is a path."""
     is_local = _is_local(base)
 
     def joined(name: str) -> str:
@@ -330,7 +330,10 @@ def _join_to(base: str, shown: str) -> Callable[[str], str]:
 
 
 def path_of(remote: Remote) -> Callable[[str], str]:
-    """A function that turns a URL into a path for the driver of `remote`; ConfigError for another scheme."""
+    """Return a function that turns a URL into a path for the driver of `remote`.
+
+    The function raises ConfigError for a URL of another scheme.
+    """
     scheme = f"{remote.protocol}://"
     strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
 
@@ -349,7 +352,7 @@ def path_of(remote: Remote) -> Callable[[str], str]:
 
 
 def first_url(manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> str:
-    """The first URL of a manifest. Raises SourceError if there is none."""
+    """Return the first URL of a manifest. Raises SourceError if there is none."""
     rows = manifest.rows(storage_options)
     try:
         for url, _ in rows:

@@ -35,7 +35,7 @@ FIRST_OF_OTHERS: Final = 1000
 
 
 class GoneError(SourceUnavailableError):
-    """A root that is empty or missing, such as a mount that is not there at present."""
+    """The root is empty or missing, such as a mount point where nothing is mounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,19 @@ class Walk:
             yield Page([], is_last=True)
 
     def folders_in(self, parent: str) -> list[str]:
-        """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match."""
+        """Return the folders ("a/b/") directly in `parent` ("a/"; "" for the root) whose files may match."""
         with closing(_FolderLister(self)) as lister:
             return [f"{parent}{name}/" for name in lister.for_folder(parent).inner]
 
     def keeper(self) -> Callable[[list[str]], list[str]]:
-        """A function that selects the names of files that match."""
+        """Return a function that selects the names of files that match."""
         if not self.pattern:
             return lambda names: names
         fits = re.compile(glob_translate(self.pattern)).match
         return lambda names: [name for name in names if fits(name)]
 
     def enters(self) -> Callable[[str], bool]:
-        """A function that tells whether a folder may hold files that match, at any depth."""
+        """Return a predicate that is True for a folder that may hold files that match, at any depth."""
         if not self.pattern:
             return lambda _: True
         levels = self.pattern.split("/")
@@ -112,7 +112,7 @@ class _FolderLister:
         self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
 
     def for_folder(self, folder: str, following: Sequence[str] = ()) -> Folder:
-        """The contents of `folder`, without the folders that hold no files that match."""
+        """Return the contents of `folder`, without the folders that hold no files that match."""
         with map_errors(self._walk.shown + folder, secrets=self._walk.remote.secrets):
             if self._local is not None:
                 found = self._local(folder, following)
@@ -169,7 +169,7 @@ class _FolderLister:
 
 
 def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:
-    """The walk through `urls` if these are one tree of folders; None for others, which are listed at once."""
+    """Return the walk through `urls` if these are one tree of folders; None: list them at once."""
     if len(urls) != 1 or "::" in urls[0] or remote.is_s3 or remote.is_web or remote.has_versions:
         return None
     if remote.is_local:

@@ -38,7 +38,7 @@ def identity_of(
     decoders: Mapping[str, Callable[[bytes], Any]],
     samples_per_visit: int | None,
 ) -> list[str]:
-    """The parts of a fingerprint that name these options; empty for the defaults."""
+    """Return the parts of a fingerprint that name these options; empty for the defaults."""
     found = [f"columns={','.join(columns)}"] if columns is not None else []
     found += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(decoders.items())]
     return found + ([f"samples_per_visit={samples_per_visit}"] if samples_per_visit else [])
@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
 
 
 def empty_lists(features: Any) -> dict[str, Any]:
-    """The values for empty lists, by field, from the features of a Hugging Face dataset; {} for others."""
+    """Return the values for empty lists, by field, from the features of a Hugging Face dataset, else {}."""
     found: dict[str, Any] = {}
     if isinstance(features, Mapping):
         for name, feature in features.items():
@@ -161,7 +161,7 @@ def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items(feature: Any) -> Any:
-    """The feature of a list's items; None if `feature` is not that of a list."""
+    """Return the feature of a list's items; None if `feature` is not that of a list."""
     if isinstance(feature, list) and len(feature) == 1:
         return feature[0]
     return (

@@ -97,7 +97,7 @@ class LinesSource:
         self.fingerprint = "lines:" + "|".join((*self._files.identity, *options, *self._defaults.identity))
 
     def _delimiter(self, index: int) -> str:
-        """The delimiter of a file's columns; "" for JSON Lines."""
+        """Return the delimiter of a file's columns; "" for JSON Lines."""
         name = self._files.key(index).lower()
         for packed in ENDINGS:
             name = name.removesuffix(packed)
@@ -114,7 +114,7 @@ class LinesSource:
         return max(1, -(-size_bytes // RANGE_BYTES))
 
     def _look(self) -> dict[str, type]:
-        """The types of the columns, judged by the first rows."""
+        """Return the types of the columns, judged by the first rows."""
         with open_stream(self._files.remote, self._files.path(0), self._files.where(0)) as stream:
             rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
             names = next(rows, [])
@@ -242,7 +242,7 @@ def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
 
 
 def _type_of(texts: list[str]) -> type:
-    """Int or float if all strings but empty ones are such numbers, else str."""
+    """Return int or float if all strings but empty ones are such numbers, else str."""
     given = [text for text in texts if text]
     for kind, read in _READERS:
         try:

@@ -82,7 +82,7 @@ class Unopened:
 
 
 def protocols_of(what: Any) -> tuple[str, ...]:
-    """The fsspec protocols needed to read `what`, judged by its first URL; no driver is loaded."""
+    """Return the fsspec protocols needed to read `what`, judged by its first URL; no driver is loaded."""
     if isinstance(what, Unopened):
         return protocols_of(what.what)
     if isinstance(what, Manifest):
@@ -171,7 +171,7 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
 
 
 def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
-    """The source for `what` judged by its listing, as a name such as "s3://bucket/train/" tells no format.
+    """Return the source for `what`, chosen by its listing: "s3://bucket/train/", say, does not name a format.
 
     Only the listing is examined: looking up an index file would cost a request for each URL.
     """
@@ -211,9 +211,9 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
 
 
 def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source] | None:
-    """The source for a folder of Hugging Face's `save_to_disk`, or for numbered files without an ending.
+    """Return the source for a folder of Hugging Face's `save_to_disk`, or for numbered files without ending.
 
-    The latter is chosen by the first bytes of the first file. None for others.
+    The source for the latter is chosen by the first bytes of the first file. None for other folders.
     """
     if is_saved_dataset(ends):
         return ArrowSource
@@ -267,7 +267,7 @@ def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[s
 
 
 def _options_of(kind: Callable[..., Source], positional: int = 1) -> list[str]:
-    """The names of the parameters of `kind` after `positional` arguments."""
+    """Return the names of the parameters of `kind` after `positional` arguments."""
     return [
         name
         for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())

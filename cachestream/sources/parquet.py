@@ -68,7 +68,7 @@ class Footer:
         return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def chunks(self, group: int) -> list[ColumnChunk]:
-        """The chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
+        """Return the chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
         self._check(group)
         row_group = self.metadata.row_group(group)
         return [self._chunk(row_group.column(leaf)) for leaf in self.leaves]
@@ -200,7 +200,7 @@ class Footers:
 
 
 def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
-    """The indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
+    """Return the indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
     chosen = set(names)
     paths = [schema.column(leaf).path + "." for leaf in range(len(schema))]
     ends = ((leaf, dot.start()) for leaf, path in enumerate(paths) for dot in re.finditer(r"\.", path))
@@ -208,7 +208,7 @@ def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
 
 
 def malformed(where: str, error: Exception) -> SampleError:
-    """The SampleError for a file that pyarrow refused with `error`."""
+    """Return the SampleError for a file that pyarrow refused with `error`."""
     return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
 
 
@@ -387,7 +387,7 @@ class ParquetSource:
         return columns, names
 
     def _unit_names(self) -> Names:
-        """Names that identify row groups when files come or go: file name, first row, number of rows."""
+        """Return names of the row groups that stay valid when files come or go: file, first row, count."""
         ends = [0, *self._ends.tolist()]
         rows = self._rows.tolist()
 

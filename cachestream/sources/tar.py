@@ -183,7 +183,7 @@ class TarSource:
         return len(self._files) * self._visits
 
     def _unit_names(self) -> AnyNames:
-        """Names that identify units when tars come or go. They depend on the number of visits."""
+        """Return names of the units that stay valid when tars come or go, for this number of visits."""
         names, visits = self._files.names, self._visits
         if visits == 1:
             return names

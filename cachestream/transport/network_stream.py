@@ -69,7 +69,7 @@ class _AsyncStream(Stream):
         raise NotImplementedError
 
     def _deadline_s(self) -> float:
-        """The deadline for a piece, which is shorter than those of its steps together."""
+        """Return the deadline for a piece, which is below the sum of the deadlines of its steps."""
         return CALL_S + PIECE_S
 
     def _request_end(self, nbytes: int) -> int:
@@ -280,9 +280,7 @@ class S3Stream(_BodyStream):
 
 
 class WebStream(_BodyStream):
-    """A stream of a file of a web server, with or without ranges: one request, unless the
-    connection breaks.
-    """
+    """A stream from a web server, with or without ranges: one request, unless the connection breaks."""
 
     _response: Any = None
     _is_encoded = False  # compressed by the server: ranges are of no use

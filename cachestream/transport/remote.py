@@ -72,8 +72,9 @@ def for_bytes_s(nbytes: int) -> float:
 
 
 def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """Run `coroutine` on `loop` and return its result; report signs of life meanwhile. Raises
-    TimeoutError.
+    """Run `coroutine` on `loop` and return its result; report signs of life meanwhile.
+
+    Raises TimeoutError after `timeout_s`.
     """
     return result_of(asyncio.run_coroutine_threadsafe(coroutine, loop), timeout_s)
 

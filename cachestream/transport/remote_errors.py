@@ -247,9 +247,7 @@ def public_name(name: str) -> str:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text` with its URLs redacted, and with whatever looks like a secret or is in
-    `secrets` masked.
-    """
+    """Return `text` with redacted URLs, and with `secrets` and whatever looks like a secret masked."""
     text = _URL_IN_TEXT.sub(lambda match: redact(match[0]), text)
     text = _SECRET_IN_TEXT.sub(r"\1\2***", text)
     for secret in secrets:

@@ -23,10 +23,11 @@ logger = logging.getLogger("cachestream")
 MAX_STRIKES: Final = 3  # in a row: requests that only the client succeeded with
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
-_REQUEST_HEADERS: Final = frozenset(  # of each request
+_REQUEST_HEADERS: Final = frozenset(  # these differ between requests, and belong to no pattern
     {"amz-sdk-invocation-id", "amz-sdk-request", "authorization", "if-match", "range", "traceparent", "tracestate",
      "x-amz-checksum-mode", "x-amz-content-sha256", "x-amz-date", "x-amz-security-token", "x-amzn-trace-id"}
 )  # fmt: skip
+# After these answers the client makes the request.
 _LEFT_TO_CLIENT: Final = frozenset({301, 302, 303, 307, 308, 400, 401, 403})
 _CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</Message>")

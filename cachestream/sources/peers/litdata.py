@@ -245,9 +245,7 @@ class LitDataSource:
     # --- the index
 
     def _read_index(self) -> list[int]:
-        """Return the number of samples of each chunk; set the compression and the layout that all chunks
-        share.
-        """
+        """Return the number of samples of each chunk; set the compression and the layout of all chunks."""
         with self._folder.index_errors():
             index = self._folder.load()
             if not isinstance(index.get("chunks"), list) or "config" not in index:

@@ -188,7 +188,7 @@ class _Columns:
 
 
 def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
-    """The shards that hold samples. Raises ConfigError for an index that cannot be used."""
+    """Return the shards that hold samples. Raises ConfigError for an index that cannot be used."""
     with folder.index_errors():
         index = folder.load()
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
