@@ -116,7 +116,7 @@ class FileList:
     @property
     def names(self) -> AnyNames:
         """All names below the root. An open list is completed first."""
-        self._complete()
+        self.complete()
         return self._names
 
     @property
@@ -158,21 +158,20 @@ class FileList:
             found |= {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}
         return frozenset(folder.rpartition("/")[2] for folder in found)
 
-    def _complete(self) -> None:
-        if self.is_open:
-            with _completion_lock:
-                self._list_the_rest()
-
-    def _list_the_rest(self) -> None:
+    def complete(self) -> None:
+        """List the rest of an open list."""
         if not self.is_open:
-            return  # another thread was first
-        names = NamesBuilder()
-        for name in self._names:
-            names.add(name)
-        for page in self.more(self._names[-1]):
-            for name in page.names:
+            return
+        with _completion_lock:
+            if not self.is_open:
+                return  # another thread was first
+            names = NamesBuilder()
+            for name in self._names:
                 names.add(name)
-        self._names, self._pages = names.names(), None
+            for page in self.more(self._names[-1]):
+                for name in page.names:
+                    names.add(name)
+            self._names, self._pages = names.names(), None
 
     def some_extensions(self) -> Iterator[str]:
         """Return the extensions of the known names, or of an even sample of them if there are many."""

@@ -41,6 +41,7 @@ class Unusable:
 
 Values = list[Any] | npt.NDArray[Any]
 Reader = Callable[[Any], Values]  # of a pyarrow array
+Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
 
 
 class Columns:

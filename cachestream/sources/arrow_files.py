@@ -11,7 +11,7 @@ from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
-from cachestream.sources.arrow import Columns, doubled_fields, items_of
+from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
@@ -98,15 +98,14 @@ class ArrowSource:
         where, key, row = self._files.where(index), self._files.key(index), 0
         problems = Problems(where)
         with open_stream(self._files.remote, self._files.path(index), where) as stream:
-            for columns, batch in self._batches(stream, where):
-                keys = [f"{key}#{number}" for number in range(row, row + batch.num_rows)]
-                items = items_of(keys, row, *columns.fields(batch), problems)
-                yield from self._defaults.fill_all(items)
-                row += batch.num_rows
+            for num_rows, fields, bad in self._batches(stream, where):
+                keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
+                yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
+                row += num_rows
         problems.raise_any()
 
-    def _batches(self, stream: Stream, where: str) -> Iterator[tuple[Columns, Any]]:
-        """Yield batches of at most about BATCH_BYTES, each with the converter of its columns."""
+    def _batches(self, stream: Stream, where: str) -> Iterator[Batch]:
+        """Yield the rows of a file in batches of at most about BATCH_BYTES."""
         arrow = require("pyarrow", "parquet", "Arrow files")
         require("pyarrow.compute", "parquet", "Arrow files")
         head = stream.read(8)
@@ -118,7 +117,8 @@ class ArrowSource:
             for batch in reader:
                 step = max(1, batch.num_rows * BATCH_BYTES // max(1, batch.nbytes))
                 for start in range(0, batch.num_rows, step):
-                    yield columns, batch.slice(start, step).select(names)
+                    part = batch.slice(start, step).select(names)
+                    yield (part.num_rows, *columns.fields(part))
         except ConfigError as error:
             raise SampleError(str(error)) from error
         except Exception as error:

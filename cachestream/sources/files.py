@@ -164,7 +164,7 @@ class FileSource:
     def _settle(self) -> None:
         """Complete the listing. Labels change only if an image lies in a folder without one."""
         if self._files.is_open:
-            assert self._files.names  # asked for: all of them
+            self._files.complete()
             if self._label == "folder":
                 folders = self._files.folders(_takes_label)
                 if not folders <= set(self._label_names):

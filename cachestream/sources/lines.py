@@ -114,11 +114,15 @@ class LinesSource:
         return max(1, -(-size_bytes // RANGE_BYTES))
 
     def _look(self) -> dict[str, type]:
-        """Return the types of the columns, judged by the first rows."""
-        with open_stream(self._files.remote, self._files.path(0), self._files.where(0)) as stream:
+        """Return the types of the columns, judged by the first rows. Raises ConfigError for malformed ones."""
+        where = self._files.where(0)
+        with open_stream(self._files.remote, self._files.path(0), where) as stream:
             rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
-            names = next(rows, [])
-            first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+            try:
+                names = next(rows, [])
+                first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+            except (ValueError, csv.Error) as error:
+                raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
         types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
@@ -164,27 +168,21 @@ class LinesSource:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line.decode(self._encoding))
-            except ValueError as error:  # from decoding the text, or from JSON
+                sample = _json_fields(json.loads(line.decode(self._encoding)))
+            except (ValueError, RecursionError) as error:  # of the encoding, of JSON, or of deep nesting
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
-            if isinstance(value, dict):
-                flat = plain_fields(value, {})
-                yield (
-                    at,
-                    {
-                        name: json_field(item) if isinstance(item, list) else item
-                        for name, item in flat.items()
-                    },
-                )
-            else:
-                yield at, {"json": json_field(value)}
+            yield at, sample
 
     def _rows(
         self, stream: Stream, delimiter: str, problems: Problems
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = csv.reader(self._texts(stream), delimiter=delimiter)
-        names = next(rows, [])
+        try:
+            names = next(rows, [])
+        except (ValueError, csv.Error) as error:
+            problems.add(f"the names of the columns: {error}")
+            return
         number = -1
         while True:
             number += 1
@@ -213,8 +211,11 @@ class LinesSource:
             ) from None
 
     def _texts(self, stream: Stream) -> Iterator[str]:
-        for _, line in _lines(stream):
-            yield line.decode(self._encoding)
+        # Not a generator, which would end at the first line that cannot be decoded.
+        return map(self._decoded, _lines(stream))
+
+    def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
+        return numbered_line[1].decode(self._encoding)
 
     def __repr__(self) -> str:
         return f"<LinesSource {self._files.shown}, {len(self._files):,} files, {self.num_units:,} units>"
@@ -239,6 +240,14 @@ def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
             )
     if have:
         yield at, b"".join(parts)
+
+
+def _json_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of the value in a line."""
+    if not isinstance(value, dict):
+        return {"json": json_field(value)}
+    flat = plain_fields(value, {})
+    return {name: json_field(item) if isinstance(item, list) else item for name, item in flat.items()}
 
 
 def _type_of(texts: list[str]) -> type:

@@ -20,7 +20,7 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
 from cachestream.schema import IntArray
-from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
+from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
@@ -39,7 +39,6 @@ PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
-_Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
 _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
@@ -303,7 +302,7 @@ class ParquetSource:
             row += num_rows
         problems.raise_any()
 
-    def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
+    def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[Batch]:
         """Yield the batches of row group `group` of file `index`, with errors mapped."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
@@ -325,7 +324,7 @@ class ParquetSource:
                 return
             yield batch
 
-    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[_Batch]:
+    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[Batch]:
         """Yield the rows of a row group in batches of at most about BATCH_BYTES."""
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)
