@@ -336,7 +336,6 @@ def path_of(remote: Remote) -> Callable[[str], str]:
     """
     scheme = f"{remote.protocol}://"
     strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
-
     is_local = remote.is_local
 
     def path(url: str) -> str:

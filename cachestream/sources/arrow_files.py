@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -72,12 +73,12 @@ class ArrowSource:
                 f"{self._files.shown} holds the splits of a DatasetDict: give the folder of one of them: "
                 f"{', '.join(splits)}"
             )
-        if not any(_last_part(key) in _STATES for key in keys):
+        if not any(posixpath.basename(key) in _STATES for key in keys):
             return list(range(len(keys)))
         units = [
             index
             for index, key in enumerate(keys)
-            if key.endswith(ARROW_ENDINGS) and not _last_part(key).startswith("cache-")
+            if key.endswith(ARROW_ENDINGS) and not posixpath.basename(key).startswith("cache-")
         ]
         if not units:
             raise ConfigError(f"{self._files.shown}: no Arrow files beside {keys[0]}; is it complete?")
@@ -174,11 +175,7 @@ class _AsFile:
 
 def is_saved_dataset(keys: Iterable[str]) -> bool:
     """Return whether a folder with the first and last files `keys` was written by `save_to_disk`."""
-    names = [_last_part(key) for key in keys]
+    names = [posixpath.basename(key) for key in keys]
     return any(name in _STATES for name in names) and all(
         name in _STATES or name.endswith(ARROW_ENDINGS) for name in names
     )
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition("/")[2]

@@ -120,17 +120,13 @@ def _is_image(value: Any) -> bool:
 def _list(value: list[Any], if_empty: Any) -> Any:
     if not value and if_empty is not None:
         return if_empty
-    return _text(value) if _holds_text(value) else value
+    return json.dumps(value, ensure_ascii=False, default=str) if _holds_text(value) else value
 
 
 def _holds_text(value: list[Any]) -> bool:
     return any(
         _holds_text(item) if isinstance(item, list) else isinstance(item, str | Mapping) for item in value
     )
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def empty_lists(features: Any) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
 
 T = TypeVar("T")
-SIGN_OF_LIFE_S: Final = 0.5
 MAX_CHUNK_BYTES: Final = 4 << 30
 MAX_METADATA_BYTES: Final = 16 << 20
 
@@ -71,7 +70,7 @@ class _Loop:
         task = self._loop.create_task(coroutine)
         try:
             while not task.done():
-                self._loop.run_until_complete(asyncio.wait({task}, timeout=SIGN_OF_LIFE_S))
+                self._loop.run_until_complete(asyncio.wait({task}, timeout=metering.TICK_S))
                 metering.fetched(0)
         finally:
             if not task.done():

@@ -25,7 +25,7 @@ from typing import Final
 from cachestream.errors import ConfigError
 from cachestream.linux import open_private
 
-TICK_S: Final = 0.5
+TICK_S: Final = 0.5  # between the signs of life of a thread that waits
 NO_LIMIT_BYTES: Final = 1 << 62
 BURST_S: Final = 0.1
 LOCK_TIMEOUT_S: Final = 2.0

@@ -44,7 +44,6 @@ STALL_S: Final = 20.0
 CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 # A connection that brings less than a MiB, or than the rest of the object, in this time counts as broken.
 PIECE_S: Final = 60.0
-LIFE_S: Final = 0.5
 MOST_LATE: Final = 64  # abandoned calls in a process
 _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
 _LEAST_CALL_BYTES: Final = 64 << 10
@@ -105,7 +104,7 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
             future.cancel()
             raise TimeoutError(f"no answer within {timeout_s:.0f} s")
         try:
-            future.exception(min(left_s, LIFE_S))
+            future.exception(min(left_s, metering.TICK_S))
         except concurrent.futures.TimeoutError:
             metering.fetched(0)
     return future.result()

@@ -12,7 +12,7 @@ import contextvars
 import logging
 import re
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -60,7 +60,7 @@ class _ComposedRequest:
     """A request that a client composes, and the pattern taken from it."""
 
     key: str
-    pattern: _Pattern | None = field(default=None)
+    pattern: _Pattern | None = None
 
 
 _composed: contextvars.ContextVar[_ComposedRequest | None] = contextvars.ContextVar("_composed", default=None)

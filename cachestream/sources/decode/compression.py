@@ -44,7 +44,7 @@ class _Unpacker(Protocol):
 class _Gzip:
     """Gives zlib's decompressor the interface of those in bz2 and lzma."""
 
-    def __init__(self, wbits: int = 31) -> None:
+    def __init__(self, wbits: int) -> None:
         self._inner = zlib.decompressobj(wbits=wbits)
         self._tail = b""
         self.eof = False
@@ -103,12 +103,12 @@ class UnpackedStream(Stream):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the compressed data are complete: their own end was read, not only the file's."""
+        """True if the compressed data are complete: their own end was read, not only the file's."""
         return self._unpacker.eof
 
     def _next_piece(self) -> memoryview:
         """Return at most PIECE_BYTES, however well they are packed; empty at the end, and at a truncation."""
-        found, data = b"", b""
+        found = b""
         while not found:
             unpacker = self._unpacker
             if unpacker.eof:  # another compressed stream may follow, or padding

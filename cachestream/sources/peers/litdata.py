@@ -278,7 +278,8 @@ class LitDataSource:
         known = set(names)
         # The chunks may hold Arrow rows. Below the top level, their names are not those in the index.
         if all(one in _JSON_FORMATS for one in formats):
-            known.update(name for name in self._named_fields if name.partition(".")[0] in _tops(names))
+            tops = {name.partition(".")[0] for name in names}
+            known.update(name for name in self._named_fields if name.partition(".")[0] in tops)
         for name in self._named_fields:
             if name not in known:
                 raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
@@ -298,10 +299,6 @@ class LitDataSource:
 
     def __repr__(self) -> str:
         return f"<LitDataSource {self._folder.shown}, {len(self._folder):,} chunks, {self.num_samples:,} samples>"
-
-
-def _tops(names: tuple[str, ...]) -> set[str]:
-    return {name.partition(".")[0] for name in names}
 
 
 def _compression_unit(config: Mapping[str, Any]) -> str:
