@@ -16,6 +16,7 @@ from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
+from cachestream.transport.file_object import StreamFile
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.stream import Stream
@@ -113,7 +114,7 @@ class ArrowSource:
         if bytes(head) != b"ARROW1\0\0":  # the magic of an IPC file: a stream follows it, and then an index
             stream.push_back(head)
         try:
-            reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(_AsFile(stream))
+            reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(StreamFile(stream))
             columns, names = self._columns_of(arrow, reader.schema, where)
             for batch in reader:
                 step = max(1, batch.num_rows * BATCH_BYTES // max(1, batch.nbytes))
@@ -147,30 +148,12 @@ class ArrowSource:
             nulls=self._defaults.values,
             decode_images=bool(self._decode_images),
             images=images,
-            made=self._image_options,
+            image_options=self._image_options,
         )
         return columns, names
 
     def __repr__(self) -> str:
         return f"<ArrowSource {self._files.shown}, {self.num_units:,} files>"
-
-
-class _AsFile:
-    """Adapts a stream to the file methods that pyarrow calls."""
-
-    closed = False
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def read(self, nbytes: int) -> bytes:
-        return bytes(self._stream.read(nbytes))
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened the stream closes it."""
 
 
 def is_saved_dataset(keys: Iterable[str]) -> bool:

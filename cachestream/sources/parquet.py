@@ -381,7 +381,7 @@ class ParquetSource:
             nulls=self._nulls,
             decode_images=self._decode_images,
             images=self._image_columns,
-            made=self._image_options,
+            image_options=self._image_options,
         )
         return columns, names
 

@@ -212,9 +212,7 @@ def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
         return _finish(rgb, (width / scale, height / scale), size, orientation, options)
 
 
-def decode_raw_image(
-    mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions = AS_THEY_ARE
-) -> Pixels:
+def decode_raw_image(mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions) -> Pixels:
     """Convert the output of Pillow's `tobytes()` as `decode_image` does; `size` is width and height."""
     if mode not in _RAW_MODES:
         raise ValueError(f"pixels of the mode {mode[:20]!r}")

@@ -68,7 +68,9 @@ class ArrowRows:
                 raise SampleError(f"the index says {count:,} samples, and its table has others")
             for batch in batches:
                 batch.validate(full=True)
-                columns = Columns(arrow, batch.schema, nulls={}, decode_images=True, images=(), made=images)
+                columns = Columns(
+                    arrow, batch.schema, nulls={}, decode_images=True, images=(), image_options=images
+                )
                 yield from columns.rows(batch)
         except CacheStreamError as error:
             raise SampleError(str(error)) from error
