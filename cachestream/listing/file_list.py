@@ -92,7 +92,7 @@ class FileList:
                 raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
             self.shown = urls.shown
             self.remote = Remote(first_url(urls, storage_options), storage_options)
-            self._root, self._names, self.labels = self._read(urls, storage_options, wanted)
+            self._root, self._names, self.labels = self._read_manifest(urls, storage_options, wanted)
             self.identity = (*urls.identity, *_filters(wanted, True))
         else:
             patterns = _as_list(urls, owner)
@@ -141,8 +141,8 @@ class FileList:
         made._names, made._pages = names, None
         return made
 
-    def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
-        """Return the names of the folders that hold files for whose keys `counts` is true; "" for the root.
+    def folders(self, accepts: Callable[[str], bool]) -> frozenset[str]:
+        """Return the names of the folders that hold files for whose keys `accepts` is true; "" for the root.
 
         Of an open list, which stays open, these are the folders of the known files, and those beside the
         folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
@@ -150,7 +150,7 @@ class FileList:
         """
         found = set[str]()
         for name in self._names:
-            if (folder := name.rpartition("/")[0]) not in found and counts(self._key_of(name)):
+            if (folder := name.rpartition("/")[0]) not in found and accepts(self._key_of(name)):
                 found.add(folder)
         if self._pages is not None:
             uppermost, last = min(found, key=lambda one: (one.count("/"), one), default=""), self._names[-1]
@@ -201,7 +201,7 @@ class FileList:
             return [name for name in names if kind_of(extension_of(self._key_of(name))) == self._kind]
         return names
 
-    def _read(
+    def _read_manifest(
         self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
     ) -> tuple[str, Names, Labels | None]:
         """Return the common root of the files in a manifest, their names below it, and their labels."""

@@ -78,7 +78,7 @@ class LabelsBuilder:
 
 def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
     """Return `values` as an array of `kind`, or None if one of them is not written as such a number."""
-    read = whole_number if kind is np.int64 else real_number
+    read = parse_int if kind is np.int64 else parse_float
     if kind is np.int64 and any(isinstance(value, float) for value in values):
         return None
     try:
@@ -87,7 +87,7 @@ def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDA
         return None
 
 
-def whole_number(value: Any) -> int:
+def parse_int(value: Any) -> int:
     """Return `value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
     number = int(value)
     if number != value and str(number) != value:
@@ -95,7 +95,7 @@ def whole_number(value: Any) -> int:
     return number
 
 
-def real_number(value: Any) -> float:
+def parse_float(value: Any) -> float:
     """Return `value` as a float. Raises ValueError unless it is a decimal: "nan" and "inf" are names."""
     number = float(value)
     if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):

@@ -57,7 +57,7 @@ class Pages:
 
         Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
-        keep = self.keeper()
+        keep = self.name_filter()
         bucket, _, key = self.prefix.partition("/")
         start = (self.root + last).partition("/")[2] if last else ""
         for answer in self.answers(key, self.delimiter, start, page_names):
@@ -121,7 +121,7 @@ class Pages:
         first = next(self.answers(key, "", "", 1))
         return any(entry["Key"] == key for entry in first.get("Contents", ()))
 
-    def keeper(self) -> Callable[[list[str]], list[str]]:
+    def name_filter(self) -> Callable[[list[str]], list[str]]:
         """Return a function that selects the paths that match, and makes them names below the root."""
         cut = len(self.root)
         fits = re.compile(self.pattern).match if self.pattern else None

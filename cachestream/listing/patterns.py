@@ -27,7 +27,7 @@ class Folder(NamedTuple):
     """The contents of a folder: the names of files and of folders; `is_there` is false if it is gone."""
 
     files: list[str]
-    inner: list[str]
+    subfolders: list[str]
     is_there: bool = True
 
 
@@ -54,10 +54,12 @@ def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]
 def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
     """Return the folders and runs of files of `folder` that come after `last`, in the order of paths."""
     # Folders are sorted with their "/", as "a.txt" comes before "a/b", and "a0" after it.
-    paths = sorted([folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.inner])
+    paths = sorted(
+        [folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.subfolders]
+    )
     if last.startswith(folder):
         paths = [path for path in paths if path > last or (path[-1] == "/" and last.startswith(path))]
-    if not holds.inner:
+    if not holds.subfolders:
         return [paths] if paths else []
     items: list[str | list[str]] = []
     for is_folder, run in groupby(paths, lambda path: path[-1] == "/"):
@@ -79,7 +81,7 @@ class LocalFolders:
 
     def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
         """Return the contents of `folder`, in no order. Raises OSError."""
-        files, inner = list[str](), list[str]()
+        files, subfolders = list[str](), list[str]()
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
                 for number, entry in enumerate(entries):
@@ -90,12 +92,12 @@ class LocalFolders:
                     if entry.is_file():
                         files.append(entry.name)
                     elif entry.is_dir() and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
-                        inner.append(entry.name)
+                        subfolders.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        if folder and "shards" in inner and _CACHE_FILES.issubset(files):
+        if folder and "shards" in subfolders and _CACHE_FILES.issubset(files):
             return Folder([], [])
-        return Folder(files, inner)
+        return Folder(files, subfolders)
 
     def _is_followed(self, folder: str, link: str) -> bool:
         target = os.path.realpath(link).rstrip("/") + "/"

@@ -213,7 +213,7 @@ class IterableSource:
                     sample = next(iterator, _END)
                     if sample is _END:
                         return
-                    name, sample = _unpacked(sample)
+                    name, sample = _key_and_fields(sample)
                 yield f"{unit}/{number}{name}", self._defaults.fill(plain_fields(sample, self._empty))
                 number += 1
         finally:
@@ -310,20 +310,20 @@ def _identity(iterable: Any, is_function: bool) -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
 
 
-def _unpacked(sample: Any) -> tuple[str, Any]:
+def _key_and_fields(sample: Any) -> tuple[str, Any]:
     """Return the suffix for the key, and the sample without fields such as "__key__"."""
     if not isinstance(sample, Mapping):
-        return "", _pixels(sample) if not isinstance(sample, tuple) else tuple(map(_pixels, sample))
+        return "", _image_array(sample) if not isinstance(sample, tuple) else tuple(map(_image_array, sample))
     key = sample.get("__key__")
     name = "/" + key.encode("utf-8", "replace").decode() if isinstance(key, str) else ""
     return name, {
-        field: _pixels(value)
+        field: _image_array(value)
         for field, value in sample.items()
         if not (isinstance(field, str) and field.startswith("__"))
     }
 
 
-def _pixels(value: Any) -> Any:
+def _image_array(value: Any) -> Any:
     """Convert a PIL image to uint8 `[3, H, W]`; other values are returned unchanged."""
     if not _is_a(value, "PIL.", "Image"):
         return value

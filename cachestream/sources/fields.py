@@ -97,16 +97,16 @@ def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
         isinstance(value, Mapping | list) for value in sample.values()
     ):
         return sample
-    return dict(_flat(sample, "", empty))
+    return dict(_flatten(sample, "", empty))
 
 
-def _flat(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for key, value in members.items():
         name = f"{prefix}{key}" if prefix else key
         if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and _is_image(value["bytes"]):
             yield name, decode_with(decode_image, value["bytes"], "image", f"field '{name}'")
         elif isinstance(value, Mapping) and value and all(isinstance(member, str) for member in value):
-            yield from _flat(value, f"{name}.", empty)
+            yield from _flatten(value, f"{name}.", empty)
         elif isinstance(value, list):
             yield name, _list(value, empty.get(name))
         else:
@@ -145,7 +145,7 @@ def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
             yield from _empty_of(f"{name}.{member}", inner)
         return
     depth = 0
-    while (inner := _items(feature)) is not None:
+    while (inner := _item_feature(feature)) is not None:
         feature, depth = inner, depth + 1
     if depth:
         dtype = str(getattr(feature, "dtype", ""))
@@ -156,7 +156,7 @@ def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
             yield name, np.empty((0,) * depth, kind)
 
 
-def _items(feature: Any) -> Any:
+def _item_feature(feature: Any) -> Any:
     """Return the feature of a list's items; None if `feature` is not that of a list."""
     if isinstance(feature, list) and len(feature) == 1:
         return feature[0]

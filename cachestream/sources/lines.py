@@ -25,7 +25,7 @@ import numpy as np
 from cachestream.config import format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
-from cachestream.listing.manifest import real_number, whole_number
+from cachestream.listing.manifest import parse_float, parse_int
 from cachestream.listing.names import Names
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
@@ -41,9 +41,12 @@ LINES_ENDINGS: Final = tuple(
 )
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
-LOOKED_AT_ONCE: Final = 16
+SIZES_AT_ONCE: Final = 16
 _ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
-_READERS: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = ((int, whole_number), (float, real_number))
+_NUMBER_TYPES: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = (
+    (int, parse_int),
+    (float, parse_float),
+)
 
 
 class LinesSource:
@@ -82,10 +85,10 @@ class LinesSource:
         self._files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
         for index in range(len(self._files)):
             require_unpacker(self._files.key(index))
-        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
             counts = list(pool.map(self._count_ranges, range(len(self._files))))
         self._ends = np.cumsum(counts, dtype=np.int64)
-        self._types = self._look() if self._delimiter(0) else {}
+        self._types = self._column_types() if self._delimiter(0) else {}
         self.first_names = Names(
             f"{name}#{part}" if count > 1 else name
             for name, count in zip(self._files.names, counts, strict=True)
@@ -113,7 +116,7 @@ class LinesSource:
             return 1
         return max(1, -(-size_bytes // RANGE_BYTES))
 
-    def _look(self) -> dict[str, type]:
+    def _column_types(self) -> dict[str, type]:
         """Return the types of the columns, judged by the first rows. Raises ConfigError for malformed ones."""
         where = self._files.where(0)
         with open_stream(self._files.remote, self._files.path(0), where) as stream:
@@ -203,7 +206,7 @@ class LinesSource:
         if not text and (kind is not str or name in self._defaults.values):
             return None
         try:
-            return whole_number(text) if kind is int else real_number(text) if kind is float else text
+            return parse_int(text) if kind is int else parse_float(text) if kind is float else text
         except ValueError:
             raise ValueError(
                 f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; "
@@ -253,7 +256,7 @@ def _json_fields(value: Any) -> dict[str, Any]:
 def _type_of(texts: list[str]) -> type:
     """Return int or float if all strings but empty ones are such numbers, else str."""
     given = [text for text in texts if text]
-    for kind, read in _READERS:
+    for kind, read in _NUMBER_TYPES:
         try:
             for text in given:
                 read(text)

@@ -112,7 +112,7 @@ def open_source(what: Any, **options: Any) -> Source:
     if isinstance(what, Unopened):
         return open_source(what.what, **what.options)
     if is_source(what):
-        return _as_it_is(what, options)
+        return _without_options(what, options)
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
@@ -139,7 +139,7 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
+def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
     if options:
         raise ConfigError(
             f"open_source() takes no options beside a Source: {', '.join(options)}; "

@@ -83,13 +83,13 @@ class _Loop:
             self._loop.close()
 
 
-_of_thread = threading.local()
+_per_thread = threading.local()
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    loop: _Loop | None = getattr(_of_thread, "loop", None)
+    loop: _Loop | None = getattr(_per_thread, "loop", None)
     if loop is None or loop.pid != os.getpid():
-        loop = _of_thread.loop = _Loop()
+        loop = _per_thread.loop = _Loop()
     return loop.run(coroutine)
 
 

@@ -88,10 +88,10 @@ async def ask_s3(
     wanted = {"Range": range_header} if range_header else {}
     answer = await get_object(filesystem, s3_target(filesystem, path), **wanted)
     body = answer["Body"]
-    told, length = answer.get("ContentRange"), int(answer["ContentLength"])
+    content_range, length = answer.get("ContentRange"), int(answer["ContentLength"])
     try:
         bounds.check(length, most)
-        if told and out is not None and length == len(out):
+        if content_range and out is not None and length == len(out):
             data = await _read_into(body.read, out)
         else:
             data = await body.read()
@@ -132,16 +132,16 @@ async def ask_web(
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
         is_encoded(response)  # raises for a compressed range; aiohttp decompresses a whole file
-        told = response.headers.get("Content-Range") if response.status == 206 else None
+        content_range = response.headers.get("Content-Range") if response.status == 206 else None
         length = response.content_length
         bounds.check(length or 0, most)
-        if told and out is not None and length == len(out):
+        if content_range and out is not None and length == len(out):
             data = await _read_into(response.content.read, out)
             if len(data) < len(out):
                 raise ConnectionError(f"the body ended after {len(data)} of {len(out)} bytes")
         else:
             data = await _read_all(response.content.read, most)
-        start, size_bytes = parse_range(told) or (0, len(data))
+        start, size_bytes = parse_range(content_range) or (0, len(data))
         return Answer(start, data, Facts(size_bytes, web_version(response)))
 
 

@@ -296,8 +296,10 @@ class WebStream(_BodyStream):
                 response.close()
                 return None
             self._filesystem._raise_not_found_for_status(response, self._path)
-            told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
-            length = response.headers.get("Content-Length") if told is None else told[1]
+            content_range = (
+                parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
+            )
+            length = response.headers.get("Content-Length") if content_range is None else content_range[1]
             self._is_encoded = is_encoded(response)
             size_bytes = None if length is None or self._is_encoded else int(length)
             self._version.check(Facts(-1 if size_bytes is None else size_bytes, web_version(response)))

@@ -101,7 +101,7 @@ class RemoteParts:
         pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
         part_bytes = PART_BYTES if self.answers_tell_facts else min(PART_BYTES, self._remote.pieces.nbytes)
         todo = deque(_split(spans, outs, metering.at_most(part_bytes)))
-        came, failures, delays = begun, 0, backoff_delays(random)
+        succeeded, failures, delays = begun, 0, backoff_delays(random)
         try:
             while pending or todo:
                 while todo and len(pending) < PARALLEL:
@@ -117,13 +117,13 @@ class RemoteParts:
                     failures, kind = failures + 1, judge(error)
                     if kind == "range" and self._version.facts is not None:
                         raise ChangedError("the file is shorter now") from None
-                    if kind != "unavailable" or not came or failures >= ATTEMPTS:
+                    if kind != "unavailable" or not succeeded or failures >= ATTEMPTS:
                         raise
                     metering.wait(next(delays))
                     pending[0] = span, out, submit(filesystem, self._ask_part(filesystem, span, out))
                     continue
                 pending.popleft()
-                came, failures = True, 0
+                succeeded, failures = True, 0
                 self._version.note(answer)
                 self._place(answer, span, out)
         finally:

@@ -187,13 +187,13 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
         )
         signer.add_auth(request)
     answer = await client._endpoint.http_session.send(request.prepare())
-    status, told = answer.status_code, answer.headers
+    status, received = answer.status_code, answer.headers
     if status in (200, 206):
         return {
             "Body": _Body(answer.raw),
-            "ContentLength": int(told["content-length"]),
-            "ContentRange": told.get("content-range"),
-            "ETag": told.get("etag"),
+            "ContentLength": int(received["content-length"]),
+            "ContentRange": received.get("content-range"),
+            "ETag": received.get("etag"),
         }
     try:
         text = (await answer.raw.read()).decode("utf-8", "replace")
@@ -210,8 +210,8 @@ def _error(status: int, text: str) -> Exception:
     from s3fs.errors import translate_boto_error
 
     code, message = _CODE.search(text), _MESSAGE.search(text)
-    told = {"Code": code[1] if code else str(status), **({"Message": message[1]} if message else {})}
+    details = {"Code": code[1] if code else str(status), **({"Message": message[1]} if message else {})}
     found: Exception = translate_boto_error(
-        ClientError({"Error": told, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
+        ClientError({"Error": details, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
     )
     return found
