@@ -287,7 +287,7 @@ def _lines(chunks: Iterator[str]) -> Iterator[str]:
         *whole, rest = (rest + chunk).split("\n")
         yield from (line + "\n" for line in whole)
         if len(rest) >= _LONGEST_LINE:
-            raise SourceError(f"a manifest with a line of {_LONGEST_LINE:,} characters and more is none")
+            raise SourceError(f"a line of {_LONGEST_LINE:,} characters and more: this is no manifest")
     if rest:
         yield rest
 
