@@ -69,7 +69,7 @@ def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
 
 
 class LocalFolders:
-    """The folders below `root` ("/data/"), without hidden files and folders, and without caches.
+    """A lister of the folders below `root` ("/data/"), without hidden files and folders, and without caches.
 
     Links to folders are followed unless their target is found by its own path, or is a folder above the link.
     This depends on the target alone, so that a listing can be resumed anywhere.

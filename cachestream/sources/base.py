@@ -111,8 +111,8 @@ def as_divisible(source: Any) -> DivisibleSource | None:
 def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:
     """Return the fewest parts per unit, up to `most`, so that `limit_bytes` hold parts of `MANY_UNITS` units.
 
-    Samples may take `EXPANSION` times the bytes of their unit (decoded images), and the rounds are shuffled,
-    so that the last one in the cache is seldom whole.
+    `EXPANSION` allows for samples that are larger than in their unit (decoded images), and for the last round
+    in the cache, which is seldom whole, as rounds are shuffled.
     """
     wanted = EXPANSION * unit_bytes * min(num_units, MANY_UNITS)
     return max(1, min(most, -(-wanted // max(1, limit_bytes)))) if num_units > 1 else 1

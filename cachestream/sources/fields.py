@@ -7,7 +7,7 @@ Nested values of Python objects become the same fields as columns of Parquet:
 | dict | a field for each member, "name.member" |
 | list of numbers, nested too | an array |
 | list that holds texts or dicts | JSON text |
-| image as Hugging Face keeps it, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
+| image in Hugging Face's layout, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
 | anything else, also None | unchanged |
 """
 

@@ -1,4 +1,4 @@
-"""Several sources as one: their units take turns, so that every stretch has them in proportion."""
+"""Several sources as one: their units alternate, so that any run of units has them in proportion."""
 
 from __future__ import annotations
 

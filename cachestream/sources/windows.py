@@ -50,8 +50,8 @@ def _per_axis(value: Any, name: str, count: int, least: int) -> tuple[int, ...]:
 class WindowGrid:
     """The positions where windows of `sizes` may begin along the cut axes: multiples of `strides`.
 
-    The last position of each axis is flush with its end, so that every element can be reached. A drawn
-    position is moved at random by up to `jitter`, within the array.
+    The last window along each axis ends with it, so that every element can be reached. A drawn position is
+    moved at random by up to `jitter`, within the array.
     """
 
     lengths: tuple[int, ...]

@@ -3,7 +3,7 @@
 Sources call `asking` and `fetched`, and know nothing of budgets, counters or watchdogs. A sampling process
 installs callbacks for them; by default there are none.
 
-The file of a Throttle holds a single number, the time at which all bytes spent so far are paid for, so that a
+The file of a Throttle holds one number, the time up to which the bytes spent so far use the limit, so that a
 process that dies leaves nothing to clean up. The algorithm is the generic cell rate algorithm (GCRA, ITU-T
 I.371, virtual scheduling): a token bucket without a refill task.
 """

@@ -34,10 +34,11 @@ from cachestream.transport.s3_requests import get_object
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
 RANGE_BYTES: Final = 4 << 20  # in one request of a driver without streams
-ENOUGH_S: Final = 0.1  # after which a piece is handed over incomplete
-# Of the first request beyond `likely_stop`; each next one asks for as much as came beyond it.
+ENOUGH_S: Final = 0.1  # an incomplete piece is handed over after this time
+# The size of the first request beyond `likely_stop`; each next one asks for as much as came beyond it before.
 BEYOND_BYTES: Final = 32 << 10
-RESUMES: Final = 8  # in a row, without a byte in between: about a minute, as a restart loses all bytes so far
+# In a row, without a byte in between: about a minute, as reading the unit anew would lose all bytes so far.
+RESUMES: Final = 8
 
 
 class _TooSlowError(TimeoutError):
@@ -89,7 +90,7 @@ class _AsyncStream(Stream):
         return self._pending
 
     def _cancel(self) -> None:
-        """Give up the pending piece."""
+        """Cancel the request for the pending piece."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()

@@ -49,7 +49,7 @@ _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one
 _LEAST_CALL_BYTES: Final = 64 << 10
 CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
-# As many as there can be requests: waiting for a connection would count as the server's silence.
+# At least as many as there can be requests: a wait for a free connection would count as a late answer.
 MAX_CONNECTIONS: Final = 256
 LIST_ATTEMPTS: Final = 4
 
