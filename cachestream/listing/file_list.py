@@ -163,7 +163,7 @@ class FileList:
         if not self.is_open:
             return
         with _completion_lock:
-            if not self.is_open:
+            if self._pages is None:
                 return  # another thread was first
             names = NamesBuilder()
             for name in self._names:
