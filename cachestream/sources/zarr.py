@@ -211,7 +211,7 @@ class ZarrArray:
     def _document(self, name: str) -> dict[str, Any] | None:
         path = f"{self._path}/{name}"
         try:
-            data = patiently(lambda: fetch(self._remote, path))
+            data = patiently(lambda: self._fetch(path))
         except Exception as error:
             if classify(error) == "missing":
                 return None
@@ -222,6 +222,12 @@ class ZarrArray:
             if not isinstance(found, dict):
                 raise TypeError(f"a {type(found).__name__}")
         return found
+
+    def _fetch(self, path: str) -> memoryview:
+        """Return the bytes of a document. Raises the driver's errors."""
+        if self._remote.is_web:  # `fetch` maps the errors of web servers: a missing object would not be known
+            return RangedFile(self._remote, path, self.shown).head(MAX_METADATA_BYTES + 1)
+        return fetch(self._remote, path)
 
     def _describe_path(self) -> str:
         """Describe a path that holds no array: nothing, or a group with the names of its arrays."""
