@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cachestream.config import check_mapping
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
@@ -108,7 +108,7 @@ def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) 
         elif isinstance(value, Mapping) and value and all(isinstance(member, str) for member in value):
             yield from _flatten(value, f"{name}.", empty)
         elif isinstance(value, list):
-            yield name, _list(value, empty.get(name))
+            yield name, _list(name, value, empty.get(name))
         else:
             yield name, value
 
@@ -117,10 +117,13 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, bytes) and looks_like_image(value)
 
 
-def _list(value: list[Any], if_empty: Any) -> Any:
+def _list(name: Any, value: list[Any], if_empty: Any) -> Any:
     if not value and if_empty is not None:
         return if_empty
-    return json.dumps(value, ensure_ascii=False, default=str) if _holds_text(value) else value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str) if _holds_text(value) else value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SampleError(f"field '{name}' has no form as JSON: {error}") from error
 
 
 def _holds_text(value: list[Any]) -> bool:

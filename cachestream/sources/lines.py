@@ -172,7 +172,7 @@ class LinesSource:
                 continue
             try:
                 sample = _json_fields(json.loads(line.decode(self._encoding)))
-            except (ValueError, RecursionError) as error:  # of the encoding, of JSON, or of deep nesting
+            except (ValueError, RecursionError, SampleError) as error:  # the encoding, JSON, or deep nesting
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
             yield at, sample
