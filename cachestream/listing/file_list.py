@@ -92,7 +92,7 @@ class FileList:
                 raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
             self.shown = urls.shown
             self.remote = Remote(first_url(urls, storage_options), storage_options)
-            self._root, self._names, self.labels = self._read(urls, storage_options, wanted)
+            self._root, self._names, self.labels = self._read_manifest(urls, storage_options, wanted)
             self.identity = (*urls.identity, *_filters(wanted, True))
         else:
             patterns = _as_list(urls, owner)
@@ -116,7 +116,7 @@ class FileList:
     @property
     def names(self) -> AnyNames:
         """All names below the root. An open list is completed first."""
-        self._complete()
+        self.complete()
         return self._names
 
     @property
@@ -136,13 +136,13 @@ class FileList:
             yield Page(self._filtered(page.names), page.is_last)
 
     def over(self, names: AnyNames) -> FileList:
-        """The same files with `names` as their listing, which another process has made."""
+        """Return the same files with `names` as their listing, which another process has made."""
         made = copy.copy(self)
         made._names, made._pages = names, None
         return made
 
-    def folders(self, counts: Callable[[str], bool]) -> frozenset[str]:
-        """The names of the folders that hold files for whose keys `counts` is true; "" for the root.
+    def folders(self, accepts: Callable[[str], bool]) -> frozenset[str]:
+        """Return the names of the folders that hold files for whose keys `accepts` is true; "" for the root.
 
         Of an open list, which stays open, these are the folders of the known files, and those beside the
         folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
@@ -150,7 +150,7 @@ class FileList:
         """
         found = set[str]()
         for name in self._names:
-            if (folder := name.rpartition("/")[0]) not in found and counts(self._key_of(name)):
+            if (folder := name.rpartition("/")[0]) not in found and accepts(self._key_of(name)):
                 found.add(folder)
         if self._pages is not None:
             uppermost, last = min(found, key=lambda one: (one.count("/"), one), default=""), self._names[-1]
@@ -158,24 +158,23 @@ class FileList:
             found |= {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}
         return frozenset(folder.rpartition("/")[2] for folder in found)
 
-    def _complete(self) -> None:
-        if self.is_open:
-            with _completion_lock:
-                self._list_the_rest()
-
-    def _list_the_rest(self) -> None:
+    def complete(self) -> None:
+        """List the rest of an open list."""
         if not self.is_open:
-            return  # another thread was first
-        names = NamesBuilder()
-        for name in self._names:
-            names.add(name)
-        for page in self.more(self._names[-1]):
-            for name in page.names:
+            return
+        with _completion_lock:
+            if self._pages is None:
+                return  # another thread was first
+            names = NamesBuilder()
+            for name in self._names:
                 names.add(name)
-        self._names, self._pages = names.names(), None
+            for page in self.more(self._names[-1]):
+                for name in page.names:
+                    names.add(name)
+            self._names, self._pages = names.names(), None
 
     def some_extensions(self) -> Iterator[str]:
-        """The extensions of the known names, or of an even sample of them if there are many."""
+        """Return the extensions of the known names, or of an even sample of them if there are many."""
         names = self._names
         return (
             extension_of(self._key_of(names[i]))
@@ -202,10 +201,10 @@ class FileList:
             return [name for name in names if kind_of(extension_of(self._key_of(name))) == self._kind]
         return names
 
-    def _read(
+    def _read_manifest(
         self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
     ) -> tuple[str, Names, Labels | None]:
-        """The common root of the files in a manifest, their names below it, and their labels, if any."""
+        """Return the common root of the files in a manifest, their names below it, and their labels."""
         path, names, labels = path_of(self.remote), NamesBuilder(), LabelsBuilder()
         for url, label in manifest.rows(storage_options):
             if not wanted or redact(url).lower().endswith(wanted):
@@ -243,7 +242,7 @@ class FileList:
         return listing.root, Names(path[length:] for path in paths)
 
     def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
-        """The first names, with the list left open; all names if these are few; None if there are none."""
+        """Return the first names and leave the list open; all names if these are few; None without names."""
         wanted, page_names = pages.usual_first, PAGE_NAMES
         if first_names != "auto":
             wanted, page_names = first_names, min(PAGE_NAMES, first_names)
@@ -262,15 +261,15 @@ class FileList:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """The path of file `index` below the root, without the secrets of its URL."""
+        """Return the path of file `index` below the root, without the secrets of its URL."""
         return self._names[index] if index < len(self._names) else self.names[index]
 
     def path(self, index: int) -> str:
-        """The path of file `index` for the driver; may hold secrets."""
+        """Return the path of file `index` for the driver; may hold secrets."""
         return self._root + (self.name(index) if self._secret_names is None else self._secret_names[index])
 
     def key(self, index: int) -> str:
-        """The path of file `index` below the common root of all, without a query."""
+        """Return the path of file `index` below the common root of all, without a query."""
         return self._key_of(self.name(index))
 
     def _key_of(self, name: str) -> str:
@@ -281,12 +280,12 @@ class FileList:
         return name if name.isascii() else os.fsencode(name).decode("utf-8", "replace")
 
     def where(self, index: int) -> str:
-        """The path of file `index` as shown in messages."""
+        """Return the path of file `index` as shown in messages."""
         return self._shown_root + self.key(index)
 
 
 def folder_of(name: str) -> str:
-    """The name of the folder that holds the file `name`; "" for the root."""
+    """Return the name of the folder that holds the file `name`; "" for the root."""
     return name.rpartition("/")[0].rpartition("/")[2]
 
 
@@ -315,7 +314,7 @@ def _as_extensions(extensions: str | Iterable[str] | None) -> tuple[str, ...]:
 def _identity(
     remote: Remote, patterns: Sequence[str], wanted: tuple[str, ...], recursive: bool
 ) -> tuple[str, ...]:
-    """The parts of a fingerprint that name the files: the URLs without their secrets, and the filters."""
+    """Return the parts of a fingerprint that name the files: the URLs without secrets, and the filters."""
     where = [os.path.abspath(os.path.expanduser(url)) if remote.is_local and "://" not in url else redact(url)
              for url in patterns]  # fmt: skip
     parts = [where[0]]
@@ -326,6 +325,6 @@ def _identity(
 
 
 def _filters(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
-    """The parts of a fingerprint that name the filters."""
+    """Return the parts of a fingerprint that name the filters."""
     parts = [f"extensions={','.join(wanted)}"] if wanted else []
     return (*parts, *(() if recursive else ("flat",)))

@@ -11,12 +11,11 @@ from typing import Final
 import fsspec
 
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.patterns import expand_braces
+from cachestream.listing.patterns import MAGIC, expand_braces, local_path
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
 HDF5_ENDINGS: Final = (".h5", ".hdf5", ".hdf", ".he5", ".nc")
-_MAGIC: Final = re.compile(r"[*?\[]")
 _ZARR: Final = re.compile(r"\.zarr(/|$)")
 _IN_FILE: Final = re.compile(r"(.+\.(?:h5|hdf5|hdf|he5|nc))::/?([^:]+)", re.IGNORECASE | re.DOTALL)
 
@@ -53,7 +52,7 @@ class Located:
 
 
 def locate(remote: Remote, url: str, dataset: str | None) -> list[Located]:
-    """The arrays that `url` stands for; those found by a wildcard in the order of their names.
+    """Return the arrays that `url` stands for; those found by a wildcard in the order of their names.
 
     Raises ConfigError for a dataset named twice, SourceError if a wildcard finds nothing, and the errors of
     `map_errors`.
@@ -69,12 +68,12 @@ def locate(remote: Remote, url: str, dataset: str | None) -> list[Located]:
 
 
 def _local(url: str) -> list[str]:
-    path = os.path.abspath(os.path.expanduser(url.removeprefix("file://").removeprefix("local://")))
+    path = local_path(url)
     if os.path.exists(path):  # a name may contain braces and stars
         return [path]
     paths = []
     for one in expand_braces(path):
-        paths += sorted(glob.glob(one, recursive=True)) if _MAGIC.search(one) else [one]
+        paths += sorted(glob.glob(one, recursive=True)) if MAGIC.search(one) else [one]
     return paths
 
 
@@ -83,7 +82,7 @@ def _remote(remote: Remote, url: str) -> list[str]:
         return [remote.open_for_listing()[1]]
     strip = fsspec.get_filesystem_class(remote.protocol)._strip_protocol
     paths = [str(strip(one)) for one in expand_braces(url)]
-    if remote.is_web or not any(map(_MAGIC.search, paths)):  # in a web URL "?" begins a query
+    if remote.is_web or not any(map(MAGIC.search, paths)):  # in a web URL "?" begins a query
         return paths
     filesystem, _ = remote.open_for_listing()
     return [path for one in paths for path in sorted(filesystem.glob(one))]

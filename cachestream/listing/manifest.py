@@ -63,7 +63,7 @@ class LabelsBuilder:
         self._values.append(self._numbers.setdefault(label, len(self._numbers)))
 
     def labels(self) -> Labels:
-        """All labels: numbers if all are written as numbers, otherwise their ranks among the sorted texts."""
+        """Return all labels: numbers if all are written as such, else their ranks among the sorted texts."""
         known = list(self._numbers)
         index = np.frombuffer(self._values, np.int64)
         for kind in (np.int64, np.float64):
@@ -77,8 +77,8 @@ class LabelsBuilder:
 
 
 def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
-    """`values` as an array of `kind`, or None if one of them is not written as such a number."""
-    read = whole_number if kind is np.int64 else real_number
+    """Return `values` as an array of `kind`, or None if one of them is not written as such a number."""
+    read = parse_int if kind is np.int64 else parse_float
     if kind is np.int64 and any(isinstance(value, float) for value in values):
         return None
     try:
@@ -87,16 +87,16 @@ def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDA
         return None
 
 
-def whole_number(value: Any) -> int:
-    """`value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
+def parse_int(value: Any) -> int:
+    """Return `value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
     number = int(value)
     if number != value and str(number) != value:
         raise ValueError(value)
     return number
 
 
-def real_number(value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is a decimal number: "nan" and "inf" are names."""
+def parse_float(value: Any) -> float:
+    """Return `value` as a float. Raises ValueError unless it is a decimal: "nan" and "inf" are names."""
     number = float(value)
     if isinstance(value, str) and not (_DECIMAL.fullmatch(value) and math.isfinite(number)):
         raise ValueError(value)
@@ -255,7 +255,7 @@ class Manifest:
                 yield url, int(label) if isinstance(label, bool) else label
 
     def _columns(self, header: list[str]) -> tuple[int, int]:
-        """The indices of the columns of URLs and of labels; -1 for no labels."""
+        """Return the indices of the columns of URLs and of labels; -1 for no labels."""
         names = [name.strip() for name in header]
         column = self.column
         if column is None:
@@ -281,13 +281,13 @@ def _text(lines: Iterator[str]) -> Iterator[Row]:
 
 
 def _lines(chunks: Iterator[str]) -> Iterator[str]:
-    """The lines of a text, ended by line feeds alone: other line separators may be part of a name."""
+    """Return the lines of a text, ended by line feeds alone: other line separators may be part of a name."""
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split("\n")
         yield from (line + "\n" for line in whole)
         if len(rest) >= _LONGEST_LINE:
-            raise SourceError(f"a manifest with a line of {_LONGEST_LINE:,} characters and more is none")
+            raise SourceError(f"a line of {_LONGEST_LINE:,} characters and more: this is no manifest")
     if rest:
         yield rest
 
@@ -312,7 +312,7 @@ def _absolute(where: str) -> str:
 
 
 def _join_to(base: str, shown: str) -> Callable[[str], str]:
-    """A function that turns a name in the list into a URL, or into a path if `base` is a path."""
+    """Return a function that turns a name in the list into a URL, or into a path if `base` is a path."""
     is_local = _is_local(base)
 
     def joined(name: str) -> str:
@@ -330,10 +330,12 @@ def _join_to(base: str, shown: str) -> Callable[[str], str]:
 
 
 def path_of(remote: Remote) -> Callable[[str], str]:
-    """A function that turns a URL into a path for the driver of `remote`; ConfigError for another scheme."""
+    """Return a function that turns a URL into a path for the driver of `remote`.
+
+    The function raises ConfigError for a URL of another scheme.
+    """
     scheme = f"{remote.protocol}://"
     strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
-
     is_local = remote.is_local
 
     def path(url: str) -> str:
@@ -349,7 +351,7 @@ def path_of(remote: Remote) -> Callable[[str], str]:
 
 
 def first_url(manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> str:
-    """The first URL of a manifest. Raises SourceError if there is none."""
+    """Return the first URL of a manifest. Raises SourceError if there is none."""
     rows = manifest.rows(storage_options)
     try:
         for url, _ in rows:

@@ -1,8 +1,8 @@
 """Lists of many paths in little memory: one block of bytes and its offsets, in memory or in growing files.
 
 `NAME.names` holds the bytes of all names, and `NAME.ends` int64 offsets into it, beginning with 0. The
-mark, a small JSON file that is replaced after every page, says how much of both files is valid. Bytes after
-that are from a page whose writer died, and the next writer cuts them off: so the mark is always right.
+mark, a small JSON file that is replaced after every page, tells how many bytes of both files are valid. Bytes
+beyond these were left by a writer that died in the middle of a page; the next writer truncates them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Names(Sequence[str]):
 
     @classmethod
     def of_block(cls, block: bytes | memoryview, offsets: IntArray) -> Names:
-        """Names whose bytes lie in `block`, name i from `offsets[i]` to `offsets[i + 1]`."""
+        """Return names whose bytes lie in `block`, name i from `offsets[i]` to `offsets[i + 1]`."""
         names = cls.__new__(cls)
         names._hold(block, offsets)
         return names
@@ -92,7 +92,7 @@ class Names(Sequence[str]):
         return self.digest_of(len(self))
 
     def digest_of(self, count: int) -> str:
-        """The digest of the first `count` names."""
+        """Return the digest of the first `count` names."""
         offsets = self._offsets[: count + 1]
         state = xxhash.xxh3_64(np.ascontiguousarray(offsets).data)
         state.update(memoryview(self._block)[: int(offsets[-1])])
@@ -133,7 +133,7 @@ class NamesBuilder:
         return os.fsdecode(common[: common.rfind(b"/") + 1])
 
     def names(self, root: str = "") -> Names:
-        """The names without `root`, with which all must begin. Leaves the builder empty."""
+        """Return the names without `root`, with which all must begin. Leaves the builder empty."""
         cut, count = len(os.fsencode(root)), len(self)
         offsets = np.frombuffer(self._offsets, np.int64)
         block, self._block = self._block, bytearray()
@@ -165,7 +165,7 @@ class Mark:
 
 
 def read_mark(path: str) -> Mark | None:
-    """The mark at `path`; None if there is none, or if its files are missing or too short."""
+    """Return the mark at `path`; None if there is none, or if its files are missing or too short."""
     try:
         with open(path, encoding="utf-8") as file:
             mark = Mark(**json.load(file))
@@ -178,7 +178,7 @@ def read_mark(path: str) -> Mark | None:
 
 
 def file_names(stem: str) -> tuple[str, str]:
-    """The names of the two files of a listing."""
+    """Return the names of the two files of a listing."""
     return f"{stem}.names", f"{stem}.ends"
 
 
@@ -215,7 +215,7 @@ class StoredNames(Sequence[str]):
             )
 
     def digest_of(self, count: int) -> str | None:
-        """The digest of the first `count` names, as that of `Names`; None if there are fewer."""
+        """Return the digest of the first `count` names, as that of `Names`; None if there are fewer."""
         return self._names.digest_of(count) if count <= len(self._names) else None
 
     @property

@@ -20,7 +20,7 @@ PAGE_TIMEOUT_S: Final = 300.0  # with the driver's own attempts
 
 
 class UnorderedError(SourceError):
-    """A store that lists files in no order: the names after a given one cannot be requested."""
+    """The store lists files in no order: the names after a given one cannot be requested."""
 
 
 class Page(NamedTuple):
@@ -49,7 +49,7 @@ class Pages:
 
     @property
     def usual_first(self) -> int:
-        """The number of names to list before the first sample: any, so that one page is enough."""
+        """The number of names to list before the first sample. With 1, a single page is listed."""
         return 1
 
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
@@ -57,7 +57,7 @@ class Pages:
 
         Raises the errors of `map_errors`, and UnorderedError for a store that lists out of order.
         """
-        keep = self.keeper()
+        keep = self.name_filter()
         bucket, _, key = self.prefix.partition("/")
         start = (self.root + last).partition("/")[2] if last else ""
         for answer in self.answers(key, self.delimiter, start, page_names):
@@ -71,7 +71,7 @@ class Pages:
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
 
     def folders_in(self, parent: str) -> list[str]:
-        """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
+        """Return the folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
 
         Pages are requested until one holds files alone: folders after so many files are not found.
         """
@@ -121,8 +121,8 @@ class Pages:
         first = next(self.answers(key, "", "", 1))
         return any(entry["Key"] == key for entry in first.get("Contents", ()))
 
-    def keeper(self) -> Callable[[list[str]], list[str]]:
-        """A function that selects the paths that match, and makes them names below the root."""
+    def name_filter(self) -> Callable[[list[str]], list[str]]:
+        """Return a function that selects the paths that match, and makes them names below the root."""
         cut = len(self.root)
         fits = re.compile(self.pattern).match if self.pattern else None
 
@@ -135,7 +135,7 @@ class Pages:
 
 
 def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | None:
-    """The pages of `urls` if these are one folder or wildcard on S3; None for others, listed at once."""
+    """Return the pages of `urls` if these are one folder or wildcard on S3; None: list them at once."""
     if len(urls) != 1 or not remote.is_s3 or expand_braces(urls[0]) != [urls[0]]:
         return None
     path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))

@@ -27,7 +27,7 @@ class Folder(NamedTuple):
     """The contents of a folder: the names of files and of folders; `is_there` is false if it is gone."""
 
     files: list[str]
-    inner: list[str]
+    subfolders: list[str]
     is_there: bool = True
 
 
@@ -52,12 +52,14 @@ def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]
 
 
 def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
-    """The folders and runs of files of `folder` that come after `last`, in the order of paths."""
+    """Return the folders and runs of files of `folder` that come after `last`, in the order of paths."""
     # Folders are sorted with their "/", as "a.txt" comes before "a/b", and "a0" after it.
-    paths = sorted([folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.inner])
+    paths = sorted(
+        [folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.subfolders]
+    )
     if last.startswith(folder):
         paths = [path for path in paths if path > last or (path[-1] == "/" and last.startswith(path))]
-    if not holds.inner:
+    if not holds.subfolders:
         return [paths] if paths else []
     items: list[str | list[str]] = []
     for is_folder, run in groupby(paths, lambda path: path[-1] == "/"):
@@ -67,7 +69,7 @@ def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
 
 
 class LocalFolders:
-    """The folders below `root` ("/data/"), without hidden files and folders, and without caches.
+    """A lister of the folders below `root` ("/data/"), without hidden files and folders, and without caches.
 
     Links to folders are followed unless their target is found by its own path, or is a folder above the link.
     This depends on the target alone, so that a listing can be resumed anywhere.
@@ -78,8 +80,8 @@ class LocalFolders:
         self._real = os.path.realpath(root).rstrip("/") + "/"
 
     def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
-        """The contents of `folder`, in no order. Raises OSError."""
-        files, inner = list[str](), list[str]()
+        """Return the contents of `folder`, in no order. Raises OSError."""
+        files, subfolders = list[str](), list[str]()
         try:
             with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
                 for number, entry in enumerate(entries):
@@ -90,12 +92,12 @@ class LocalFolders:
                     if entry.is_file():
                         files.append(entry.name)
                     elif entry.is_dir() and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
-                        inner.append(entry.name)
+                        subfolders.append(entry.name)
         except (FileNotFoundError, NotADirectoryError):
             return Folder([], [], is_there=False)
-        if folder and "shards" in inner and _CACHE_FILES.issubset(files):
+        if folder and "shards" in subfolders and _CACHE_FILES.issubset(files):
             return Folder([], [])
-        return Folder(files, inner)
+        return Folder(files, subfolders)
 
     def _is_followed(self, folder: str, link: str) -> bool:
         target = os.path.realpath(link).rstrip("/") + "/"
@@ -104,7 +106,7 @@ class LocalFolders:
         return not any(above.startswith(target) for above in self._ancestors(folder))
 
     def _ancestors(self, folder: str) -> Iterable[str]:
-        """The real paths of the root, of the folders above `folder`, and of `folder`."""
+        """Return the real paths of the root, of the folders above `folder`, and of `folder`."""
         yield self._real
         for end, letter in enumerate(folder, 1):
             if letter == "/":
@@ -222,7 +224,7 @@ class _LocalFinder:
         self._remote = remote
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        """The root and the files of one URL."""
+        """Return the root and the files of one URL."""
         path = local_path(url)
         if os.path.isdir(path):
             root = path.rstrip("/") + "/"
@@ -239,7 +241,7 @@ class _LocalFinder:
 
 
 def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
-    """The files of a folder that are neither hidden, nor in hidden folders, nor placeholders for folders."""
+    """Return `paths` without hidden files, files in hidden folders, and placeholders for folders."""
     length = len(root)
     return [
         path
@@ -252,7 +254,7 @@ def visible(root: str, paths: Iterable[str], recursive: bool) -> list[str]:
 
 
 def s3_delimiter(pattern: str, first_magic: int) -> str:
-    """The delimiter to list by: "/" if all matches lie in one folder, "" if some may lie deeper."""
+    """Return the delimiter to list by: "/" if all matches lie in one folder, "" if some may lie deeper."""
     wild = pattern[first_magic:]
     return "" if "/" in wild or "**" in wild else "/"
 
@@ -264,7 +266,7 @@ class _RemoteFinder:
         self._magic = _WEB_MAGIC if remote.is_web else MAGIC
 
     def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
-        """The root and the files of one URL; a `trusted` URL of a file is not looked up."""
+        """Return the root and the files of one URL; a `trusted` URL of a file is not looked up."""
         path = self._path(url)
         bare = path.partition("?")[0]
         if self._remote.is_web and not self._magic.search(bare):
@@ -297,7 +299,7 @@ class _RemoteFinder:
         return root, visible(root, found, recursive)
 
     def _matching(self, pattern: str, first_magic: int) -> list[str]:
-        """The files that match; only the file with the name `pattern` if there is one."""
+        """Return the files that match; only the file with the name `pattern` if there is one."""
         if self._remote.is_s3:
             fits = re.compile(glob_translate(pattern)).match
             found = self._s3_names(pattern[:first_magic], s3_delimiter(pattern, first_magic))
@@ -310,7 +312,7 @@ class _RemoteFinder:
         return [path for path, info in entries.items() if info["type"] != "directory"]
 
     def _s3_names(self, prefix: str, delimiter: str) -> list[str]:
-        """The names of the objects whose "bucket/key" begins with `prefix`.
+        """Return the names of the objects whose "bucket/key" begins with `prefix`.
 
         The `find` of s3fs would keep a record of 2 kB for each.
         """
@@ -350,7 +352,7 @@ _KINDS: Final = {
 
 
 def extension_of(path: str) -> str:
-    """The last extension of `path` in lower case, with its dot: ".jpg"; "" if there is none."""
+    """Return the last extension of `path` in lower case, with its dot: ".jpg"; "" if there is none."""
     return os.path.splitext(path)[1].lower()
 
 
@@ -359,5 +361,5 @@ def is_image(extension: str) -> bool:
 
 
 def kind_of(extension: str) -> str:
-    """The kind of a file: "image", "array", "text", "data", or "arrays" and "json" with their own fields."""
+    """Return the kind of a file: "image", "array", "text", "data", or "arrays" or "json" with own fields."""
     return _KINDS.get(extension, "data")

@@ -35,7 +35,7 @@ FIRST_OF_OTHERS: Final = 1000
 
 
 class GoneError(SourceUnavailableError):
-    """A root that is empty or missing, such as a mount that is not there at present."""
+    """The root is empty or missing, such as a mount point where nothing is mounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Walk:
 
         Raises the errors of `map_errors`, and GoneError if the root is gone.
         """
-        keep, is_last = self.keeper(), False
+        keep, is_last = self.name_filter(), False
         with closing(_FolderLister(self)) as lister:
             for names, is_last in in_order(lister.for_folder, last):
                 yield Page(keep(names), is_last)
@@ -70,19 +70,19 @@ class Walk:
             yield Page([], is_last=True)
 
     def folders_in(self, parent: str) -> list[str]:
-        """The folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match."""
+        """Return the folders ("a/b/") directly in `parent` ("a/"; "" for the root) whose files may match."""
         with closing(_FolderLister(self)) as lister:
-            return [f"{parent}{name}/" for name in lister.for_folder(parent).inner]
+            return [f"{parent}{name}/" for name in lister.for_folder(parent).subfolders]
 
-    def keeper(self) -> Callable[[list[str]], list[str]]:
-        """A function that selects the names of files that match."""
+    def name_filter(self) -> Callable[[list[str]], list[str]]:
+        """Return a function that selects the names of files that match."""
         if not self.pattern:
             return lambda names: names
         fits = re.compile(glob_translate(self.pattern)).match
         return lambda names: [name for name in names if fits(name)]
 
-    def enters(self) -> Callable[[str], bool]:
-        """A function that tells whether a folder may hold files that match, at any depth."""
+    def folder_filter(self) -> Callable[[str], bool]:
+        """Return a predicate that is True for a folder that may hold files that match, at any depth."""
         if not self.pattern:
             return lambda _: True
         levels = self.pattern.split("/")
@@ -106,26 +106,26 @@ class _FolderLister:
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
-        self._enter = walk.enters()
+        self._enter = walk.folder_filter()
         self._ahead: dict[str, concurrent.futures.Future[Any]] = {}
         self._local = LocalFolders(walk.root) if walk.remote.is_local else None
         self._filesystem: Any = None if walk.remote.is_local else walk.remote.open_for_listing()[0]
 
     def for_folder(self, folder: str, following: Sequence[str] = ()) -> Folder:
-        """The contents of `folder`, without the folders that hold no files that match."""
+        """Return the contents of `folder`, without the folders that hold no files that match."""
         with map_errors(self._walk.shown + folder, secrets=self._walk.remote.secrets):
             if self._local is not None:
                 found = self._local(folder, following)
             else:
                 found = self._of_driver(folder, following)
-        if not folder and not (found.files or found.inner):
+        if not folder and not (found.files or found.subfolders):
             raise GoneError(
                 f"{self._walk.shown}: there is nothing here at present; is it mounted, and the path right?"
             )
         if not found.is_there:
             self.for_folder("")  # an error if all is gone
-        inner = [name for name in found.inner if self._enter(f"{folder}{name}/")]
-        return found._replace(inner=inner)
+        subfolders = [name for name in found.subfolders if self._enter(f"{folder}{name}/")]
+        return found._replace(subfolders=subfolders)
 
     def _of_driver(self, folder: str, following: Sequence[str]) -> Folder:
         path = (self._walk.root + folder).rstrip("/")
@@ -138,7 +138,7 @@ class _FolderLister:
         finally:
             if (kept := getattr(self._filesystem, "dircache", None)) is not None:
                 kept.clear()  # 2 kB for each file; `invalidate_cache` would forget more than listings
-        files, inner = set[str](), set[str]()
+        files, subfolders = set[str](), set[str]()
         for entry in entries:
             full = str(entry["name"])
             name = full.rstrip("/").rpartition("/")[2]
@@ -147,10 +147,10 @@ class _FolderLister:
             ):
                 continue  # object stores list placeholder files for folders
             if entry["type"] == "directory":
-                inner.add(name)
+                subfolders.add(name)
             elif not full.endswith("/"):
                 files.add(name)
-        return Folder(list(files), list(inner))
+        return Folder(list(files), list(subfolders))
 
     def _answer(self, folder: str, path: str, following: Sequence[str]) -> list[dict[str, Any]]:
         filesystem = self._filesystem
@@ -169,7 +169,7 @@ class _FolderLister:
 
 
 def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | None:
-    """The walk through `urls` if these are one tree of folders; None for others, which are listed at once."""
+    """Return the walk through `urls` if these are one tree of folders; None: list them at once."""
     if len(urls) != 1 or "::" in urls[0] or remote.is_s3 or remote.is_web or remote.has_versions:
         return None
     if remote.is_local:

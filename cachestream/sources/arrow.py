@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Problems, Rows
-from cachestream.sources.decode.images import AS_THEY_ARE, ImageOptions, decode_image
+from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
@@ -41,6 +41,7 @@ class Unusable:
 
 Values = list[Any] | npt.NDArray[Any]
 Reader = Callable[[Any], Values]  # of a pyarrow array
+Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
 
 
 class Columns:
@@ -48,7 +49,7 @@ class Columns:
 
     `nulls` are replacements for nulls, by field; any other null makes its row unusable. `images` are the
     binary columns that hold encoded images; columns in Hugging Face's layout are decoded if
-    `decode_images`. `made` resizes and crops decoded images.
+    `decode_images`. `image_options` resizes and crops decoded images.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Columns:
         nulls: Mapping[str, Any],
         decode_images: bool,
         images: Sequence[str],
-        made: ImageOptions = AS_THEY_ARE,
+        image_options: ImageOptions,
     ) -> None:
-        self._decode = partial(decode_image, options=made)
+        self._decode = partial(decode_image, options=image_options)
         self._arrow = arrow
         self._nulls, self._decode_images, self._image_columns = nulls, decode_images, images
         self._features = _features(schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,10 +12,11 @@ from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
-from cachestream.sources.arrow import Columns, doubled_fields, items_of
+from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
+from cachestream.transport.file_object import StreamFile
 from cachestream.transport.network_stream import open_stream
 from cachestream.transport.remote_errors import classify
 from cachestream.transport.stream import Stream
@@ -72,12 +74,12 @@ class ArrowSource:
                 f"{self._files.shown} holds the splits of a DatasetDict: give the folder of one of them: "
                 f"{', '.join(splits)}"
             )
-        if not any(_last_part(key) in _STATES for key in keys):
+        if not any(posixpath.basename(key) in _STATES for key in keys):
             return list(range(len(keys)))
         units = [
             index
             for index, key in enumerate(keys)
-            if key.endswith(ARROW_ENDINGS) and not _last_part(key).startswith("cache-")
+            if key.endswith(ARROW_ENDINGS) and not posixpath.basename(key).startswith("cache-")
         ]
         if not units:
             raise ConfigError(f"{self._files.shown}: no Arrow files beside {keys[0]}; is it complete?")
@@ -98,27 +100,27 @@ class ArrowSource:
         where, key, row = self._files.where(index), self._files.key(index), 0
         problems = Problems(where)
         with open_stream(self._files.remote, self._files.path(index), where) as stream:
-            for columns, batch in self._batches(stream, where):
-                keys = [f"{key}#{number}" for number in range(row, row + batch.num_rows)]
-                items = items_of(keys, row, *columns.fields(batch), problems)
-                yield from self._defaults.fill_all(items)
-                row += batch.num_rows
+            for num_rows, fields, bad in self._batches(stream, where):
+                keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
+                yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
+                row += num_rows
         problems.raise_any()
 
-    def _batches(self, stream: Stream, where: str) -> Iterator[tuple[Columns, Any]]:
-        """Yield batches of at most about BATCH_BYTES, each with the converter of its columns."""
+    def _batches(self, stream: Stream, where: str) -> Iterator[Batch]:
+        """Yield the rows of a file in batches of at most about BATCH_BYTES."""
         arrow = require("pyarrow", "parquet", "Arrow files")
         require("pyarrow.compute", "parquet", "Arrow files")
         head = stream.read(8)
         if bytes(head) != b"ARROW1\0\0":  # the magic of an IPC file: a stream follows it, and then an index
             stream.push_back(head)
         try:
-            reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(_AsFile(stream))
+            reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(StreamFile(stream))
             columns, names = self._columns_of(arrow, reader.schema, where)
             for batch in reader:
                 step = max(1, batch.num_rows * BATCH_BYTES // max(1, batch.nbytes))
                 for start in range(0, batch.num_rows, step):
-                    yield columns, batch.slice(start, step).select(names)
+                    part = batch.slice(start, step).select(names)
+                    yield (part.num_rows, *columns.fields(part))
         except ConfigError as error:
             raise SampleError(str(error)) from error
         except Exception as error:
@@ -146,7 +148,7 @@ class ArrowSource:
             nulls=self._defaults.values,
             decode_images=bool(self._decode_images),
             images=images,
-            made=self._image_options,
+            image_options=self._image_options,
         )
         return columns, names
 
@@ -154,31 +156,9 @@ class ArrowSource:
         return f"<ArrowSource {self._files.shown}, {self.num_units:,} files>"
 
 
-class _AsFile:
-    """Adapts a stream to the file methods that pyarrow calls."""
-
-    closed = False
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def read(self, nbytes: int) -> bytes:
-        return bytes(self._stream.read(nbytes))
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened the stream closes it."""
-
-
 def is_saved_dataset(keys: Iterable[str]) -> bool:
     """Return whether a folder with the first and last files `keys` was written by `save_to_disk`."""
-    names = [_last_part(key) for key in keys]
+    names = [posixpath.basename(key) for key in keys]
     return any(name in _STATES for name in names) and all(
         name in _STATES or name.endswith(ARROW_ENDINGS) for name in names
     )
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition("/")[2]

@@ -91,11 +91,11 @@ class DivisibleSource(Source, Protocol):
         ...
 
     def part_limit(self) -> tuple[int, int]:
-        """The bytes of a typical unit, and the maximum number of parts (1: it cannot be divided)."""
+        """Return the bytes of a typical unit, and the maximum number of parts (1: it cannot be divided)."""
         ...
 
     def divided(self, parts: int) -> DivisibleSource:
-        """The same samples, with each unit in this number of parts."""
+        """Return the same samples, with each unit in this number of parts."""
         ...
 
 
@@ -109,10 +109,10 @@ def as_divisible(source: Any) -> DivisibleSource | None:
 
 
 def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:
-    """The fewest parts per unit, up to `most`, so that `limit_bytes` hold parts of `MANY_UNITS` units.
+    """Return the fewest parts per unit, up to `most`, so that `limit_bytes` hold parts of `MANY_UNITS` units.
 
-    Samples may take `EXPANSION` times the bytes of their unit (decoded images), and the rounds are shuffled,
-    so that the last one in the cache is seldom whole.
+    `EXPANSION` allows for samples that are larger than in their unit (decoded images), and for the last round
+    in the cache, which is seldom whole, as rounds are shuffled.
     """
     wanted = EXPANSION * unit_bytes * min(num_units, MANY_UNITS)
     return max(1, min(most, -(-wanted // max(1, limit_bytes)))) if num_units > 1 else 1
@@ -175,7 +175,7 @@ class GrowingSource(Source, Protocol):
         ...
 
     def over(self, names: AnyNames) -> Source:
-        """The same source over a listing that another process makes, as far as that has come."""
+        """Return the same source over a listing that another process makes, as far as that has come."""
         ...
 
 
@@ -202,6 +202,6 @@ def begins_with(source: Any, count: int | None, listing: str) -> bool:
 
 
 def stored_names(source: Any) -> StoredNames | None:
-    """The stored listing that `source` takes its names from, or None."""
+    """Return the stored listing that `source` takes its names from, or None."""
     names = getattr(source, "first_names", None)
     return names if isinstance(names, StoredNames) else None

@@ -213,7 +213,7 @@ class IterableSource:
                     sample = next(iterator, _END)
                     if sample is _END:
                         return
-                    name, sample = _unpacked(sample)
+                    name, sample = _key_and_fields(sample)
                 yield f"{unit}/{number}{name}", self._defaults.fill(plain_fields(sample, self._empty))
                 number += 1
         finally:
@@ -230,7 +230,7 @@ class IterableSource:
         return iter(copy)
 
     def _worker_info(self, copy: Any, unit: int, seed: int) -> Any:
-        """The WorkerInfo to set for the iterable; None if it needs none."""
+        """Return the WorkerInfo to set for the iterable; None if it needs none."""
         if self._num_units == 1 or self._has_own or self._is_function:
             return None
         kind = getattr(sys.modules.get(_WORKER), "WorkerInfo", None)
@@ -270,7 +270,7 @@ def _name_of(what: Any) -> str:
 
 
 def _own_shards(iterable: Any) -> int | None:
-    """The number of shards of an iterable with a method `shard`; None for others."""
+    """Return the number of shards of an iterable with a method `shard`; None for others."""
     if not callable(getattr(type(iterable), "shard", None)):
         return None
     count = getattr(iterable, "num_shards", getattr(iterable, "n_shards", None))
@@ -281,7 +281,7 @@ def _own_shards(iterable: Any) -> int | None:
 
 
 def _shard_urls(iterable: Any) -> list[str]:
-    """The URLs of the tars of a WebDataset; [] for others."""
+    """Return the URLs of the tars of a WebDataset; [] for others."""
     pipeline = getattr(iterable, "pipeline", None)
     first = pipeline[0] if isinstance(pipeline, list) and pipeline else None
     urls = getattr(first, "urls", None) if type(first).__name__ == "SimpleShardList" else None
@@ -296,7 +296,7 @@ def _tars_to_split(iterable: Any) -> int:
 
 
 def _identity(iterable: Any, is_function: bool) -> str:
-    """A digest that identifies the data; not the URLs themselves, which may hold secrets."""
+    """Return a digest that identifies the data; not the URLs themselves, which may hold secrets."""
     if is_function:
         return fingerprint_of(iterable)
     own = getattr(iterable, "fingerprint", None)
@@ -310,20 +310,20 @@ def _identity(iterable: Any, is_function: bool) -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
 
 
-def _unpacked(sample: Any) -> tuple[str, Any]:
-    """The suffix for the key, and the sample without fields such as "__key__"."""
+def _key_and_fields(sample: Any) -> tuple[str, Any]:
+    """Return the suffix for the key, and the sample without fields such as "__key__"."""
     if not isinstance(sample, Mapping):
-        return "", _pixels(sample) if not isinstance(sample, tuple) else tuple(map(_pixels, sample))
+        return "", _image_array(sample) if not isinstance(sample, tuple) else tuple(map(_image_array, sample))
     key = sample.get("__key__")
     name = "/" + key.encode("utf-8", "replace").decode() if isinstance(key, str) else ""
     return name, {
-        field: _pixels(value)
+        field: _image_array(value)
         for field, value in sample.items()
         if not (isinstance(field, str) and field.startswith("__"))
     }
 
 
-def _pixels(value: Any) -> Any:
+def _image_array(value: Any) -> Any:
     """Convert a PIL image to uint8 `[3, H, W]`; other values are returned unchanged."""
     if not _is_a(value, "PIL.", "Image"):
         return value

@@ -7,7 +7,7 @@ Nested values of Python objects become the same fields as columns of Parquet:
 | dict | a field for each member, "name.member" |
 | list of numbers, nested too | an array |
 | list that holds texts or dicts | JSON text |
-| image as Hugging Face keeps it, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
+| image in Hugging Face's layout, {"bytes": …, "path": …} | uint8 `[3, H, W]` |
 | anything else, also None | unchanged |
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cachestream.config import check_mapping
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
@@ -38,7 +38,7 @@ def identity_of(
     decoders: Mapping[str, Callable[[bytes], Any]],
     samples_per_visit: int | None,
 ) -> list[str]:
-    """The parts of a fingerprint that name these options; empty for the defaults."""
+    """Return the parts of a fingerprint that name these options; empty for the defaults."""
     found = [f"columns={','.join(columns)}"] if columns is not None else []
     found += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(decoders.items())]
     return found + ([f"samples_per_visit={samples_per_visit}"] if samples_per_visit else [])
@@ -97,18 +97,18 @@ def plain_fields(sample: Any, empty: Mapping[str, Any]) -> Any:
         isinstance(value, Mapping | list) for value in sample.values()
     ):
         return sample
-    return dict(_flat(sample, "", empty))
+    return dict(_flatten(sample, "", empty))
 
 
-def _flat(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _flatten(members: Mapping[Any, Any], prefix: str, empty: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for key, value in members.items():
         name = f"{prefix}{key}" if prefix else key
         if isinstance(value, Mapping) and value.keys() == {"bytes", "path"} and _is_image(value["bytes"]):
             yield name, decode_with(decode_image, value["bytes"], "image", f"field '{name}'")
         elif isinstance(value, Mapping) and value and all(isinstance(member, str) for member in value):
-            yield from _flat(value, f"{name}.", empty)
+            yield from _flatten(value, f"{name}.", empty)
         elif isinstance(value, list):
-            yield name, _list(value, empty.get(name))
+            yield name, _list(name, value, empty.get(name))
         else:
             yield name, value
 
@@ -117,10 +117,13 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, bytes) and looks_like_image(value)
 
 
-def _list(value: list[Any], if_empty: Any) -> Any:
+def _list(name: Any, value: list[Any], if_empty: Any) -> Any:
     if not value and if_empty is not None:
         return if_empty
-    return _text(value) if _holds_text(value) else value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str) if _holds_text(value) else value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SampleError(f"field '{name}' has no form as JSON: {error}") from error
 
 
 def _holds_text(value: list[Any]) -> bool:
@@ -129,12 +132,8 @@ def _holds_text(value: list[Any]) -> bool:
     )
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
 def empty_lists(features: Any) -> dict[str, Any]:
-    """The values for empty lists, by field, from the features of a Hugging Face dataset; {} for others."""
+    """Return the values for empty lists, by field, from the features of a Hugging Face dataset, else {}."""
     found: dict[str, Any] = {}
     if isinstance(features, Mapping):
         for name, feature in features.items():
@@ -149,7 +148,7 @@ def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
             yield from _empty_of(f"{name}.{member}", inner)
         return
     depth = 0
-    while (inner := _items(feature)) is not None:
+    while (inner := _item_feature(feature)) is not None:
         feature, depth = inner, depth + 1
     if depth:
         dtype = str(getattr(feature, "dtype", ""))
@@ -160,8 +159,8 @@ def _empty_of(name: str, feature: Any) -> Iterator[tuple[str, Any]]:
             yield name, np.empty((0,) * depth, kind)
 
 
-def _items(feature: Any) -> Any:
-    """The feature of a list's items; None if `feature` is not that of a list."""
+def _item_feature(feature: Any) -> Any:
+    """Return the feature of a list's items; None if `feature` is not that of a list."""
     if isinstance(feature, list) and len(feature) == 1:
         return feature[0]
     return (

@@ -164,7 +164,7 @@ class FileSource:
     def _settle(self) -> None:
         """Complete the listing. Labels change only if an image lies in a folder without one."""
         if self._files.is_open:
-            assert self._files.names  # asked for: all of them
+            self._files.complete()
             if self._label == "folder":
                 folders = self._files.folders(_takes_label)
                 if not folders <= set(self._label_names):
@@ -187,13 +187,13 @@ class FileSource:
         return self._files.more(last)
 
     def over(self, names: AnyNames) -> FileSource:
-        """The same source over the listing `names`, as far as that has come."""
+        """Return the same source over the listing `names`, as far as that has come."""
         made = copy.copy(self)
         made._files = self._files.over(names)
         return made
 
     def key(self, unit: int) -> str:
-        """The path of `unit` below the common root, without a query."""
+        """Return the path of `unit` below the common root, without a query."""
         if not 0 <= unit < len(self._files.first):
             check_unit(self, unit, self.num_units)
         return self._files.key(unit)
@@ -233,13 +233,13 @@ class FileSource:
 
 
 def chosen_kind(counts: Counter[str]) -> str:
-    """The kind to read: images, if they are a tenth as many as any other kind, else the most frequent."""
+    """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
     most, count = counts.most_common(1)[0]
     return "image" if 10 * counts["image"] >= count else most
 
 
 def check_encoding(encoding: str) -> str:
-    """The name of the codec for `encoding`; for UTF-8, the one that skips a byte order mark.
+    """Return the name of the codec for `encoding`; for UTF-8, the one that skips a byte order mark.
 
     Raises ConfigError for an unknown encoding.
     """

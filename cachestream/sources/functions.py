@@ -80,15 +80,16 @@ def _name(fn: Any) -> str:
 
 
 def _module(named: Any) -> str:
-    """The module's name; "__main__" also for the main script in a process spawned by `multiprocessing`.
+    """Return the module's name.
 
-    So one cache serves both processes.
+    The main script is "__main__" also in a process spawned by `multiprocessing`, so that one cache serves
+    both processes.
     """
     return "__main__" if named.__module__ == "__mp_main__" else str(named.__module__)
 
 
 def fingerprint_of(fn: Callable[..., Any]) -> str:
-    """A digest of the code of `fn` and of the plain values bound to it, 16 hexadecimal digits.
+    """Return a digest of the code of `fn` and of the plain values bound to it, 16 hexadecimal digits.
 
     It is the same in every process of one Python version. Values other than numbers, strings and tuples
     count by their type alone, and functions that `fn` calls do not count.

@@ -81,7 +81,7 @@ class Chunked:
 
     @property
     def can_decode(self) -> bool:
-        """Return whether `decode` supports all filters and the size of the chunks."""
+        """True if `decode` supports all filters and the size of the chunks."""
         known = all(number in (_DEFLATE, _SHUFFLE) for number, _ in self.filters)
         return known and 0 < self.nbytes <= MAX_CHUNK_BYTES
 
@@ -290,9 +290,7 @@ class Hdf5Array:
             opened.file.close()
 
     def _choose(self, file: Any) -> Any:
-        found = file
-        if self._name is not None:
-            found = file.get(self._name)
+        found = file if self._name is None else file.get(self._name)
         if isinstance(found, self._h5py.Dataset):
             # A link in a remote file could point to any file of this machine.
             if not self._remote.is_local and (found.file != file or found.is_virtual or found.external):

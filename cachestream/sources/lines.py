@@ -25,7 +25,7 @@ import numpy as np
 from cachestream.config import format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
-from cachestream.listing.manifest import real_number, whole_number
+from cachestream.listing.manifest import parse_float, parse_int
 from cachestream.listing.names import Names
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
@@ -41,9 +41,12 @@ LINES_ENDINGS: Final = tuple(
 )
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
-LOOKED_AT_ONCE: Final = 16
+SIZES_AT_ONCE: Final = 16
 _ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
-_READERS: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = ((int, whole_number), (float, real_number))
+_NUMBER_TYPES: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = (
+    (int, parse_int),
+    (float, parse_float),
+)
 
 
 class LinesSource:
@@ -82,10 +85,10 @@ class LinesSource:
         self._files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
         for index in range(len(self._files)):
             require_unpacker(self._files.key(index))
-        with ThreadPoolExecutor(LOOKED_AT_ONCE) as pool:
+        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
             counts = list(pool.map(self._count_ranges, range(len(self._files))))
         self._ends = np.cumsum(counts, dtype=np.int64)
-        self._types = self._look() if self._delimiter(0) else {}
+        self._types = self._column_types() if self._delimiter(0) else {}
         self.first_names = Names(
             f"{name}#{part}" if count > 1 else name
             for name, count in zip(self._files.names, counts, strict=True)
@@ -97,7 +100,7 @@ class LinesSource:
         self.fingerprint = "lines:" + "|".join((*self._files.identity, *options, *self._defaults.identity))
 
     def _delimiter(self, index: int) -> str:
-        """The delimiter of a file's columns; "" for JSON Lines."""
+        """Return the delimiter of a file's columns; "" for JSON Lines."""
         name = self._files.key(index).lower()
         for packed in ENDINGS:
             name = name.removesuffix(packed)
@@ -113,12 +116,16 @@ class LinesSource:
             return 1
         return max(1, -(-size_bytes // RANGE_BYTES))
 
-    def _look(self) -> dict[str, type]:
-        """The types of the columns, judged by the first rows."""
-        with open_stream(self._files.remote, self._files.path(0), self._files.where(0)) as stream:
+    def _column_types(self) -> dict[str, type]:
+        """Return the types of the columns, judged by the first rows. Raises ConfigError for malformed ones."""
+        where = self._files.where(0)
+        with open_stream(self._files.remote, self._files.path(0), where) as stream:
             rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
-            names = next(rows, [])
-            first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+            try:
+                names = next(rows, [])
+                first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
+            except (ValueError, csv.Error) as error:
+                raise ConfigError(f"{where}: not a usable table: {error}; check encoding=") from error
         types = {name: _type_of([row[i] for row in first]) for i, name in enumerate(names)}
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
@@ -164,27 +171,21 @@ class LinesSource:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line.decode(self._encoding))
-            except ValueError as error:  # from decoding the text, or from JSON
+                sample = _json_fields(json.loads(line.decode(self._encoding)))
+            except (ValueError, RecursionError, SampleError) as error:  # the encoding, JSON, or deep nesting
                 problems.add(f"line at byte {at}: not a usable line of JSON: {error}")
                 continue
-            if isinstance(value, dict):
-                flat = plain_fields(value, {})
-                yield (
-                    at,
-                    {
-                        name: json_field(item) if isinstance(item, list) else item
-                        for name, item in flat.items()
-                    },
-                )
-            else:
-                yield at, {"json": json_field(value)}
+            yield at, sample
 
     def _rows(
         self, stream: Stream, delimiter: str, problems: Problems
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = csv.reader(self._texts(stream), delimiter=delimiter)
-        names = next(rows, [])
+        try:
+            names = next(rows, [])
+        except (ValueError, csv.Error) as error:
+            problems.add(f"the names of the columns: {error}")
+            return
         number = -1
         while True:
             number += 1
@@ -205,7 +206,7 @@ class LinesSource:
         if not text and (kind is not str or name in self._defaults.values):
             return None
         try:
-            return whole_number(text) if kind is int else real_number(text) if kind is float else text
+            return parse_int(text) if kind is int else parse_float(text) if kind is float else text
         except ValueError:
             raise ValueError(
                 f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; "
@@ -213,8 +214,11 @@ class LinesSource:
             ) from None
 
     def _texts(self, stream: Stream) -> Iterator[str]:
-        for _, line in _lines(stream):
-            yield line.decode(self._encoding)
+        # Not a generator, which would end at the first line that cannot be decoded.
+        return map(self._decoded, _lines(stream))
+
+    def _decoded(self, numbered_line: tuple[int, bytes]) -> str:
+        return numbered_line[1].decode(self._encoding)
 
     def __repr__(self) -> str:
         return f"<LinesSource {self._files.shown}, {len(self._files):,} files, {self.num_units:,} units>"
@@ -241,10 +245,18 @@ def _lines(stream: Stream) -> Iterator[tuple[int, bytes]]:
         yield at, b"".join(parts)
 
 
+def _json_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of the value in a line."""
+    if not isinstance(value, dict):
+        return {"json": json_field(value)}
+    flat = plain_fields(value, {})
+    return {name: json_field(item) if isinstance(item, list) else item for name, item in flat.items()}
+
+
 def _type_of(texts: list[str]) -> type:
-    """Int or float if all strings but empty ones are such numbers, else str."""
+    """Return int or float if all strings but empty ones are such numbers, else str."""
     given = [text for text in texts if text]
-    for kind, read in _READERS:
+    for kind, read in _NUMBER_TYPES:
         try:
             for text in given:
                 read(text)

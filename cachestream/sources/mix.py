@@ -1,4 +1,4 @@
-"""Several sources as one: their units take turns, so that every stretch has them in proportion."""
+"""Several sources as one: their units alternate, so that any run of units has them in proportion."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Interleaving:
         return low, turn
 
     def count(self, taker: int, turns: int) -> int:
-        """The number of turns of `taker` among the first `turns`."""
+        """Return the number of turns of `taker` among the first `turns`."""
         low, high = 0, len(self)
         while high - low > 1:
             middle = (low + high) // 2
@@ -63,7 +63,7 @@ class Interleaving:
         return turns
 
     def turns_for(self, taker: int, count: int) -> int:
-        """The smallest number of first turns of which `count` are those of `taker`."""
+        """Return the smallest number of first turns of which `count` are those of `taker`."""
         low, high = 0, 1
         while self.count(taker, high) < count:
             low, high = high, 2 * high
@@ -122,7 +122,7 @@ class MixSource:
             yield f"{prefix}/{key}", sample
 
     def remote_of(self, unit: int) -> int:
-        """The index of the source of `unit`: one remote may be down while the others answer."""
+        """Return the index of the source of `unit`: one remote may be down while the others answer."""
         return self.locate(unit)[0]
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: A
 
 
 def _whole_numbers(weights: Iterable[float]) -> list[int]:
-    """The smallest whole numbers in the proportion of `weights`."""
+    """Return the smallest whole numbers in the proportion of `weights`."""
     given = [Fraction(weight) for weight in weights]
     shares = [weight / sum(given) for weight in given]
     simple = [share.limit_denominator(_MAX_DENOMINATOR) or share for share in shares]

@@ -105,14 +105,13 @@ class NpyArray:
         self._gap_bytes = LOCAL_GAP_BYTES if remote.is_local else GAP_BYTES
         self._remote, self._path = remote, path
         self.shown = shown
-        self._version = patiently(
-            self._read_header
-        )  # replaced as one value: other threads read at the same time
-        self.shape, self.dtype = self._version[1].shape, self._version[1].dtype
+        # Replaced as one tuple: other threads read at the same time.
+        self._opened = patiently(self._read_header)
+        self.shape, self.dtype = self._opened[1].shape, self._opened[1].dtype
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
-        file, layout = self._version
+        file, layout = self._opened
         try:
             return read_window(file, layout, start, size, self._gap_bytes)
         except ChangedError:
@@ -122,7 +121,7 @@ class NpyArray:
                 f"{self.shown}: was replaced by another array ({layout.dtype}{list(layout.shape)} instead "
                 f"of {self.dtype}{list(self.shape)}); start again with a new source"
             )
-        self._version = file, layout
+        self._opened = file, layout
         return read_window(file, layout, start, size, self._gap_bytes)
 
     def _read_header(self) -> tuple[RangedFile, ArrayLayout]:

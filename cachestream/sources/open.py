@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -60,12 +61,7 @@ SOURCE_OPTIONS: Final = (
 )
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_PACKED: Final = {
-    TarSource: "tar",
-    ParquetSource: "parquet",
-    TFRecordSource: "tfrecord",
-    ArrowSource: "arrow",
-}
+_PACKED: Final = ("tar", "parquet", "tfrecord", "arrow")  # formats of many samples in a file
 # Names such as "train-00000-of-00002", without an ending that tells the format.
 _NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
 # Suffixes after an ending: wildcards, and the numbers of TensorFlow Datasets ("-00000-of-00010").
@@ -82,7 +78,7 @@ class Unopened:
 
 
 def protocols_of(what: Any) -> tuple[str, ...]:
-    """The fsspec protocols needed to read `what`, judged by its first URL; no driver is loaded."""
+    """Return the fsspec protocols needed to read `what`, judged by its first URL; no driver is loaded."""
     if isinstance(what, Unopened):
         return protocols_of(what.what)
     if isinstance(what, Manifest):
@@ -116,7 +112,7 @@ def open_source(what: Any, **options: Any) -> Source:
     if isinstance(what, Unopened):
         return open_source(what.what, **what.options)
     if is_source(what):
-        return _as_it_is(what, options)
+        return _without_options(what, options)
     if (listed := options.pop("manifest", None)) not in (None, False):
         what = _as_manifest(what, listed)
     if isinstance(what, str | os.PathLike | Manifest) or _is_list_of_urls(what):
@@ -124,13 +120,13 @@ def open_source(what: Any, **options: Any) -> Source:
     if "format" in options:
         raise ConfigError(f"format={options['format']!r} is for paths and URLs")
     if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
-        return _make(ArraySource, (what,), _bounded(options))
+        return _make(ArraySource, what, _bounded(options))
     if is_iterable(what):
-        return _make(IterableSource, (what,), options)
+        return _make(IterableSource, what, options)
     if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
-        return _make(DatasetSource, (what,), options)
+        return _make(DatasetSource, what, options)
     if callable(what) and not isinstance(what, type):
-        return _make(CallableSource, (what,), options)
+        return _make(CallableSource, what, options)
     raise ConfigError(f"open_source() cannot read {_describe(what)}")
 
 
@@ -143,7 +139,7 @@ def _bounded(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _as_it_is(source: Source, options: Mapping[str, Any]) -> Source:
+def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
     if options:
         raise ConfigError(
             f"open_source() takes no options beside a Source: {', '.join(options)}; "
@@ -157,7 +153,7 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
     if wanted is not None:
         if wanted not in _BY_FORMAT:
             raise ConfigError(f"format={wanted!r}: give one of {', '.join(map(repr, _BY_FORMAT))}")
-        return _make(_BY_FORMAT[wanted], (what,), options)
+        return _make(_BY_FORMAT[wanted], what, options)
     if isinstance(what, Manifest):
         first = first_url(what, options.get("storage_options"))
     else:
@@ -167,11 +163,11 @@ def _open_urls(what: Any, options: dict[str, Any]) -> Source:
         raise ConfigError(
             f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
         )
-    return _by_listing(what, redact(first), options) if kind is FileSource else _make(kind, (what,), options)
+    return _by_listing(what, redact(first), options) if kind is FileSource else _make(kind, what, options)
 
 
 def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
-    """The source for `what` judged by its listing, as a name such as "s3://bucket/train/" tells no format.
+    """Return the source for `what`, chosen by its listing: "s3://bucket/train/", say, does not name a format.
 
     Only the listing is examined: looking up an index file would cost a request for each URL.
     """
@@ -187,37 +183,38 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         **{"first_names": "auto", **{name: value for name, value in options.items() if name in by_name}},
     )
     ends = files.key(0), files.key(len(files.first) - 1)
-    if _INDEXED["litdata"].fullmatch(_last_part(ends[0])):
+    if _INDEXED["litdata"].fullmatch(posixpath.basename(ends[0])):
         ends = files.key(0), files.key(len(files) - 1)  # its index is the last of all names
     _check_index(ends, shown)
     given = set(options)
     if (kind := _kind_inside(files, ends)) is not None and (others or given <= set(_options_of(kind))):
-        return _make(kind, (what,), options)
+        return _make(kind, what, options)
     # Spark leaves a file _SUCCESS beside its tables.
-    kinds = {_by_ending(name) for name in ends if not _last_part(name).startswith(("_", "."))}
-    for kind, name in _PACKED.items():
-        if kind in kinds and (others or set(options) <= set(_options_of(kind))):
+    kinds = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
+    for name in _PACKED:
+        kind = _BY_FORMAT[name]
+        if kind in kinds and (others or given <= set(_options_of(kind))):
             if len(kinds) > 1:
                 raise ConfigError(
                     f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
                     "to read those, extensions= for others, or format='files' for the bytes of each"
                 )
-            return _make(kind, (what,), options)
+            return _make(kind, what, options)
     # Among files of other kinds, lines usually describe those.
     if kinds == {LinesSource} and given <= set(_options_of(LinesSource)):
-        return _make(LinesSource, (what,), options)
+        return _make(LinesSource, what, options)
     reject_unknown("open_source", others, for_files)
     return FileSource(files, **options)
 
 
 def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source] | None:
-    """The source for a folder of Hugging Face's `save_to_disk`, or for numbered files without an ending.
+    """Return the source for a folder of Hugging Face's `save_to_disk`, or for numbered files without ending.
 
-    The latter is chosen by the first bytes of the first file. None for others.
+    The source for the latter is chosen by the first bytes of the first file. None for other folders.
     """
     if is_saved_dataset(ends):
         return ArrowSource
-    if not all(_NUMBERED.fullmatch(_last_part(key)) for key in ends):
+    if not all(_NUMBERED.fullmatch(posixpath.basename(key)) for key in ends):
         return None
     with open_stream(files.remote, files.path(0), files.where(0)) as stream:
         head = bytes(unpacked(stream).read(512))
@@ -233,17 +230,14 @@ def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source
 
 def _check_index(ends: tuple[str, str], shown: str) -> None:
     """Raise ConfigError for a listing that begins and ends like another library's shards with their index."""
+    names = [posixpath.basename(key) for key in ends]
     for name, shard in _INDEXED.items():
-        if "index.json" in map(_last_part, ends) and any(shard.fullmatch(_last_part(key)) for key in ends):
+        if "index.json" in names and any(map(shard.fullmatch, names)):
             folder = ends[0].rpartition("/")[0]
             where, that = (f", in {folder}/", "that folder and ") if folder else ("", "")
             raise ConfigError(
                 f"{shown} holds shards of {name}{where}: give {that}format={name!r}, or format='files'"
             )
-
-
-def _last_part(key: str) -> str:
-    return key.rpartition("/")[2]
 
 
 def _as_manifest(what: Any, options: Any) -> Manifest:
@@ -258,21 +252,17 @@ def _as_manifest(what: Any, options: Any) -> Manifest:
     return Manifest(what, **given)
 
 
-def _make(kind: Callable[..., Source], args: tuple[Any, ...], options: Mapping[str, Any]) -> Source:
-    known = _options_of(kind, len(args))
+def _make(kind: Callable[..., Source], what: Any, options: Mapping[str, Any]) -> Source:
+    known = _options_of(kind)
     reject_unknown(
         "open_source", {name: value for name, value in options.items() if name not in known}, known
     )
-    return kind(*args, **options)
+    return kind(what, **options)
 
 
-def _options_of(kind: Callable[..., Source], positional: int = 1) -> list[str]:
-    """The names of the parameters of `kind` after `positional` arguments."""
-    return [
-        name
-        for position, (name, parameter) in enumerate(inspect.signature(kind).parameters.items())
-        if position >= positional and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+def _options_of(kind: Callable[..., Source]) -> list[str]:
+    """Return the names of the parameters of `kind` after the first one, which is the data."""
+    return list(inspect.signature(kind).parameters)[1:]
 
 
 def _is_list_of_urls(what: Any) -> bool:

@@ -20,7 +20,7 @@ from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import Names
 from cachestream.schema import IntArray
-from cachestream.sources.arrow import Columns, Unusable, Values, doubled_fields, items_of
+from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.base import Problems, Rows, one_by_one
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
@@ -39,7 +39,6 @@ PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
-_Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
 _PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
@@ -68,7 +67,7 @@ class Footer:
         return [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
 
     def chunks(self, group: int) -> list[ColumnChunk]:
-        """The chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
+        """Return the chosen column chunks of a row group. Raises SampleError where the footer is damaged."""
         self._check(group)
         row_group = self.metadata.row_group(group)
         return [self._chunk(row_group.column(leaf)) for leaf in self.leaves]
@@ -200,7 +199,7 @@ class Footers:
 
 
 def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
-    """The indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
+    """Return the indices of the leaf columns in `names`; a nested column stands for all leaves below it."""
     chosen = set(names)
     paths = [schema.column(leaf).path + "." for leaf in range(len(schema))]
     ends = ((leaf, dot.start()) for leaf, path in enumerate(paths) for dot in re.finditer(r"\.", path))
@@ -208,7 +207,7 @@ def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
 
 
 def malformed(where: str, error: Exception) -> SampleError:
-    """The SampleError for a file that pyarrow refused with `error`."""
+    """Return the SampleError for a file that pyarrow refused with `error`."""
     return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
 
 
@@ -303,7 +302,7 @@ class ParquetSource:
             row += num_rows
         problems.raise_any()
 
-    def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[_Batch]:
+    def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[Batch]:
         """Yield the batches of row group `group` of file `index`, with errors mapped."""
         where = self._files.where(index)
         with map_errors(where, one_of_many=True, secrets=self._files.remote.secrets):
@@ -325,7 +324,7 @@ class ParquetSource:
                 return
             yield batch
 
-    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[_Batch]:
+    def _batches(self, footer: Footer, group: int, where: str) -> Iterator[Batch]:
         """Yield the rows of a row group in batches of at most about BATCH_BYTES."""
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         chunks = footer.chunks(group)
@@ -382,12 +381,12 @@ class ParquetSource:
             nulls=self._nulls,
             decode_images=self._decode_images,
             images=self._image_columns,
-            made=self._image_options,
+            image_options=self._image_options,
         )
         return columns, names
 
     def _unit_names(self) -> Names:
-        """Names that identify row groups when files come or go: file name, first row, number of rows."""
+        """Return names of the row groups that stay valid when files come or go: file, first row, count."""
         ends = [0, *self._ends.tolist()]
         rows = self._rows.tolist()
 

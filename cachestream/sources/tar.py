@@ -16,8 +16,8 @@ from cachestream.listing.file_list import FileList, Url, check_unit
 from cachestream.listing.names import AnyNames, Names
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
-from cachestream.sources.decode.images import AS_THEY_ARE, Buffer, ImageOptions, Size
-from cachestream.sources.decode.values import decode_json_value, decode_value, decode_with
+from cachestream.sources.decode.images import Buffer, ImageOptions, Size
+from cachestream.sources.decode.values import decode_integer, decode_json_value, decode_value, decode_with
 from cachestream.sources.fields import Defaults
 from cachestream.sources.functions import fingerprint_of
 from cachestream.sources.tar_format import (
@@ -48,14 +48,6 @@ LEAST_PART_BYTES: Final = 256 << 10  # to read a part fetches about 16 KiB and h
 PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
 
-def decode_integer(data: Buffer) -> int:
-    """Return the integer in a text. Raises ValueError if it has more than 64 bits."""
-    value = int(bytes(data))
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("an integer beyond 64 bits")
-    return value
-
-
 def decode_gzip(data: Buffer) -> bytes:
     """Unpack gzip. Raises TooLargeError above the bound for one object."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -73,7 +65,7 @@ class Decoders:
     decodes.
     """
 
-    def __init__(self, own: Mapping[str, Decoder] | None, images: ImageOptions = AS_THEY_ARE) -> None:
+    def __init__(self, own: Mapping[str, Decoder] | None, images: ImageOptions) -> None:
         self._images = images
         given = dict(own or {})
         for extension, decoder in given.items():
@@ -183,7 +175,7 @@ class TarSource:
         return len(self._files) * self._visits
 
     def _unit_names(self) -> AnyNames:
-        """Names that identify units when tars come or go. They depend on the number of visits."""
+        """Return names of the units that stay valid when tars come or go, for this number of visits."""
         names, visits = self._files.names, self._visits
         if visits == 1:
             return names

@@ -71,7 +71,7 @@ def _number(field: bytes) -> int:
     if not text:
         return 0
     if not text.isdigit():
-        raise TarError("a header whose numbers are none")
+        raise TarError("a header with malformed numbers")
     try:
         return int(text, 8)
     except ValueError:

@@ -303,7 +303,7 @@ def columns_of(
         feature = found.get(name)
         if feature is None:
             return None
-        kind = "as it is" if kinds is None else kinds[name]
+        kind = "inferred" if kinds is None else kinds[name]
         values = feature.values
         column = _bytes(values, kind, decode_images) if isinstance(values, list) else _numbers(feature, kind)
         if column is None:
@@ -316,9 +316,9 @@ def _numbers(feature: FeatureColumn, kind: Any) -> Column | None:
     values, each = feature.values, feature.each
     if each is None or not isinstance(values, np.ndarray):
         return None
-    if each == 1 and kind in ("as it is", "scalar"):
+    if each == 1 and kind in ("inferred", "scalar"):
         return values
-    if kind in ("as it is", "array"):
+    if kind in ("inferred", "array"):
         return values.reshape(len(feature), each)
     if isinstance(kind, tuple):
         try:
@@ -335,7 +335,7 @@ def _bytes(values: list[bytes], kind: Any, decode_images: bool) -> Column | None
             return [value.decode() for value in values]
         except UnicodeDecodeError:
             return None
-    if kind == "as it is" and not (decode_images and any(map(looks_like_image, values))):
+    if kind == "inferred" and not (decode_images and any(map(looks_like_image, values))):
         return values
     return values if kind == "bytes" else None
 

@@ -9,15 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pickle import PickleBuffer
-from typing import Any, Final
+from typing import Any
 
 import cloudpickle
 
 from cachestream.errors import CacheStreamError, SampleError, SourceUnavailableError
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import classify, redact_text
-
-LIFE_S: Final = 0.5
 
 
 class Calls:
@@ -42,7 +40,7 @@ class Calls:
         if self._pid != os.getpid():  # the parent's lock may have been held at the fork
             self._pid, self._lock = os.getpid(), threading.Lock()
         lock = self._lock
-        while not lock.acquire(timeout=LIFE_S):
+        while not lock.acquire(timeout=metering.TICK_S):
             metering.fetched(0)
         try:
             yield

@@ -50,8 +50,8 @@ def _per_axis(value: Any, name: str, count: int, least: int) -> tuple[int, ...]:
 class WindowGrid:
     """The positions where windows of `sizes` may begin along the cut axes: multiples of `strides`.
 
-    The last position of each axis is flush with its end, so that every element can be reached. A drawn
-    position is moved at random by up to `jitter`, within the array.
+    The last window along each axis ends with it, so that every element can be reached. A drawn position is
+    moved at random by up to `jitter`, within the array.
     """
 
     lengths: tuple[int, ...]
@@ -111,11 +111,10 @@ class WindowGrid:
 class Bands:
     """The byte ranges of a C-ordered array that hold a window: bands of equal length and layout.
 
-    A band covers the window along the axes from `axis` on: elements of `shape`, with `strides` in bytes.
-    `starts` are the byte offsets of the bands, in C order of the axes before `axis`.
+    A band covers the window along the last `len(shape)` axes: elements of `shape`, with `strides` in bytes.
+    `starts` are the byte offsets of the bands, in C order of the axes before these.
     """
 
-    axis: int
     starts: tuple[int, ...]
     nbytes: int
     shape: tuple[int, ...]
@@ -150,4 +149,4 @@ def plan_bands(
     starts = [first]
     for step in steps:
         starts = [one + offset for one in starts for offset in step]
-    return Bands(axis, tuple(starts), nbytes, tuple(size[axis:]), tuple(strides[axis:]))
+    return Bands(tuple(starts), nbytes, tuple(size[axis:]), tuple(strides[axis:]))

@@ -30,7 +30,6 @@ from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
 
 T = TypeVar("T")
-SIGN_OF_LIFE_S: Final = 0.5
 MAX_CHUNK_BYTES: Final = 4 << 30
 MAX_METADATA_BYTES: Final = 16 << 20
 
@@ -71,7 +70,7 @@ class _Loop:
         task = self._loop.create_task(coroutine)
         try:
             while not task.done():
-                self._loop.run_until_complete(asyncio.wait({task}, timeout=SIGN_OF_LIFE_S))
+                self._loop.run_until_complete(asyncio.wait({task}, timeout=metering.TICK_S))
                 metering.fetched(0)
         finally:
             if not task.done():
@@ -84,13 +83,13 @@ class _Loop:
             self._loop.close()
 
 
-_of_thread = threading.local()
+_per_thread = threading.local()
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    loop: _Loop | None = getattr(_of_thread, "loop", None)
+    loop: _Loop | None = getattr(_per_thread, "loop", None)
     if loop is None or loop.pid != os.getpid():
-        loop = _of_thread.loop = _Loop()
+        loop = _per_thread.loop = _Loop()
     return loop.run(coroutine)
 
 
@@ -212,7 +211,7 @@ class ZarrArray:
     def _document(self, name: str) -> dict[str, Any] | None:
         path = f"{self._path}/{name}"
         try:
-            data = patiently(lambda: fetch(self._remote, path))
+            data = patiently(lambda: self._fetch(path))
         except Exception as error:
             if classify(error) == "missing":
                 return None
@@ -223,6 +222,12 @@ class ZarrArray:
             if not isinstance(found, dict):
                 raise TypeError(f"a {type(found).__name__}")
         return found
+
+    def _fetch(self, path: str) -> memoryview:
+        """Return the bytes of a document. Raises the driver's errors."""
+        if self._remote.is_web:  # `fetch` maps the errors of web servers: a missing object would not be known
+            return RangedFile(self._remote, path, self.shown).head(MAX_METADATA_BYTES + 1)
+        return fetch(self._remote, path)
 
     def _describe_path(self) -> str:
         """Describe a path that holds no array: nothing, or a group with the names of its arrays."""

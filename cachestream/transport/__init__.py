@@ -1,1 +1,1 @@
-"""The bytes of one remote object: requests, deadlines, retries, and the account of them."""
+"""The bytes of one remote object: requests, deadlines, retries, and accounting."""

@@ -13,9 +13,9 @@ from cachestream.transport.remote_errors import ChangedError
 from cachestream.transport.s3_requests import get_object
 from cachestream.transport.stream import PIECE_BYTES
 
-Span = tuple[int, int]  # the first byte of a part, and the end: the byte after its last one
+Span = tuple[int, int]  # a part of a file: its first byte, and the byte after its last one
 
-# What a driver's `info` may say of the version of an object.
+# The entries of a driver's `info` that tell versions of an object apart.
 _VERSION_NAMES: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
 )  # fmt: skip
@@ -88,10 +88,10 @@ async def ask_s3(
     wanted = {"Range": range_header} if range_header else {}
     answer = await get_object(filesystem, s3_target(filesystem, path), **wanted)
     body = answer["Body"]
-    told, length = answer.get("ContentRange"), int(answer["ContentLength"])
+    content_range, length = answer.get("ContentRange"), int(answer["ContentLength"])
     try:
         bounds.check(length, most)
-        if told and out is not None and length == len(out):
+        if content_range and out is not None and length == len(out):
             data = await _read_into(body.read, out)
         else:
             data = await body.read()
@@ -104,9 +104,7 @@ async def ask_s3(
 
 
 async def open_web(filesystem: Any, path: str, range_header: str) -> Any:
-    """Request the range `range_header` ("": all) of a web server; return the answer, its body not
-    yet read.
-    """
+    """Request the range `range_header` ("": all) of a web server; return the answer with its body unread."""
     import aiohttp
 
     session = await filesystem.set_session()
@@ -133,17 +131,17 @@ async def ask_web(
         if response.status != 416:  # `classify` takes it for a range beyond the end
             filesystem._raise_not_found_for_status(response, path)
         response.raise_for_status()
-        is_encoded(response)
-        told = response.headers.get("Content-Range") if response.status == 206 else None
+        is_encoded(response)  # raises for a compressed range; aiohttp decompresses a whole file
+        content_range = response.headers.get("Content-Range") if response.status == 206 else None
         length = response.content_length
         bounds.check(length or 0, most)
-        if told and out is not None and length == len(out):
+        if content_range and out is not None and length == len(out):
             data = await _read_into(response.content.read, out)
             if len(data) < len(out):
                 raise ConnectionError(f"the body ended after {len(data)} of {len(out)} bytes")
         else:
             data = await _read_all(response.content.read, most)
-        start, size_bytes = parse_range(told) or (0, len(data))
+        start, size_bytes = parse_range(content_range) or (0, len(data))
         return Answer(start, data, Facts(size_bytes, web_version(response)))
 
 
@@ -173,9 +171,7 @@ def web_version(response: Any) -> str:
 
 
 def parse_range(content_range: str | None) -> tuple[int, int] | None:
-    """Return the offset of the first byte of an answer and the size of the whole file; None
-    without a range.
-    """
+    """Return the offset of an answer's first byte and the size of the whole file; None without a range."""
     match = _CONTENT_RANGE.match(content_range or "")
     return None if match is None else (int(match[1]), int(match[2]))
 

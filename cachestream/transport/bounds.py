@@ -35,9 +35,7 @@ def limit_to(nbytes: int) -> None:
 
 
 def enter(asked_bytes: int) -> None:
-    """Set the bound for the objects that this thread reads and decodes from now on: the bound of
-    its source.
-    """
+    """Set the bound for the objects that this thread reads and decodes from now on."""
     _per_thread.asked_bytes = asked_bytes
 
 

@@ -33,7 +33,10 @@ RESUMES: Final = 4  # in a row, without a whole piece in between
 
 
 def fetch(remote: Remote, path: str) -> memoryview:
-    """Return all bytes of `path`, writable. Raises the driver's errors: see `remote_errors.map_errors`."""
+    """Return all bytes of `path`, writable.
+
+    Raises the driver's errors (see `remote_errors.map_errors`), or for a web server those of `open_stream`.
+    """
     bounds.enter(remote.object_bytes)
     if remote.is_local:
         return fetch_local(path)

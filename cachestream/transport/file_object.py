@@ -1,4 +1,4 @@
-"""A remote file as a file object, for libraries that seek and read small parts."""
+"""Remote files and streams as file objects, for libraries that read those."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from cachestream.transport.ranges import RangedFile, merge_spans
+from cachestream.transport.stream import Stream
 
 BLOCK_BYTES: Final = 64 << 10  # fetched in one request, and kept
 MAX_BLOCKS: Final = 256
@@ -105,3 +106,21 @@ class SpanFile(_SeekableFile):
         except Exception as error:
             self.error = error
             raise
+
+
+class StreamFile:
+    """A stream with the methods of a file that cannot seek. Closing it leaves the stream open."""
+
+    closed = False
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def read(self, nbytes: int) -> bytes:
+        return bytes(self._stream.read(nbytes))
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened the stream closes it."""

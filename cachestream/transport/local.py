@@ -15,7 +15,7 @@ from cachestream.transport import bounds, metering
 from cachestream.transport.answers import Facts, Span, Version
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
-READAHEAD_BYTES: Final = 128 << 10  # usually read at a page fault
+READAHEAD_BYTES: Final = 128 << 10  # the kernel's usual readahead at a page fault
 READ_BYTES: Final = 4 << 20  # in one system call
 REPORT_BYTES: Final = 1 << 20
 

@@ -3,7 +3,7 @@
 Sources call `asking` and `fetched`, and know nothing of budgets, counters or watchdogs. A sampling process
 installs callbacks for them; by default there are none.
 
-The file of a Throttle holds a single number, the time at which all bytes spent so far are paid for, so that a
+The file of a Throttle holds one number, the time up to which the bytes spent so far use the limit, so that a
 process that dies leaves nothing to clean up. The algorithm is the generic cell rate algorithm (GCRA, ITU-T
 I.371, virtual scheduling): a token bucket without a refill task.
 """
@@ -25,7 +25,7 @@ from typing import Final
 from cachestream.errors import ConfigError
 from cachestream.linux import open_private
 
-TICK_S: Final = 0.5
+TICK_S: Final = 0.5  # between the signs of life of a thread that waits
 NO_LIMIT_BYTES: Final = 1 << 62
 BURST_S: Final = 0.1
 LOCK_TIMEOUT_S: Final = 2.0

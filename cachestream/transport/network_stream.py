@@ -34,10 +34,11 @@ from cachestream.transport.s3_requests import get_object
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
 RANGE_BYTES: Final = 4 << 20  # in one request of a driver without streams
-ENOUGH_S: Final = 0.1  # after which a piece is handed over incomplete
-# Of the first request beyond `likely_stop`; each next one asks for as much as came beyond it.
+ENOUGH_S: Final = 0.1  # an incomplete piece is handed over after this time
+# The size of the first request beyond `likely_stop`; each next one asks for as much as came beyond it before.
 BEYOND_BYTES: Final = 32 << 10
-RESUMES: Final = 8  # in a row, without a byte in between: about a minute, as a restart loses all bytes so far
+# In a row, without a byte in between: about a minute, as reading the unit anew would lose all bytes so far.
+RESUMES: Final = 8
 
 
 class _TooSlowError(TimeoutError):
@@ -69,7 +70,7 @@ class _AsyncStream(Stream):
         raise NotImplementedError
 
     def _deadline_s(self) -> float:
-        """The deadline for a piece, which is shorter than those of its steps together."""
+        """Return the deadline for a piece, which is below the sum of the deadlines of its steps."""
         return CALL_S + PIECE_S
 
     def _request_end(self, nbytes: int) -> int:
@@ -89,7 +90,7 @@ class _AsyncStream(Stream):
         return self._pending
 
     def _cancel(self) -> None:
-        """Give up the pending piece."""
+        """Cancel the request for the pending piece."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.cancel()
@@ -280,9 +281,7 @@ class S3Stream(_BodyStream):
 
 
 class WebStream(_BodyStream):
-    """A stream of a file of a web server, with or without ranges: one request, unless the
-    connection breaks.
-    """
+    """A stream from a web server, with or without ranges: one request, unless the connection breaks."""
 
     _response: Any = None
     _is_encoded = False  # compressed by the server: ranges are of no use
@@ -298,8 +297,10 @@ class WebStream(_BodyStream):
                 response.close()
                 return None
             self._filesystem._raise_not_found_for_status(response, self._path)
-            told = parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
-            length = response.headers.get("Content-Length") if told is None else told[1]
+            content_range = (
+                parse_range(response.headers.get("Content-Range")) if response.status == 206 else None
+            )
+            length = response.headers.get("Content-Length") if content_range is None else content_range[1]
             self._is_encoded = is_encoded(response)
             size_bytes = None if length is None or self._is_encoded else int(length)
             self._version.check(Facts(-1 if size_bytes is None else size_bytes, web_version(response)))

@@ -60,7 +60,7 @@ class RemoteParts:
         filesystem = self._remote.filesystem()
         try:
             answer: Answer = result_of(
-                submit(filesystem, self._ask(filesystem, range_header, 0)), for_bytes_s(PART_BYTES)
+                submit(filesystem, self._ask(filesystem, range_header)), for_bytes_s(PART_BYTES)
             )
         except Exception as error:
             if classify(error) != "range":
@@ -101,7 +101,7 @@ class RemoteParts:
         pending: deque[tuple[Span, memoryview, concurrent.futures.Future[Answer]]] = deque()
         part_bytes = PART_BYTES if self.answers_tell_facts else min(PART_BYTES, self._remote.pieces.nbytes)
         todo = deque(_split(spans, outs, metering.at_most(part_bytes)))
-        came, failures, delays = begun, 0, backoff_delays(random)
+        succeeded, failures, delays = begun, 0, backoff_delays(random)
         try:
             while pending or todo:
                 while todo and len(pending) < PARALLEL:
@@ -117,13 +117,13 @@ class RemoteParts:
                     failures, kind = failures + 1, judge(error)
                     if kind == "range" and self._version.facts is not None:
                         raise ChangedError("the file is shorter now") from None
-                    if kind != "unavailable" or not came or failures >= ATTEMPTS:
+                    if kind != "unavailable" or not succeeded or failures >= ATTEMPTS:
                         raise
                     metering.wait(next(delays))
                     pending[0] = span, out, submit(filesystem, self._ask_part(filesystem, span, out))
                     continue
                 pending.popleft()
-                came, failures = True, 0
+                succeeded, failures = True, 0
                 self._version.note(answer)
                 self._place(answer, span, out)
         finally:
@@ -133,15 +133,13 @@ class RemoteParts:
     async def _ask_part(self, filesystem: Any, span: Span, out: memoryview) -> Answer:
         start, stop = span
         if self.answers_tell_facts:
-            return await self._ask(filesystem, f"bytes={start}-{stop - 1}", stop - start, out)
+            return await self._ask(filesystem, f"bytes={start}-{stop - 1}", out)
         data: bytes = await filesystem._cat_file(self._path, start=start, end=stop)
         return Answer(start, data, None)
 
-    async def _ask(
-        self, filesystem: Any, range_header: str, nbytes: int, out: memoryview | None = None
-    ) -> Answer:
+    async def _ask(self, filesystem: Any, range_header: str, out: memoryview | None = None) -> Answer:
         ask = ask_s3 if self._remote.is_s3 else ask_web
-        most = self._remote.most_bytes if nbytes == 0 else max(nbytes, self._remote.most_bytes)
+        most = max(0 if out is None else len(out), self._remote.most_bytes)
         return await ask(filesystem, self._path, range_header, most, out)
 
     def _place(self, answer: Answer, span: Span, out: memoryview) -> None:

@@ -44,13 +44,12 @@ STALL_S: Final = 20.0
 CALL_S: Final = CONNECT_S + FIRST_BYTE_S
 # A connection that brings less than a MiB, or than the rest of the object, in this time counts as broken.
 PIECE_S: Final = 60.0
-LIFE_S: Final = 0.5
 MOST_LATE: Final = 64  # abandoned calls in a process
 _QUICK_SHARE: Final = 0.25  # of `CALL_S`: after a call this quick, the next one asks for more
 _LEAST_CALL_BYTES: Final = 64 << 10
 CALL_BYTES: Final = 8 << 20  # the most that one call asks of a driver without streams
 OPEN_TIMEOUT_S: Final = 60.0  # to load a driver and connect, unless the driver has a shorter timeout
-# As many as there can be requests: waiting for a connection would count as the server's silence.
+# At least as many as there can be requests: a wait for a free connection would count as a late answer.
 MAX_CONNECTIONS: Final = 256
 LIST_ATTEMPTS: Final = 4
 
@@ -72,8 +71,9 @@ def for_bytes_s(nbytes: int) -> float:
 
 
 def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """Run `coroutine` on `loop` and return its result; report signs of life meanwhile. Raises
-    TimeoutError.
+    """Run `coroutine` on `loop` and return its result; report signs of life meanwhile.
+
+    Raises TimeoutError after `timeout_s`.
     """
     return result_of(asyncio.run_coroutine_threadsafe(coroutine, loop), timeout_s)
 
@@ -104,7 +104,7 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
             future.cancel()
             raise TimeoutError(f"no answer within {timeout_s:.0f} s")
         try:
-            future.exception(min(left_s, LIFE_S))
+            future.exception(min(left_s, metering.TICK_S))
         except concurrent.futures.TimeoutError:
             metering.fetched(0)
     return future.result()

@@ -241,15 +241,13 @@ def public_name(name: str) -> str:
     The parameters of a query that do not belong to a signature may name the object: their digest is kept.
     """
     path, _, query = name.partition("?")
-    told = "&".join(part for part in query.split("&") if part and not _SIGNING_PART.match(part))
-    digest = f"?{hashlib.blake2b(told.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
-    return redact(path) + (digest if told else "")
+    named = "&".join(part for part in query.split("&") if part and not _SIGNING_PART.match(part))
+    digest = f"?{hashlib.blake2b(named.encode('utf-8', 'surrogateescape'), digest_size=8).hexdigest()}"
+    return redact(path) + (digest if named else "")
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text` with its URLs redacted, and with whatever looks like a secret or is in
-    `secrets` masked.
-    """
+    """Return `text` with redacted URLs, and with `secrets` and whatever looks like a secret masked."""
     text = _URL_IN_TEXT.sub(lambda match: redact(match[0]), text)
     text = _SECRET_IN_TEXT.sub(r"\1\2***", text)
     for secret in secrets:
@@ -292,8 +290,8 @@ def classify(error: BaseException) -> Kind:
     """Return the kind of failure of `error`; a cause that a driver chained to it takes precedence."""
     cause, seen = error.__cause__, 0
     while cause is not None and seen < 8:
-        tells = _code(cause) is not None or _CLASSES.get(type(cause).__name__) == "other"
-        kind = _classify_one(cause) if tells else None
+        is_conclusive = _code(cause) is not None or _CLASSES.get(type(cause).__name__) == "other"
+        kind = _classify_one(cause) if is_conclusive else None
         if kind is not None:
             return kind
         cause, seen = cause.__cause__, seen + 1

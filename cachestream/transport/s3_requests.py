@@ -12,7 +12,7 @@ import contextvars
 import logging
 import re
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -23,10 +23,11 @@ logger = logging.getLogger("cachestream")
 MAX_STRIKES: Final = 3  # in a row: requests that only the client succeeded with
 _EVENT: Final = "before-sign.s3.GetObject"
 _SIGNATURE: Final = "s3v4"
-_REQUEST_HEADERS: Final = frozenset(  # of each request
+_REQUEST_HEADERS: Final = frozenset(  # these differ between requests, and belong to no pattern
     {"amz-sdk-invocation-id", "amz-sdk-request", "authorization", "if-match", "range", "traceparent", "tracestate",
      "x-amz-checksum-mode", "x-amz-content-sha256", "x-amz-date", "x-amz-security-token", "x-amzn-trace-id"}
 )  # fmt: skip
+# After these answers the client makes the request.
 _LEFT_TO_CLIENT: Final = frozenset({301, 302, 303, 307, 308, 400, 401, 403})
 _CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</Message>")
@@ -59,7 +60,7 @@ class _ComposedRequest:
     """A request that a client composes, and the pattern taken from it."""
 
     key: str
-    pattern: _Pattern | None = field(default=None)
+    pattern: _Pattern | None = None
 
 
 _composed: contextvars.ContextVar[_ComposedRequest | None] = contextvars.ContextVar("_composed", default=None)
@@ -186,13 +187,13 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
         )
         signer.add_auth(request)
     answer = await client._endpoint.http_session.send(request.prepare())
-    status, told = answer.status_code, answer.headers
+    status, received = answer.status_code, answer.headers
     if status in (200, 206):
         return {
             "Body": _Body(answer.raw),
-            "ContentLength": int(told["content-length"]),
-            "ContentRange": told.get("content-range"),
-            "ETag": told.get("etag"),
+            "ContentLength": int(received["content-length"]),
+            "ContentRange": received.get("content-range"),
+            "ETag": received.get("etag"),
         }
     try:
         text = (await answer.raw.read()).decode("utf-8", "replace")
@@ -209,8 +210,8 @@ def _error(status: int, text: str) -> Exception:
     from s3fs.errors import translate_boto_error
 
     code, message = _CODE.search(text), _MESSAGE.search(text)
-    told = {"Code": code[1] if code else str(status), **({"Message": message[1]} if message else {})}
+    details = {"Code": code[1] if code else str(status), **({"Message": message[1]} if message else {})}
     found: Exception = translate_boto_error(
-        ClientError({"Error": told, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
+        ClientError({"Error": details, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
     )
     return found

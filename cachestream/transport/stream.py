@@ -10,7 +10,7 @@ import numpy as np
 from cachestream.transport import bounds
 from cachestream.transport.remote_errors import map_errors
 
-PIECE_BYTES: Final = 1 << 20  # between two reports
+PIECE_BYTES: Final = 1 << 20  # the usual size of a piece; its bytes are reported at once
 _EMPTY: Final = memoryview(b"")
 
 
@@ -36,7 +36,7 @@ class Stream:
         return self.position == self.size_bytes
 
     def _next_piece(self) -> memoryview:
-        """Return some more bytes, in memory that is not used again; empty at the end."""
+        """Return the next bytes, in memory that the stream does not reuse; empty at the end."""
         raise NotImplementedError
 
     def _jump(self, nbytes: int) -> None:
@@ -47,7 +47,7 @@ class Stream:
         """Release connections and files; the stream must not be read again."""
 
     def _fill(self) -> bool:
-        """Get a piece; return False at the end."""
+        """Fetch the next piece; return False at the end."""
         if not self._ended:
             with map_errors(self.where, one_of_many=True, secrets=self._secrets):
                 self._piece = self._next_piece()

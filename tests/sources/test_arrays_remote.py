@@ -337,3 +337,12 @@ def test_a_signed_url_shows_nowhere(ranging_server: str) -> None:
     with pytest.raises(SourceError) as caught:
         ArraySource(f"{ranging_server}/b.npy?signature=CANARY", window=1)
     assert "CANARY" not in f"{key} {source!r} {source.fingerprint} {source.listing_digest} {caught.value}"
+
+
+def test_a_zarr_array_of_version_2_is_read_from_a_web_server(plain_server: str, tmp_path: Path) -> None:
+    array = zarr.create_array(str(tmp_path / "old.zarr"), shape=(20,), chunks=(5,), dtype="i4", zarr_format=2)
+    array[:] = np.arange(20)
+    window = read(ArraySource(f"{plain_server}/old.zarr", window=20, windows="grid"))["array"]
+    np.testing.assert_array_equal(window, np.arange(20))
+    with pytest.raises(SourceError, match="no Zarr array here"):
+        ArraySource(f"{plain_server}/none.zarr", window=20)

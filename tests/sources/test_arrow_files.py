@@ -126,6 +126,16 @@ def test_arrow_files_with_and_without_an_index_are_read(tmp_path: Path, write: A
         samples_of(open_source(str(tmp_path / "torn.arrow")))
 
 
+def test_a_text_that_is_no_utf_8_makes_its_file_malformed(tmp_path: Path) -> None:
+    ends = pa.array([0, 2], pa.int32()).buffers()[1]
+    texts = pa.StringArray.from_buffers(1, ends, pa.py_buffer(b"\xff\xfe"))
+    batch = pa.record_batch([texts], names=["text"])
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(SampleError, match=r"a\.arrow: malformed: UnicodeDecodeError"):
+        samples_of(ArrowSource(tmp_path / "a.arrow"))
+
+
 def test_numbered_files_without_an_ending_are_told_by_how_they_begin(tmp_path: Path) -> None:
     tfrecord = pytest.importorskip("tfrecord")
     made: dict[str, Any] = {}

@@ -121,6 +121,28 @@ def test_what_cannot_be_used_costs_its_line_and_a_default_saves_it(tmp_path: Pat
         next(lines)
 
 
+def test_a_row_that_cannot_be_decoded_is_skipped_and_the_rows_after_it_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ROWS_FOR_TYPES", 1)
+    (tmp_path / "a.csv").write_bytes(b"t,n\na,1\n\xff,2\nc,3\n")
+    rows = LinesSource(tmp_path / "a.csv").read(0, RNG)
+    assert [next(rows), next(rows)] == [("a.csv#0", {"t": "a", "n": 1}), ("a.csv#2", {"t": "c", "n": 3})]
+    with pytest.raises(SampleError, match="row 1: 'utf-8' codec"):
+        next(rows)
+    (tmp_path / "b.csv").write_bytes(b"\xff\n1\n")
+    with pytest.raises(ConfigError, match=r"not a usable table: 'utf-8' codec.*; check encoding="):
+        LinesSource(tmp_path / "b.csv")
+
+
+def test_json_that_is_nested_too_deep_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 1_000_000 + '\n{"a": 1}\n')
+    lines = LinesSource(tmp_path / "a.jsonl").read(0, RNG)
+    assert next(lines)[1] == {"a": 1}
+    with pytest.raises(SampleError, match="line at byte 0: not a usable line of JSON"):
+        next(lines)
+
+
 def test_encodings_and_what_has_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.csv").write_bytes("t\nä\n".encode("latin-1"))
     assert samples_of(LinesSource(tmp_path / "a.csv", encoding="latin-1")) == [{"t": "ä"}]

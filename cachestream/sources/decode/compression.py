@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.transport import metering
+from cachestream.transport.file_object import StreamFile
 from cachestream.transport.stream import PIECE_BYTES, Stream
 
 MEMORY_BYTES: Final = 256 << 20  # limit of one decompressor; a header may ask for 4 GiB
@@ -44,7 +45,7 @@ class _Unpacker(Protocol):
 class _Gzip:
     """Gives zlib's decompressor the interface of those in bz2 and lzma."""
 
-    def __init__(self, wbits: int = 31) -> None:
+    def __init__(self, wbits: int) -> None:
         self._inner = zlib.decompressobj(wbits=wbits)
         self._tail = b""
         self.eof = False
@@ -103,12 +104,12 @@ class UnpackedStream(Stream):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the compressed data are complete: their own end was read, not only the file's."""
+        """True if the compressed data are complete: their own end was read, not only the file's."""
         return self._unpacker.eof
 
     def _next_piece(self) -> memoryview:
         """Return at most PIECE_BYTES, however well they are packed; empty at the end, and at a truncation."""
-        found, data = b"", b""
+        found = b""
         while not found:
             unpacker = self._unpacker
             if unpacker.eof:  # another compressed stream may follow, or padding
@@ -136,19 +137,9 @@ class _ZstdStream(Stream):
             raise SampleError(f"{inner.where}: packed by zstd; to read it: pip install zstandard")
         zstandard: Any = importlib.import_module("zstandard")
         decompressor = zstandard.ZstdDecompressor(max_window_size=MEMORY_BYTES // 2)
-        self._reader = decompressor.stream_reader(_ReadOnlyFile(inner), _INPUT_BYTES, read_across_frames=True)
+        self._reader = decompressor.stream_reader(StreamFile(inner), _INPUT_BYTES, read_across_frames=True)
 
     def _next_piece(self) -> memoryview:
         found = self._reader.read(PIECE_BYTES)
         metering.fetched(0)
         return memoryview(bytearray(found))
-
-
-class _ReadOnlyFile:
-    """Adapts a stream to the one file method that zstandard calls."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def read(self, nbytes: int) -> bytes:
-        return bytes(self._stream.read(nbytes))

@@ -75,7 +75,7 @@ def _turbo() -> Any:
         return None
 
 
-def check_scans(image: Image.Image, data: bytes | bytearray | memoryview) -> None:
+def check_scans(image: Image.Image, data: Buffer) -> None:
     """Raise ValueError for a progressive JPEG with more scans than any encoder writes."""
     if image.info.get("progressive"):
         count = bytes(data).count(_START_OF_SCAN)
@@ -83,9 +83,7 @@ def check_scans(image: Image.Image, data: bytes | bytearray | memoryview) -> Non
             raise ValueError(f"a JPEG of {count} scans, {MAX_SCANS} at most")
 
 
-def decode_turbo(
-    data: bytes | bytearray | memoryview, image: Image.Image, scale: int
-) -> npt.NDArray[np.uint8] | None:
+def decode_turbo(data: Buffer, image: Image.Image, scale: int) -> Pixels | None:
     """Decode a JPEG to uint8 `[H, W, 3]` RGB at 1/`scale` of its size; None if Pillow has to decode it.
 
     Pillow decodes if simplejpeg is missing, other colours than RGB and grey, and damaged images: so the same
@@ -97,7 +95,7 @@ def decode_turbo(
     height, width = -(-image.height // scale), -(-image.width // scale)
     least = {} if scale == 1 else {"min_height": height, "min_width": width}
     try:
-        found: npt.NDArray[np.uint8] = turbo.decode_jpeg(data, "RGB", **least)
+        found: Pixels = turbo.decode_jpeg(data, "RGB", **least)
     except ValueError:
         return None
     return found if found.shape == (height, width, 3) else None
@@ -214,9 +212,7 @@ def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
         return _finish(rgb, (width / scale, height / scale), size, orientation, options)
 
 
-def decode_raw_image(
-    mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions = AS_THEY_ARE
-) -> Pixels:
+def decode_raw_image(mode: str, size: tuple[int, int], data: Buffer, options: ImageOptions) -> Pixels:
     """Convert the output of Pillow's `tobytes()` as `decode_image` does; `size` is width and height."""
     if mode not in _RAW_MODES:
         raise ValueError(f"pixels of the mode {mode[:20]!r}")

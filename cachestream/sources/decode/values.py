@@ -126,6 +126,14 @@ def decode_text(data: Buffer, encoding: str = "utf-8-sig") -> str:
     return bytes(data).decode(encoding)
 
 
+def decode_integer(data: Buffer) -> int:
+    """Return the integer in a text. Raises ValueError if it has more than 64 bits."""
+    value = int(bytes(data))
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("an integer beyond 64 bits")
+    return value
+
+
 # --- by extension ------------------------------------------------------------------------------
 
 _DECODERS: Final[dict[str, Callable[[Buffer], Any]]] = {

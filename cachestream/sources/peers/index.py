@@ -1,4 +1,4 @@
-"""Data sets of files that an `index.json` names, each of which begins with an offset table of its items.
+"""Data sets of files named by an `index.json`; each file begins with an offset table of its items.
 
 A file is `[count: u32] [begin of each item, and end of the last: u32 × (count + 1)] … [items]`; all numbers
 are little-endian.
@@ -87,8 +87,9 @@ def decompressed(stream: Stream) -> Stream:
 
 
 def read_table(stream: Stream, count: int, first: int, stop: int) -> npt.NDArray[np.int64]:
-    """Read the offset table of a file of `count` items: the begin of items `first` to `stop`, and the last
-    one's end.
+    """Return the offsets of the items from `first` up to `stop`, and the end of the last one.
+
+    Raises SampleError if the table of the file is not that of `count` items.
     """
     head = stream.read(_WORD)
     found = int.from_bytes(head, "little")
@@ -183,14 +184,14 @@ class IndexedFolder:
         self.digest = self._names.digest
 
     def path(self, index: int) -> str:
-        """The path of file `index`, for the driver; it may hold secrets."""
+        """Return the path of file `index`, for the driver; it may hold secrets."""
         return self._root + self._names[index]
 
     def name(self, index: int) -> str:
         return self._names[index]
 
     def where(self, index: int) -> str:
-        """The path of file `index`, for messages."""
+        """Return the path of file `index`, for messages."""
         return self.shown + self._names[index]
 
     def __repr__(self) -> str:
@@ -215,9 +216,7 @@ class Visits:
         return int(self._counts.sum())
 
     def locate(self, unit: int) -> tuple[int, int, int, int]:
-        """Return the index of the file of `unit`, its number of items, and the range (first, stop) to read of
-        it.
-        """
+        """Return the index of the file of `unit`, its number of items, and the range of items to read."""
         index = int(np.searchsorted(self._ends, unit, side="right"))
         before = int(self._ends[index - 1]) if index else 0
         visits, count = int(self._ends[index]) - before, int(self._counts[index])
@@ -233,9 +232,7 @@ def as_mapping(value: Any, what: str) -> Mapping[str, Any]:
 
 
 def as_count(value: Any, what: str) -> int:
-    """Return `value`, found in an index. Raises ValueError if it is not a number of items that a file may
-    hold.
-    """
+    """Return `value`, found in an index. Raises ValueError unless a file may hold so many items."""
     if type(value) is not int or not 0 <= value <= MAX_ITEMS:
         raise ValueError(f"{what} is {str(value)[:60]!r}, not a number from 0 to {MAX_ITEMS:,}")
     return value

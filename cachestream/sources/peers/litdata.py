@@ -68,7 +68,9 @@ class ArrowRows:
                 raise SampleError(f"the index says {count:,} samples, and its table has others")
             for batch in batches:
                 batch.validate(full=True)
-                columns = Columns(arrow, batch.schema, nulls={}, decode_images=True, images=(), made=images)
+                columns = Columns(
+                    arrow, batch.schema, nulls={}, decode_images=True, images=(), image_options=images
+                )
                 yield from columns.rows(batch)
         except CacheStreamError as error:
             raise SampleError(str(error)) from error
@@ -245,9 +247,7 @@ class LitDataSource:
     # --- the index
 
     def _read_index(self) -> list[int]:
-        """Return the number of samples of each chunk; set the compression and the layout that all chunks
-        share.
-        """
+        """Return the number of samples of each chunk; set the compression and the layout of all chunks."""
         with self._folder.index_errors():
             index = self._folder.load()
             if not isinstance(index.get("chunks"), list) or "config" not in index:
@@ -280,7 +280,8 @@ class LitDataSource:
         known = set(names)
         # The chunks may hold Arrow rows. Below the top level, their names are not those in the index.
         if all(one in _JSON_FORMATS for one in formats):
-            known.update(name for name in self._named_fields if name.partition(".")[0] in _tops(names))
+            tops = {name.partition(".")[0] for name in names}
+            known.update(name for name in self._named_fields if name.partition(".")[0] in tops)
         for name in self._named_fields:
             if name not in known:
                 raise ValueError(f"there is no field {name!r}; there are {', '.join(names)[:500]}")
@@ -300,10 +301,6 @@ class LitDataSource:
 
     def __repr__(self) -> str:
         return f"<LitDataSource {self._folder.shown}, {len(self._folder):,} chunks, {self.num_samples:,} samples>"
-
-
-def _tops(names: tuple[str, ...]) -> set[str]:
-    return {name.partition(".")[0] for name in names}
 
 
 def _compression_unit(config: Mapping[str, Any]) -> str:

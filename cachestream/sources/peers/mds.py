@@ -166,7 +166,7 @@ class _Columns:
         if not all(isinstance(text, str) for text in (*names, *encodings)):
             raise ValueError("names or encodings of columns that are no texts")
         if not all(size is None or (type(size) is int and 0 <= size < 1 << 32) for size in sizes):
-            raise ValueError("sizes of columns that are none")
+            raise ValueError("sizes of columns that are no numbers of bytes")
         key = (names, encodings, sizes)
         if key not in self._known:
             self._known[key] = self._new(names, encodings, tuple(size or 0 for size in sizes))
@@ -188,7 +188,7 @@ class _Columns:
 
 
 def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
-    """The shards that hold samples. Raises ConfigError for an index that cannot be used."""
+    """Return the shards that hold samples. Raises ConfigError for an index that cannot be used."""
     with folder.index_errors():
         index = folder.load()
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):

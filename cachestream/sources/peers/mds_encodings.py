@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.decode.images import ImageOptions, Pixels, decode_image, decode_raw_image
-from cachestream.sources.decode.values import decode_json_value, decode_with
+from cachestream.sources.decode.values import decode_integer, decode_json_value, decode_with
 from cachestream.sources.user_code import decode_by_user
 
 Reader = Callable[[memoryview], Any]
@@ -100,7 +100,7 @@ def column_reader(
         "bytes": bytes,
         "str": decode_text,
         "int": partial(_scalar, np.dtype("<i8")),
-        "str_int": _decimal_integer,
+        "str_int": decode_integer,
         "str_float": _float,
         "str_decimal": _float,
         "json": decode_json_value,
@@ -131,13 +131,6 @@ def _scalar(dtype: np.dtype[Any], data: memoryview) -> Any:
 
 def decode_text(data: memoryview) -> str:
     return str(data, "utf-8")
-
-
-def _decimal_integer(data: memoryview) -> int:
-    value = int(decode_text(data))
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("an integer beyond 64 bits")
-    return value
 
 
 def _float(data: memoryview) -> float:
