@@ -68,10 +68,6 @@ class FileMap:
         """The bytes, uint8 `[size_bytes]`, read-only; the array keeps the map."""
         return np.asarray(self)
 
-    def read_all(self) -> None:
-        """Bring all pages in, as `bring_in` does; does nothing before Linux 5.14."""
-        self.bring_in(0, self.size_bytes)
-
     def bring_in(self, start: int, stop: int) -> bool:
         """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel
         cannot.

@@ -21,7 +21,7 @@ from cachestream.config import format_size
 from cachestream.errors import CacheError, CacheLockedError
 from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.eviction import EvictionPolicy, choose_victims, describe_shortage, in_order
+from cachestream.storage.eviction import EvictionPolicy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.layout import (
     BLOCK_BYTES,
     Directory,
@@ -281,7 +281,7 @@ class Reservations:
         if callable(policy):
             unleased = _outside(ranges, tables.shards(used_only=used_only))
             rows = [row for row in unleased if row.id not in kept]
-            yield from in_order(policy, rows) if rows else ()
+            yield from chosen_by(policy, rows) if rows else ()
         elif policy != "none":
             with contextlib.closing(tables.shards(policy, but=ranges, used_only=used_only)) as candidates:
                 yield from (row for row in _outside(ranges, candidates) if row.id not in kept)

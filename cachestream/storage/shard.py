@@ -176,7 +176,7 @@ class MappedShard:
         try:
             self._parse(text)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise self._corrupt(f"the header makes no sense ({_short(error)})") from error
+            raise self._corrupt(f"the header makes no sense ({str(error)[:_MAX_REASON]})") from error
 
     def _corrupt(self, reason: str) -> CorruptShardError:
         return CorruptShardError(f"{self.path}: {reason}; run 'cachestream verify CACHE --repair'")
@@ -236,11 +236,8 @@ class MappedShard:
         """
         columns = {name: self.columns[name] for name in names or self.columns}
         try:
-            if names:
-                for column in columns.values():
-                    self._map.bring_in(column.offset, column.offset + column.nbytes)
-            else:
-                self._map.read_all()
+            for column in columns.values():
+                self._map.bring_in(column.offset, column.offset + column.nbytes)
         except OSError as error:
             raise self._corrupt(f"cannot be read ({error.strerror})") from error
         for name, column in columns.items():
@@ -279,10 +276,6 @@ def _read_header(fd: int, file_bytes: int) -> bytes:
     if len(text) != length:
         raise ValueError("the file is truncated")
     return text
-
-
-def _short(error: Exception) -> str:
-    return str(error)[:_MAX_REASON]
 
 
 def _count(value: Any) -> int:

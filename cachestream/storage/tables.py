@@ -287,11 +287,10 @@ class Tables(ProgressTables):
         The first to evict comes first. `but` excludes ranges of ids `[n, 2]` (first, last); of many ranges,
         the caller has to filter the rest. SQLite sorts, so only the rows that are consumed become objects.
         """
-        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
         ranges = [] if but is None else but[:_MAX_RANGES].tolist()
         where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
         cursor = self.execute(
-            f"SELECT {_ROW} FROM shards WHERE {where} ORDER BY {order or 'id'}",
+            f"SELECT {_ROW} FROM shards WHERE {where} ORDER BY {_sort_keys(policy)}",
             list(chain.from_iterable(ranges)),
         )
         try:
@@ -302,8 +301,7 @@ class Tables(ProgressTables):
 
     def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
         """Columns of all shards as int64 arrays `[n]`, in the order of an eviction policy."""
-        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
-        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {order or 'id'}")
+        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {_sort_keys(policy)}")
         table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
         return list(np.ascontiguousarray(table.T))
 
@@ -527,6 +525,11 @@ class Tables(ProgressTables):
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
         return [FailureRow(*row) for row in rows]
+
+
+def _sort_keys(policy: str) -> str:
+    """The SQL of the order in which a policy evicts; that of the ids for "none"."""
+    return ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy]) or "id"
 
 
 def pack_spans(spans: Sequence[Span]) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cachestream.schema import IntArray
-from cachestream.storage.eviction import in_order
+from cachestream.storage.eviction import chosen_by
 from cachestream.storage.filling import WAITS, fill_state
 from cachestream.storage.layout import Directory
 from cachestream.storage.reservations import Reservations, Room
@@ -98,7 +98,7 @@ def shards_to_leave(
         policy = "lru"
     kept = tables.held_out_shards()
     if callable(policy):
-        rows = in_order(policy, [row for row in tables.shards() if row.id not in kept])
+        rows = chosen_by(policy, [row for row in tables.shards() if row.id not in kept])
         table = np.array(
             [(row.id, row.size_bytes, row.uses, row.num_samples) for row in rows], np.int64
         ).reshape(-1, 4)
