@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-_FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,7 +48,7 @@ class FileMap:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        if address == _FAILED:
+        if address == _MAP_FAILED:
             raise _system_error()
         self.address = int(address)
         self.size_bytes = size_bytes

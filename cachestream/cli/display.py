@@ -37,6 +37,8 @@ _STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "fai
 _REASONS_SHOWN: Final = 5
 _BAR_WIDTH: Final = 28
 _GAP: Final = 2
+_LIVE_INTERVAL_S: Final = 0.5
+_LINE_INTERVAL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +249,6 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-_LOOK_S: Final = 0.5
-_LINE_S: Final = 10.0
-
-
 def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False)
 
@@ -313,7 +311,7 @@ def follow(worker: Worker) -> None:
     live = Live(console=console, auto_refresh=False)
     with live if draws else nullcontext():
         while not ended:
-            ended = _has_ended(worker, _LOOK_S if draws else _LINE_S)
+            ended = _has_ended(worker, _LIVE_INTERVAL_S if draws else _LINE_INTERVAL_S)
             status = worker.status()
             now = rates.add(time.monotonic(), status.worker)
             if draws:
@@ -331,7 +329,7 @@ def _has_ended(worker: Worker, timeout_s: float) -> bool:
                 return True
             if time.monotonic() >= deadline_s:
                 return False
-            time.sleep(min(_LOOK_S, timeout_s))
+            time.sleep(min(_LIVE_INTERVAL_S, timeout_s))
     except WorkerTimeoutError:
         return False
     return True

@@ -33,9 +33,7 @@ from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, STATEMENT
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
-_CACHE_KIB: Final = (
-    65_536  # a transaction larger than the page cache would lock out readers before it commits
-)
+_CACHE_KIB: Final = 65_536  # a transaction larger than the page cache locks out readers before it commits
 _REOPENINGS: Final = 5
 
 

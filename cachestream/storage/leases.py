@@ -109,9 +109,8 @@ class Leases:
         self.leased()
         counts = np.zeros(len(ids), np.int64)
         others = self._ranges.keys() - {os.path.basename(path) for path in but}
-        for ranges in (
-            self._ranges[name] for name in others
-        ):  # the ranges of one lease are disjoint and ascending
+        for name in others:
+            ranges = self._ranges[name]  # disjoint and ascending
             place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
             counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
         return counts

@@ -21,25 +21,23 @@ from cachestream.storage.reservations import Reservations
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow, Tables
 
+_PIECE_BYTES: Final = 8 << 20
 _SYNC_FILE_RANGE_WRITE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_call = getattr(_libc, "sync_file_range", None)  # Linux only, and not in every libc
-if _call is not None:
-    _call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux only, and not in every libc
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def begin_writeback(fd: int, nbytes: int) -> None:
+def _begin_writeback(fd: int, nbytes: int) -> None:
     """Start writing back the last `nbytes` before the position of `fd`.
 
     Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
     cache. It is a hint: errors appear in the fsync.
     """
-    if _call is not None:
-        _call(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-_PIECE_BYTES: Final = 8 << 20
+    if _sync_file_range is not None:
+        _sync_file_range(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 class CatalogueReplacedError(CacheError):
@@ -256,5 +254,5 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])
-        begin_writeback(fd, written)
+        _begin_writeback(fd, written)
         view = view[written:]

@@ -42,7 +42,9 @@ from cachestream.storage.tables import Reservation, Tables
 HEADROOM_BYTES: Final = 256 * 1024
 _BLOCKS_PER_INDEX: Final = 256  # fewer than any filesystem maps with one block, however fragmented the file
 _OWNER_TIMEOUT_S: Final = 2.0
-_WATCH_S: Final = 0.01
+_CLEAR_TIMEOUT_S: Final = 1.0
+_WRITERS_TIMEOUT_S: Final = 2.0
+_POLL_S: Final = 0.01
 
 
 def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
@@ -190,7 +192,7 @@ class Reservations:
             pending = {row.id for row in tables.reservations()}
         deadline_s = time.monotonic() + timeout_s
         while pending and time.monotonic() < deadline_s:
-            time.sleep(_WATCH_S)  # SQLite cannot notify
+            time.sleep(_POLL_S)  # SQLite cannot notify
             with self._catalogue.reading() as tables:
                 pending &= {row.id for row in tables.reservations()}
 
@@ -344,10 +346,6 @@ def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
             yield row
 
 
-_CLEAR_TIMEOUT_S: Final = 1.0
-_WRITERS_TIMEOUT_S: Final = 2.0
-
-
 class Space:
     """Evicts and quarantines shards of one cache, each time in the name of a temporary owner."""
 
@@ -387,9 +385,8 @@ class Space:
     def put_aside(self, shard_id: int, reason: str) -> None:
         """Quarantine a damaged shard. Does nothing if it is gone already."""
         path = shard_path(self._directory.root, shard_id)
-        where, _, what = reason.partition("; run ")[0].partition(
-            ": "
-        )  # without the advice, which is followed here
+        finding = reason.partition("; run ")[0]  # without the advice, which is followed here
+        where, _, what = finding.partition(": ")
         with self._owner("quarantine") as name:
             with self._catalogue.transaction() as tables:
                 row = self._admission.drop(tables, shard_id, name)
@@ -422,9 +419,8 @@ class Space:
                         "close them"
                     )
                 tables.forget_filling()
-                tables.execute(
-                    "DELETE FROM meta WHERE key = 'holdout'"
-                )  # the next samples may be split otherwise
+                # The next samples may be split otherwise.
+                tables.execute("DELETE FROM meta WHERE key = 'holdout'")
             with translated_disk_errors(root, "clearing it"):
                 for name in os.listdir(self._directory.quarantine):
                     remove_if_there(os.path.join(self._directory.quarantine, name))

@@ -21,6 +21,9 @@ from cachestream.storage.tables import Tables
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
+_REUSE_S: Final = 10.0
+_RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
@@ -137,10 +140,6 @@ def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
         return any(tables.shard(shard_id) is not None for shard_id in shard_ids)
 
 
-_STANDS_S: Final = 10.0
-_RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
-
-
 @dataclass(slots=True)
 class _Reusable:
     """A snapshot of the whole cache at `revision`, with a lease of its own.
@@ -189,7 +188,7 @@ class StandingSnapshots:
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
-            self._last = _Reusable(snapshot, mine, now, self._clock() + _STANDS_S)
+            self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
         return snapshot, lease
 
     def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:

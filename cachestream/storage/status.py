@@ -24,6 +24,10 @@ from cachestream.storage.telemetry import Board, Run, Totals, lasting_run
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
+_MUCH_SKIPPED: Final = 0.01  # of all samples
+
+logger = logging.getLogger("cachestream")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -228,9 +232,8 @@ def state_of_filling(directory: Directory, fill: FillState) -> str:
 def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
     """The state of the filling, as `state_of_filling`, and the recorded state behind it."""
     fill = filling.state()
-    if (
-        state := state_of_filling(directory, fill)
-    ) != fill.phase:  # the worker may have recorded its end meanwhile
+    state = state_of_filling(directory, fill)
+    if state != fill.phase:  # the worker may have recorded its end meanwhile
         fill = filling.state()
         state = state_of_filling(directory, fill)
     return state, fill
@@ -358,17 +361,13 @@ def _worker_status(directory: Directory) -> WorkerStatus | None:
     return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
 
 
-_SHARE: Final = 0.01  # of all
-
-logger = logging.getLogger("cachestream")
-
 # Caches and lost workers that this process has warned about.
 _warned: set[str] = set()
 
 
 def is_much(skipped: int, used: int) -> bool:
     """Return whether `skipped` samples, compared with `used` ones, deserve a warning."""
-    return skipped > _SHARE * (skipped + used)
+    return skipped > _MUCH_SKIPPED * (skipped + used)
 
 
 def warn_of_skipped(cache: Cache) -> None:

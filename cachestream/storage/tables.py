@@ -17,6 +17,11 @@ from cachestream.storage.eviction import ORDERS
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
 SCHEMA_VERSION: Final = 1
+_SHARD_COLUMNS: Final = "id, size_bytes, num_samples, uses, last_used"  # the fields of ShardRow
+_MAX_REASONS: Final = 200
+_MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
+_SCHEMAS_BETWEEN_CLEARING: Final = 64
+_MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
 
 STATEMENTS: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
@@ -199,13 +204,6 @@ class ProgressTables:
         )
 
 
-_ROW: Final = "id, size_bytes, num_samples, uses, last_used"
-_MAX_REASONS: Final = 200
-_MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
-_SCHEMAS_BETWEEN_CLEARING: Final = 64
-_MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
-
-
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Bytes promised to a shard being written, or held by an evicted shard until its file is unlinked."""
@@ -290,7 +288,7 @@ class Tables(ProgressTables):
         ranges = [] if but is None else but[:_MAX_RANGES].tolist()
         where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
         cursor = self.execute(
-            f"SELECT {_ROW} FROM shards WHERE {where} ORDER BY {_sort_keys(policy)}",
+            f"SELECT {_SHARD_COLUMNS} FROM shards WHERE {where} ORDER BY {_sort_keys(policy)}",
             list(chain.from_iterable(ranges)),
         )
         try:
@@ -314,7 +312,7 @@ class Tables(ProgressTables):
         return {row[0] for row in self.execute("SELECT id FROM shards")}
 
     def shard(self, shard_id: int) -> ShardRow | None:
-        row = self.execute(f"SELECT {_ROW} FROM shards WHERE id = ?", (shard_id,)).fetchone()
+        row = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards WHERE id = ?", (shard_id,)).fetchone()
         return None if row is None else ShardRow(*row)
 
     def insert_shard(self, row: ShardRow, schema_id: int, pass_id: int, spans: Sequence[Span]) -> None:
