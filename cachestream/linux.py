@@ -40,7 +40,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _SYS_PROCESS_MADVISE: Final = 440  # on all architectures
-_MOST_RANGES: Final = 1024  # of one call (IOV_MAX)
+_MAX_RANGES: Final = 1024  # of one call (IOV_MAX)
 
 
 class FileMap:
@@ -121,8 +121,8 @@ def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> 
     ranges = np.empty((len(starts), 2), np.uint64)
     ranges[:, 0] = starts - starts % mmap.PAGESIZE
     ranges[:, 1] = stops - ranges[:, 0].view(np.int64)
-    for first in range(0, len(ranges), _MOST_RANGES):
-        part = ranges[first : first + _MOST_RANGES]
+    for first in range(0, len(ranges), _MAX_RANGES):
+        part = ranges[first : first + _MAX_RANGES]
         if not _advise_together(part):
             for address, size in part.tolist():
                 _libc.madvise(address, size, mmap.MADV_WILLNEED)
@@ -218,7 +218,7 @@ def open_private(path: str, flags: int) -> int:
                 if flags & os.O_EXCL:
                     raise
             else:
-                _give(fd, folder)
+                _give_to_owner(fd, folder)
                 return fd
             with suppress(FileNotFoundError):  # removed since: try again
                 return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
@@ -239,7 +239,7 @@ def make_private_folder(path: str) -> None:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
             if not os.listdir(fd):  # another one of root's may have been moved there since
-                _give(fd, folder)
+                _give_to_owner(fd, folder)
         finally:
             os.close(fd)
 
@@ -256,7 +256,7 @@ def remove(path: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _give(fd: int, folder: int) -> None:
+def _give_to_owner(fd: int, folder: int) -> None:
     """Give a file that root has just made, open as `fd`, to the owner of `folder`, who could not open it
     otherwise.
     """
@@ -275,7 +275,7 @@ def _parent(path: str) -> Iterator[tuple[str, int]]:
     folder = os.open("/", _FOLDER)
     try:
         for part in above[1:]:
-            outer, folder = folder, _enter(folder, part)
+            outer, folder = folder, _open_subfolder(folder, part)
             os.close(outer)
         yield name, folder
     except OSError as error:
@@ -285,7 +285,7 @@ def _parent(path: str) -> Iterator[tuple[str, int]]:
         os.close(folder)
 
 
-def _enter(folder: int, name: str) -> int:
+def _open_subfolder(folder: int, name: str) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=folder)
     except NotADirectoryError as error:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from cachestream.errors import ConfigError
 from cachestream.sources.open import open_source
 
-_SIZE: Final = re.compile(r"(\d+)(?:x(\d+))?")
+_PIXELS: Final = re.compile(r"(\d+)(?:x(\d+))?")
 
 
 def load(name: str, what: str) -> Any:
@@ -48,7 +48,7 @@ def source_of(
         options["storage_options"] = _pairs(storage_options, "--storage-option")
     for name, value in named.items():
         if value is not None:
-            options[name] = _size(name, value) if name in ("resize", "crop") else value
+            options[name] = _pixels(name, value) if name in ("resize", "crop") else value
     module, colon, name = text.partition(":")
     is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
     what = load(text, "SOURCE") if is_name and not os.path.exists(text) else text
@@ -78,9 +78,9 @@ def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
-def _size(name: str, text: str) -> int | tuple[int, int]:
+def _pixels(name: str, text: str) -> int | tuple[int, int]:
     """A number of pixels, or "240x320" as height and width."""
-    match = _SIZE.fullmatch(text)
+    match = _PIXELS.fullmatch(text)
     if match is None:
         raise ConfigError(f"--{name} {text!r}: give pixels, such as 224, or HEIGHTxWIDTH, such as 240x320")
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))

@@ -291,7 +291,7 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
             pause.wait(interval_s)
 
 
-def say_what_there_is(status: CacheStatus) -> None:
+def say_result(status: CacheStatus) -> None:
     """Show the result of filling, with the reason where samples are missing."""
     say(one_line(status))
     if told := describe_skipped(status.failures):

@@ -67,11 +67,11 @@ class Publisher:
     """
 
     def __init__(
-        self, directory: Directory, catalogue: Catalogue, admission: Reservations, owner: str
+        self, directory: Directory, catalogue: Catalogue, reservations: Reservations, owner: str
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._admission = admission
+        self._reservations = reservations
         self._owner = owner
         with catalogue.reading() as tables:
             self._catalogue_id = tables.meta("catalogue_id")
@@ -108,13 +108,13 @@ class Publisher:
         """As `publish`, for several shards with the same spans: all become visible, or none."""
         headers = [encode_header(content) for content in contents]
         footprints = [
-            self._admission.footprint(len(header) + content.data_bytes)
+            self._reservations.footprint(len(header) + content.data_bytes)
             for header, content in zip(headers, contents, strict=True)
         ]
         shard_ids: list[int] = []
         try:
             for footprint in footprints:
-                shard_id = self._admission.reserve(
+                shard_id = self._reservations.reserve(
                     footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
                 )
                 if shard_id is None:
@@ -128,7 +128,7 @@ class Publisher:
                 for shard_id, header, content, size_bytes in zip(
                     shard_ids, headers, contents, occupied, strict=True
                 ):
-                    self._enter(tables, shard_id, content, size_bytes, progress.pass_id, spans)
+                    self._insert(tables, shard_id, content, size_bytes, progress.pass_id, spans)
                     tables.add("written_bytes", len(header) + content.data_bytes)
                 _commit(tables, progress)
         except BaseException as error:
@@ -139,7 +139,7 @@ class Publisher:
             raise
         return shard_ids
 
-    def _enter(
+    def _insert(
         self,
         tables: Tables,
         shard_id: int,
@@ -160,7 +160,7 @@ class Publisher:
 
     def _cancel(self, shard_ids: list[int]) -> None:
         for shard_id in shard_ids:
-            self._admission.cancel(shard_id, self._owner)
+            self._reservations.cancel(shard_id, self._owner)
 
     def commit(self, progress: UnitProgress) -> None:
         """Commit progress that brought no samples."""

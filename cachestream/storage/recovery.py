@@ -55,7 +55,7 @@ def rebuild(directory: Directory, tables: Tables) -> None:
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
         path = os.path.join(directory.shards, name)
         try:
-            importer.adopt(int(match[1]), path)
+            importer.insert(int(match[1]), path)
         except (CorruptShardError, SchemaMismatchError):
             move_aside(directory, path, int(tables.meta("size_limit")))
             tables.add("quarantined", 1)
@@ -72,7 +72,7 @@ class _RowImporter:
         self._schema_ids: dict[Schema, int] = {}
         self._source = tables.meta("source")
 
-    def adopt(self, shard_id: int, path: str) -> None:
+    def insert(self, shard_id: int, path: str) -> None:
         """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
         tables = self._tables
         shard = MappedShard(path)
@@ -80,14 +80,14 @@ class _RowImporter:
             raise CorruptShardError(f"{path}: it holds no samples")
         if shard.schema not in self._schema_ids:
             self._schema_ids[shard.schema] = merge_schema(tables, shard.schema)
-        pass_id, spans = self._place(shard.fill)
+        pass_id, spans = self._pass_and_spans(shard.fill)
         row = ShardRow(shard_id, size_of_file(path), shard.num_samples, 0, 0)
         tables.insert_shard(row, self._schema_ids[shard.schema], pass_id, spans)
         if "part" in shard.fill and tables.holdout is None:
             tables.hold_out(float(shard.fill["holdout"]))
         tables.enter_split(shard_id, shard.fill)
 
-    def _place(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
+    def _pass_and_spans(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
         """The pass and the spans that a shard's `fill` names; pass 0 where it names none."""
         try:
             source, plan, length = fill["source"], fill["plan"], fill["length"]
@@ -132,12 +132,12 @@ class Checker:
         self,
         directory: Directory,
         catalogue: Catalogue,
-        admission: Reservations,
+        reservations: Reservations,
         put_aside: Callable[[int, str], None],
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._admission = admission
+        self._reservations = reservations
         self._put_aside = put_aside
 
     def verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
@@ -148,7 +148,7 @@ class Checker:
                 return VerifyReport(0, 0, (), (), (), problem, repaired=False)
             self._catalogue.heal()
         if repair:
-            self._admission.clear_dead()
+            self._reservations.clear_dead()
         with self._catalogue.reading() as tables:
             rows = list(tables.shards())
         found = self._check(rows, on_progress)

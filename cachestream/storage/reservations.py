@@ -349,15 +349,15 @@ def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
 class Space:
     """Evicts and quarantines shards of one cache, each time in the name of a temporary owner."""
 
-    def __init__(self, directory: Directory, catalogue: Catalogue, admission: Reservations) -> None:
+    def __init__(self, directory: Directory, catalogue: Catalogue, reservations: Reservations) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._admission = admission
+        self._reservations = reservations
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
         with self._owner("evict") as name:
-            return self._admission.evict(to_bytes, name, policy)
+            return self._reservations.evict(to_bytes, name, policy)
 
     def enforce_limit(self, slack_bytes: int = 0) -> int:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.
@@ -365,21 +365,21 @@ class Space:
         Returns the bytes freed.
         """
         with self._catalogue.reading() as tables:
-            room, size_limit = self._admission.room(tables), int(tables.meta("size_limit"))
-            keeps = self._admission.policy(tables) == "none"
-            going_bytes = tables.reserved_bytes()[1]
+            room, size_limit = self._reservations.room(tables), int(tables.meta("size_limit"))
+            never_evicts = self._reservations.policy(tables) == "none"
+            doomed_bytes = tables.reserved_bytes()[1]
         # Under "none" only a lower limit evicts, not a disk that other programs fill.
-        limit_bytes = size_limit if keeps else room.limit_bytes
+        limit_bytes = size_limit if never_evicts else room.limit_bytes
         slack_bytes = slack_bytes if limit_bytes == size_limit else 0
-        if room.used_bytes - going_bytes <= limit_bytes + slack_bytes:
+        if room.used_bytes - doomed_bytes <= limit_bytes + slack_bytes:
             return 0
-        return self.evict(limit_bytes, "lru" if keeps else None)
+        return self.evict(limit_bytes, "lru" if never_evicts else None)
 
     def shrink(self) -> None:
         """Enforce a limit that was just lowered, also for bytes that were promised before."""
         self.enforce_limit()
         if self._is_over():
-            self._admission.wait_for_writers(_WRITERS_TIMEOUT_S)
+            self._reservations.wait_for_writers(_WRITERS_TIMEOUT_S)
             self.enforce_limit()
 
     def put_aside(self, shard_id: int, reason: str) -> None:
@@ -389,7 +389,7 @@ class Space:
         where, _, what = finding.partition(": ")
         with self._owner("quarantine") as name:
             with self._catalogue.transaction() as tables:
-                row = self._admission.drop(tables, shard_id, name)
+                row = self._reservations.drop(tables, shard_id, name)
                 if row is None:
                     return  # evicted, or quarantined by another rank
                 # In the transaction that deletes the row: an uncounted loss would not be fetched again.
@@ -397,7 +397,7 @@ class Space:
                 tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
                 limit_bytes = int(tables.meta("size_limit"))
             move_aside(self._directory, path, limit_bytes)
-            self._admission.dropped(shard_id)
+            self._reservations.dropped(shard_id)
 
     def clear(self) -> None:
         """Evict everything, and delete the progress of the filling and the quarantine.
@@ -430,7 +430,7 @@ class Space:
 
     def _is_over(self) -> bool:
         with self._catalogue.reading() as tables:
-            return self._admission.room(tables).free_bytes < 0
+            return self._reservations.room(tables).free_bytes < 0
 
     @contextmanager
     def _owner(self, what: str) -> Iterator[str]:

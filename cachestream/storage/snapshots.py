@@ -86,7 +86,7 @@ def take_snapshot(
             f"of the {int(cached.sizes.sum())} samples that the cache at {root} holds none is of the split "
             f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
         )
-    return _hold(tables, leases, root, cached, chosen, epoch_size)
+    return _lease(tables, leases, root, cached, chosen, epoch_size)
 
 
 def retake_snapshot(
@@ -111,11 +111,11 @@ def retake_snapshot(
         raise NotEnoughSamplesError(
             f"none of the {len(ids)} shards of this epoch is cached in {root} any more; begin a new epoch"
         )
-    snapshot, lease = _hold(tables, leases, root, cached, chosen, epoch_size)
+    snapshot, lease = _lease(tables, leases, root, cached, chosen, epoch_size)
     return snapshot, lease, gone
 
 
-def _hold(
+def _lease(
     tables: Tables, leases: Leases, root: str, cached: _CachedShards, chosen: IntArray, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
     schema_ids = np.unique(cached.schema_ids[chosen]).tolist()
@@ -178,7 +178,7 @@ class StandingSnapshots:
         if epoch_size is not None or self._cache.has_worker():
             self.settle()
             return self._take(epoch_size, turnover, least)
-        again = self._again()
+        again = self._reuse()
         if again is not None:
             return again
         self.settle()
@@ -223,7 +223,7 @@ class StandingSnapshots:
             with self._cache.catalogue.transaction() as tables:
                 tables.mark_used(ranges_of(ids, np.arange(len(ids))), last.uncounted)
 
-    def _again(self) -> tuple[Snapshot, Lease] | None:
+    def _reuse(self) -> tuple[Snapshot, Lease] | None:
         last = self._last
         if last is None or self._clock() > last.until_s or self._cache.catalogue.revision() != last.revision:
             return None

@@ -287,12 +287,12 @@ def occupied_bytes(directory: Directory, tables: Tables) -> int:
 
 
 def read_status(
-    directory: Directory, catalogue: Catalogue, admission: Reservations, policy: EvictionPolicy | None
+    directory: Directory, catalogue: Catalogue, reservations: Reservations, policy: EvictionPolicy | None
 ) -> CacheStatus:
     """The complete status; `policy` is the eviction function of this process, if any."""
     with catalogue.reading() as tables:
         fill, meta = fill_state(tables), tables.all_meta()
-        leases, ranges = admission.leases.look()
+        leases, ranges = reservations.leases.look()
         leased_bytes = tables.bytes_within(ranges)
         size_bytes = occupied_bytes(directory, tables)
         reserved_bytes = sum(tables.reserved_bytes())

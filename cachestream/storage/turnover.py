@@ -67,7 +67,7 @@ def leave_out(
 def shards_to_leave(
     tables: Tables,
     directory: Directory,
-    admission: Reservations,
+    reservations: Reservations,
     turnover: float,
     least: int = 0,
     *,
@@ -85,7 +85,7 @@ def shards_to_leave(
     epoch. Shards that the previous epoch left out are soon replaced by a filling that has waited since the
     last snapshot, and do not count towards this share.
     """
-    policy, room = admission.policy(tables), admission.room(tables)
+    policy, room = reservations.policy(tables), reservations.room(tables)
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
     limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
@@ -110,12 +110,12 @@ def shards_to_leave(
     if kept:
         goes = ~np.isin(ids, list(kept))
         ids, sizes, uses, counts = ids[goes], sizes[goes], uses[goes], counts[goes]
-    is_free = admission.leases.holders(ids) == 0
-    order = np.argsort(np.where(is_free, -1, admission.leases.holders(ids, mine)), kind="stable")
+    is_free = reservations.leases.holders(ids) == 0
+    order = np.argsort(np.where(is_free, -1, reservations.leases.holders(ids, mine)), kind="stable")
     ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
     leave_bytes = surplus_bytes
     if turns_over:
-        share_bytes = _left_to_filling(tables, room, turnover, int(sizes.max(initial=0)))
+        share_bytes = _turnover_bytes(tables, room, turnover, int(sizes.max(initial=0)))
         leave_bytes += share_bytes
         if share_bytes and _has_waited(tables) and (epoch_size is None or epoch_size >= int(counts.sum())):
             # Short epochs follow one another faster than they are replaced: no more than one share waits for
@@ -133,7 +133,7 @@ def _has_waited(tables: Tables) -> bool:
     return waits > before or tables.meta("fill_message") == WAITS
 
 
-def _left_to_filling(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
+def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
     passes = tables.passes()
     if not passes:
         return 0

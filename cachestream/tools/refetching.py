@@ -81,7 +81,7 @@ class RefetchReport:
         return f"{self.wanted} shards: {self.cached} were cached, {self.brought} came back, {len(self.failed)} did not"
 
 
-class _NotAgainError(Exception):
+class _NotReproducibleError(Exception):
     """A shard cannot be made again, or came back different; the message is the reason."""
 
 
@@ -116,8 +116,8 @@ def refetch(
         stack.callback(lock.release)
         if (growing := as_growing(source)) is not None:
             source = list_all(growing, cache)  # by the labels and the names that a worker would have
-        shelf = stack.enter_context(_Restoring(cache, source))
-        missing = shelf.hold_cached(wanted)
+        restorer = stack.enter_context(_Restorer(cache, source))
+        missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
         maker = _Maker(
             cache, source, transform, weights, stack.enter_context(ThreadPoolExecutor(concurrency))
@@ -126,10 +126,10 @@ def refetch(
             if on_progress is not None:
                 on_progress(done, len(missing))
             try:
-                shelf.check_new(content, maker)
-                shelf.put(content, maker.make(content))
+                restorer.check_not_held(content, maker)
+                restorer.put(content, maker.make(content))
                 report.brought += 1
-            except _NotAgainError as error:
+            except _NotReproducibleError as error:
                 report.failed.append(f"shard {content.shard_id} ({content.num_samples} samples): {error}")
     return report
 
@@ -153,7 +153,7 @@ def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
     return list(found.values())
 
 
-class _Restoring:
+class _Restorer:
     """Publishes shards, and leases them and the needed cached ones, as a context manager."""
 
     def __init__(self, cache: Cache, source: Source) -> None:
@@ -180,7 +180,7 @@ class _Restoring:
         self._hold(list(found.values()))
         return [content for content in wanted if content.hash not in found]
 
-    def check_new(self, content: Content, maker: _Maker) -> None:
+    def check_not_held(self, content: Content, maker: _Maker) -> None:
         """Raise if a cache that a worker filled holds some of the shard's samples: an epoch would have them
         twice.
         """
@@ -198,13 +198,13 @@ class _Restoring:
             {
                 maker.order_of(other): held.spans[0].get(pass_id, [])
                 for pass_id, other in held.plans.items()
-                if other.is_permutation and maker.names_same(other)
+                if other.is_permutation and maker.has_same_units(other)
             }
         )
         for unit, first, stop in maker.parts_of(content):
             ranges = covered.of(np.array([unit], np.int64))[0]
             if any(start < stop and first < end for start, end in ranges):
-                raise _NotAgainError(
+                raise _NotReproducibleError(
                     "other shards hold some of its samples by now; refetch into an empty directory to replay it"
                 )
 
@@ -254,17 +254,17 @@ class _Maker:
         self._divided: dict[PassPlan, Source] = {}
 
     def plan_of(self, content: Content) -> PassPlan:
-        """The pass of a shard; raises ConfigError for another source, and _NotAgainError where its header
+        """The pass of a shard; raises ConfigError for another source, and _NotReproducibleError where its header
         lacks one.
         """
         fill, source = content.fill, self._source
         if not {"source", "plan", "length", "spans"} <= fill.keys():
-            raise _NotAgainError("it does not say where its samples came from")
+            raise _NotReproducibleError("it does not say where its samples came from")
         if fill["source"] != source.fingerprint:
             raise ConfigError(f"the epoch was trained on {fill['source']}, not on {source.fingerprint}")
         plan = PassPlan.from_json(fill["plan"])
-        if not self.names_same(plan):
-            raise _NotAgainError("the remote lists other files than when it was sampled")
+        if not self.has_same_units(plan):
+            raise _NotReproducibleError("the remote lists other files than when it was sampled")
         return plan
 
     def _source_of(self, plan: PassPlan) -> Source:
@@ -277,7 +277,7 @@ class _Maker:
             self._divided[plan] = divisible.divided(parts)
         return self._divided[plan]
 
-    def names_same(self, plan: PassPlan) -> bool:
+    def has_same_units(self, plan: PassPlan) -> bool:
         """Return whether the units of a pass are those of the source, or the first of them."""
         source = self._source_of(plan)
         same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
@@ -293,10 +293,12 @@ class _Maker:
             if plan.is_drawn:
                 path = order_file(self._cache.directory, plan.ordinal)
                 if not os.path.exists(path):
-                    raise _NotAgainError(f"what the {plan.kind} drew for its pass is not kept any more")
+                    raise _NotReproducibleError(
+                        f"what the {plan.kind} drew for its pass is not kept any more"
+                    )
                 drawn = np.load(path, mmap_mode="r")
             if plan.kind == "weighted" and self._weights is None:
-                raise _NotAgainError("its pass was weighted: give the weights of the units (weights=)")
+                raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
             weights = self._weights if plan.kind == "weighted" else None
             order = self._orders[plan] = UnitOrder(plan, weights, drawn)
         return order
@@ -311,13 +313,13 @@ class _Maker:
                 yield unit, offset if place == position else 0, until if place == last else END
 
     def make(self, content: Content) -> ShardContent:
-        """The shard, read again; raises _NotAgainError if it differs."""
+        """The shard, read again; raises _NotReproducibleError if it differs."""
         plan = self.plan_of(content)
         packer, known = Packer(), self._cache.schema
         parts = [self._pool.submit(self._read, plan, *part) for part in self.parts_of(content)]
         try:
             for key, sample in itertools.chain.from_iterable(part.result() for part in parts):
-                if not _is_of(content, key):
+                if not _belongs_to(content, key):
                     continue
                 with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then, and now
                     packer.add(key, to_record(sample), known)
@@ -325,10 +327,10 @@ class _Maker:
             for part in parts:
                 part.cancel()
         if not packer.num_samples:
-            raise _NotAgainError("the source gives none of its samples any more")
+            raise _NotReproducibleError("the source gives none of its samples any more")
         made = packer.content(content.fill)
         if content_hash(made) != content.hash:
-            raise _NotAgainError(
+            raise _NotReproducibleError(
                 f"it came back different ({packer.num_samples} samples): the remote has changed, or the source or the "
                 "transform (give the same --transform) is not deterministic"
             )
@@ -367,7 +369,7 @@ class _Maker:
             return None
 
 
-def _is_of(content: Content, key: str) -> bool:
+def _belongs_to(content: Content, key: str) -> bool:
     """Return whether the sample with this key was in the shard, which may hold one split alone."""
     fill = content.fill
     if "holdout" not in fill:
