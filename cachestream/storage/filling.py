@@ -177,9 +177,9 @@ class Filling:
         with self._catalogue.transaction() as tables:
             tables.set_meta("is_looking", int(is_looking))
 
-    def record_transform(self, mark: str) -> None:
+    def record_transform(self, digest: str) -> None:
         with self._catalogue.transaction() as tables:
-            tables.set_meta("transform", mark)
+            tables.set_meta("transform", digest)
 
     def record_suspects(self, suspects: Iterable[tuple[int, Suspect]]) -> None:
         """Add the deaths of suspects, each with the id of its pass."""
@@ -208,11 +208,11 @@ class Filling:
             tables.set_meta("label_names", json.dumps([labels.count, labels.digest]))
             return fill_state(tables)
 
-    def begin_pass(self, planned: PlannedPass, forgotten: Collection[str]) -> None:
-        """Begin a pass, and delete the failures of the kinds `forgotten`, whose units are read again."""
+    def begin_pass(self, planned: PlannedPass, retried: Collection[str]) -> None:
+        """Begin a pass, and delete the failures of the kinds `retried`, whose units are read again."""
         with self._catalogue.transaction() as tables:
             tables.forget_old_passes()
-            tables.forget_failures(*forgotten)
+            tables.forget_failures(*retried)
             # In the same transaction, or the cache would still seem complete.
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))

@@ -101,14 +101,15 @@ class Leases:
         self._ranges = live
         return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *live.values()]))
 
-    def holders(self, ids: IntArray, but: Collection[str] = ()) -> IntArray:
-        """The number of leases that hold each of the shards `ids`, int64 `[n]`, except those at paths `but`.
+    def holders(self, ids: IntArray, excluded: Collection[str] = ()) -> IntArray:
+        """The number of leases that hold each of the shards `ids`, int64 `[n]`, except leases at the paths
+        `excluded`.
 
         Called within a write transaction, as `leased`.
         """
         self.leased()
         counts = np.zeros(len(ids), np.int64)
-        others = self._ranges.keys() - {os.path.basename(path) for path in but}
+        others = self._ranges.keys() - {os.path.basename(path) for path in excluded}
         for name in others:
             ranges = self._ranges[name]  # disjoint and ascending
             place = np.searchsorted(ranges[:, 0], ids, side="right") - 1

@@ -110,18 +110,18 @@ class _RowImporter:
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """Problems found: shard id → reason; ids without a file; ids whose header contradicts the catalogue."""
+    """The problems of shards, by id: damage, a missing file, a header that contradicts the catalogue."""
 
     corrupt: dict[int, str]
     missing: list[int]
-    denied: dict[int, str]
+    contradicted: dict[int, str]
 
-    def still(self, ids: Collection[int]) -> _Findings:
-        """The findings for shards that are still in the catalogue. Others were evicted meanwhile."""
+    def among(self, ids: Collection[int]) -> _Findings:
+        """The findings for the shards `ids`; others were evicted meanwhile."""
         return _Findings(
-            {i: why for i, why in self.corrupt.items() if i in ids},
+            {i: problem for i, problem in self.corrupt.items() if i in ids},
             [i for i in self.missing if i in ids],
-            {i: what for i, what in self.denied.items() if i in ids},
+            {i: problem for i, problem in self.contradicted.items() if i in ids},
         )
 
 
@@ -152,20 +152,23 @@ class Checker:
         with self._catalogue.reading() as tables:
             rows = list(tables.shards())
         found = self._check(rows, on_progress)
-        if repair and found.denied:
+        if repair and found.contradicted:
             self._catalogue.heal(condemned=True)
-        problem = problem or next(iter(found.denied.values()), None)
+        problem = problem or next(iter(found.contradicted.values()), None)
         problem = check_books(self._directory, self._catalogue, correct=repair) or problem
         if repair:
             with self._catalogue.reading() as tables:
-                found = found.still(tables.shard_ids())
-            self._repair(found)
+                found = found.among(tables.shard_ids())
+            for shard_id, reason in found.corrupt.items():
+                self._put_aside(shard_id, reason)
+            for shard_id in found.missing:
+                self._put_aside(shard_id, f"shard {shard_id}: missing")
         orphans = _files_to_remove(self._directory, self._catalogue) if repair else []
         with self._catalogue.reading() as tables:
             shards, samples, _ = tables.totals()
             if not repair:
                 orphans = list(_unknown_files(self._directory, tables))
-                found = found.still(tables.shard_ids())
+                found = found.among(tables.shard_ids())
         stuck = any(not _remove_file(path) for path in orphans) if repair else bool(orphans)
         corrupt, missing = tuple(found.corrupt.values()), tuple(found.missing)
         return VerifyReport(
@@ -184,9 +187,9 @@ class Checker:
                         f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
                     )
                 with self._catalogue.reading() as tables:
-                    denied = contradiction(tables, row.id, shard)
-                if denied is not None:
-                    found.denied[row.id] = denied
+                    problem = contradiction(tables, row.id, shard)
+                if problem is not None:
+                    found.contradicted[row.id] = problem
                 shard.close()
             except CorruptShardError as error:
                 if os.path.lexists(path):
@@ -196,12 +199,6 @@ class Checker:
             if on_progress is not None:
                 on_progress(done, len(rows))
         return found
-
-    def _repair(self, found: _Findings) -> None:
-        for shard_id, why in found.corrupt.items():
-            self._put_aside(shard_id, why)
-        for shard_id in found.missing:
-            self._put_aside(shard_id, f"shard {shard_id}: missing")
 
 
 def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:

@@ -285,7 +285,7 @@ class Reservations:
             rows = [row for row in unleased if row.id not in kept]
             yield from chosen_by(policy, rows) if rows else ()
         elif policy != "none":
-            with contextlib.closing(tables.shards(policy, but=ranges, used_only=used_only)) as candidates:
+            with contextlib.closing(tables.shards(policy, ranges, used_only=used_only)) as candidates:
                 yield from (row for row in _outside(ranges, candidates) if row.id not in kept)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:

@@ -278,14 +278,14 @@ class Tables(ProgressTables):
         return int(row[0]), int(row[1]), int(row[2])
 
     def shards(
-        self, policy: str = "fifo", but: IntArray | None = None, *, used_only: bool = False
+        self, policy: str = "fifo", excluded: IntArray | None = None, *, used_only: bool = False
     ) -> Generator[ShardRow, None, None]:
         """Iterate over all shards, or those that some epoch has used, in the order of an eviction policy.
 
-        The first to evict comes first. `but` excludes ranges of ids `[n, 2]` (first, last); of many ranges,
-        the caller has to filter the rest. SQLite sorts, so only the rows that are consumed become objects.
+        The first to evict comes first. Shards in the ranges `excluded` `[n, 2]` of ids (first, last) are left
+        out, but only in the first 100 ranges: the caller filters by the rest. SQLite sorts, so only the rows that are consumed become objects.
         """
-        ranges = [] if but is None else but[:_MAX_RANGES].tolist()
+        ranges = [] if excluded is None else excluded[:_MAX_RANGES].tolist()
         where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
         cursor = self.execute(
             f"SELECT {_SHARD_COLUMNS} FROM shards WHERE {where} ORDER BY {_sort_keys(policy)}",
