@@ -69,8 +69,7 @@ class FileMap:
         return np.asarray(self)
 
     def bring_in(self, start: int, stop: int) -> bool:
-        """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel
-        cannot.
+        """Read the pages of the bytes [start, stop) into memory; False where the kernel cannot.
 
         Raises OSError where a plain access would end the process with SIGBUS: on a read error, or when the
         file has been cut short. (Linux 5.14.)
@@ -103,16 +102,13 @@ class FileMap:
         return bool(failed) or bool((pages & 1).all())
 
     def ask_for(self, start: int, stop: int) -> None:
-        """Begin to read [start, stop) from the disk, all at once and not in the small steps of
-        page faults.
-        """
+        """Begin to read [start, stop) from the disk at once, not page fault by page fault."""
         start -= start % mmap.PAGESIZE
         _libc.madvise(self.address + start, stop - start, mmap.MADV_WILLNEED)
 
 
 def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
-    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the
-    disk.
+    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each.
 
     Uses one system call for many ranges where the kernel allows it (Linux 5.13; before 6.13 with
     CAP_SYS_NICE), and otherwise one for each range: every call releases the GIL and has to acquire it again.
@@ -193,7 +189,7 @@ def filesystem_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
             continue
         mount = os.fsdecode(_OCTAL.sub(lambda digits: bytes([int(digits[1], 8)]), left[4]))
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of two at one place, the later one hides the other
+        if inside and len(mount) >= len(best):  # the later of two mounts at one path hides the other
             best, kind = mount, right[0].decode(errors="replace")
     return kind
 
@@ -238,7 +234,7 @@ def make_private_folder(path: str) -> None:
             return
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            if not os.listdir(fd):  # another one of root's may have been moved there since
+            if not os.listdir(fd):  # another folder of root may have been moved there since
                 _give_to_owner(fd, folder)
         finally:
             os.close(fd)

@@ -67,8 +67,8 @@ def stream(
         source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.
         cache: a directory on a local disk, or a Cache.
         size_limit: the most that the cache may take on the disk, such as "200GB".
-        batch_size: samples a batch and rank.
-        transform: `fn(sample) -> sample | None` or `fn(sample, rng)`, run once a sample in the background.
+        batch_size: samples per batch on each rank.
+        transform: `fn(sample) -> sample | None` or `fn(sample, rng)`, run once per sample in the background.
         num_workers: sampling processes.
         options: any option of `Cache` (min_free, eviction), `open_source` (storage_options, label, …),
             `start_worker` (order, bandwidth_limit, shard_size, …) and `EpochLoader` (shuffle,
@@ -106,9 +106,7 @@ def stream(
 
 
 def _defaults_from_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Defaults for the worker from the distributed job: its cache's share of the remote, and its time to
-    linger.
-    """
+    """The defaults of `partition` and `linger_s` for the worker of this cache, in a distributed job."""
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
     if "partition" not in options:
         found["partition"] = find_share(cache.cache_id, 0.9 * timeout_s)

@@ -162,9 +162,7 @@ def worker(
 
 
 def _follow(started: Worker, filled: Cache) -> None:
-    """Show progress until the worker is done, or Ctrl-C; then what is cached, which stays for the next
-    worker.
-    """
+    """Show progress until the worker is done, or until Ctrl-C; then the final status."""
     try:
         with started:
             display.follow(started)
@@ -396,7 +394,7 @@ def demo(
 
 
 def _import_late(name: str) -> Any:
-    """Import a module that imports torch, which takes seconds that other commands should not wait."""
+    """Import a module that loads torch, for which the other commands should not wait."""
     return importlib.import_module(f"cachestream.{name}")
 
 

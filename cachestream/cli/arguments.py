@@ -41,7 +41,7 @@ def source_of(
     """A URL or path as a source, or the object that "module:name" names.
 
     `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own,
-    those of sizes as texts. Raises ConfigError for what cannot be read.
+    sizes in pixels as text. Raises ConfigError for text that cannot be parsed.
     """
     options = _pairs(source_options or (), "--source-option")
     if storage_options:

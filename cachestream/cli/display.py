@@ -254,9 +254,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _can_draw(console: Console) -> bool:
-    """Return whether the console can draw over earlier output; a dumb terminal would show only the last
-    state.
-    """
+    """Return whether the console can draw over earlier output, unlike a file or a dumb terminal."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -321,7 +319,7 @@ def follow(worker: Worker) -> None:
 
 
 def _has_ended(worker: Worker, timeout_s: float) -> bool:
-    """Wait for the end of the pass or of the worker; False at the deadline, also while a full cache rests."""
+    """Wait for the end of the pass or of the worker; False at the deadline, or while a full cache waits."""
     deadline_s = time.monotonic() + timeout_s
     try:
         while worker.wait(max(0.0, deadline_s - time.monotonic())):

@@ -27,7 +27,7 @@ USAGE: Final = 2
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; `arguments` are those of the process unless given."""
     have_standard_files()
-    # Where it is ignored, as by nohup, it stays so.
+    # A signal that is ignored, as under nohup, stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
     run(importlib.import_module("cachestream.cli.app").app, arguments)
@@ -39,7 +39,7 @@ def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None 
     _make_outputs_writable()
     signal.signal(signal.SIGTERM, _on_terminate)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    # And no other: drivers tell where they found credentials.
+    # Only this logger: storage drivers log where they found credentials.
     logging.getLogger("cachestream").setLevel(logging.INFO)
     try:
         if signal.getsignal(signal.SIGINT) is _exit_at_once:
@@ -57,14 +57,12 @@ def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None 
 
 
 def _exit_at_once(number: int, _frame: FrameType | None) -> None:
-    """Exit without an exception, which importing modules would report as their own error; nothing has begun
-    yet.
-    """
+    """Exit without an exception, which modules that are being imported would report as their own error."""
     os._exit(128 + number)
 
 
 def _on_terminate(number: int, _frame: FrameType | None) -> None:
-    """Unwind as for Ctrl-C, so that a worker in the foreground is let go."""
+    """Exit by an exception, as for Ctrl-C, so that a worker in the foreground is released."""
     sys.exit(128 + number)
 
 

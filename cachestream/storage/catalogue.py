@@ -69,7 +69,8 @@ class Catalogue:
         self._identity: tuple[int, int] | None = None
         self._read_only = False
         self._openings = self._commits = 0
-        self._is_damaged = False
+        self._is_damaged = False  # if True, the file is replaced before the next transaction
+        # Device and inode of a file that was found damaged, even if it passes SQLite's checks.
         self._condemned: tuple[int, int] | None = None
         self._healing = self._checking = False
         with _fork_lock:

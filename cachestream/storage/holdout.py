@@ -1,4 +1,7 @@
-"""The held-out share of a cache, which is stored once; samples cached before that are counted by key."""
+"""The held-out share of a cache.
+
+The share is stored once. In shards that were cached before that, held-out samples are counted by their keys.
+"""
 
 from __future__ import annotations
 

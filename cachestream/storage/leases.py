@@ -117,7 +117,7 @@ class Leases:
         return counts
 
     def look(self) -> tuple[int, IntArray]:
-        """The number of leases that live processes hold, and their ranges. Removes nothing: for a status."""
+        """The number of leases that live processes hold, and their ranges; leases of dead ones stay."""
         paths = [os.path.join(self._folder, name) for name in self._names()]
         held = [path for path in paths if is_held(path, shared=True)]
         ranges = [np.empty((0, 2), np.int64), *map(_read_ranges, held)]
@@ -134,9 +134,9 @@ class Leases:
 def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
     """The shards `ids[chosen]` as ranges `[n, 2]` of ids; `chosen` are ascending indices into `ids`.
 
-    Neighbours in `ids` share a range whatever ids lie between them: those belong to shards that are gone, or
-    to a few that are just being written. So a lease of a whole cache is one range, however often its shards
-    were replaced.
+    Two shards that are adjacent in `ids` share a range even if their ids are not consecutive: the ids between
+    belong to shards that are gone, or to a few that are being written. So a lease of a whole cache is one
+    range, however often its shards were replaced.
     """
     if not len(chosen):
         return np.empty((0, 2), np.int64)

@@ -83,7 +83,7 @@ def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
 def _compare_settings(directory: Directory, catalogue: Catalogue) -> None:
     """Compare the settings with their checksummed copy: a bit flip could make the limit any number.
 
-    Another process may just be storing both. If they still differ after that, the copy wins.
+    Another process may be storing both at this moment. If they still differ after a second, the copy wins.
     """
     deadline_s = time.monotonic() + _SAVE_TIMEOUT_S
     while True:
@@ -143,7 +143,7 @@ def _set_aside(directory: Directory, limit_bytes: int) -> None:
             move(directory.catalogue, aside)
         else:
             remove(directory.catalogue)
-        # SQLite would not apply it to an empty file, but it is of no use.
+        # SQLite would not apply this journal to an empty file, but it is of no use.
         remove_if_there(directory.catalogue + "-journal")
 
 

@@ -161,7 +161,7 @@ def describe_skipped(failures: Sequence[FailureRow]) -> str:
     return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"
 
 
-# Beginning of the source's fingerprint → the option that makes its samples alike.
+# Beginning of the source's fingerprint → the option that gives all samples the same fields.
 _REMEDIES: Final = {
     "files:": "leave files of other kinds out with extensions=, ",
     "tfrecords:": "say what each feature is to be with features=, ",

@@ -1,4 +1,4 @@
-"""Typed SQL statements on the catalogue, for one transaction. They decide nothing."""
+"""Typed SQL statements on the catalogue, for one transaction, without decisions."""
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
 from __future__ import annotations
@@ -283,7 +283,8 @@ class Tables(ProgressTables):
         """Iterate over all shards, or those that some epoch has used, in the order of an eviction policy.
 
         The first to evict comes first. Shards in the ranges `excluded` `[n, 2]` of ids (first, last) are left
-        out, but only in the first 100 ranges: the caller filters by the rest. SQLite sorts, so only the rows that are consumed become objects.
+        out, but only in the first 100 ranges: the caller filters by the rest. SQLite sorts, so only the rows
+        that are consumed become objects.
         """
         ranges = [] if excluded is None else excluded[:_MAX_RANGES].tolist()
         where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))

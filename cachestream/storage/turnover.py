@@ -81,9 +81,11 @@ def shards_to_leave(
     `least` samples.
 
     Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
-    several trainers have to leave out the same ones. The leases at the paths `mine` end with the previous
-    epoch. Shards that the previous epoch left out are soon replaced by a filling that has waited since the
-    last snapshot, and do not count towards this share.
+    several trainers have to leave out the same ones. `mine` are the paths of the caller's leases, which end
+    with the previous epoch and do not count.
+
+    If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
+    previous epoch left out. Those come first, so their bytes are added to the share.
     """
     policy, room = reservations.policy(tables), reservations.room(tables)
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
@@ -118,8 +120,7 @@ def shards_to_leave(
         share_bytes = _turnover_bytes(tables, room, turnover, int(sizes.max(initial=0)))
         leave_bytes += share_bytes
         if share_bytes and _has_waited(tables) and (epoch_size is None or epoch_size >= int(counts.sum())):
-            # Short epochs follow one another faster than they are replaced: no more than one share waits for
-            # it.
+            # At most one share: short epochs would leave out shards faster than the filling replaces them.
             replaced_bytes = sum(tables.reserved_bytes())
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
             leave_bytes += max(0, min(left_bytes, share_bytes - replaced_bytes))

@@ -1,9 +1,8 @@
-"""Bringing the shards of recorded epochs back from the remote, byte for byte what they were.
+"""Refetching: the shards of recorded epochs are made again from the remote, byte for byte.
 
-A shard's header says which samples it holds: the pass, and the places of its samples in that pass's order.
-From these follow the units, and the random generator that each unit was read with. So a shard comes back
-identical wherever the source and the transform are deterministic, and what comes back different is not taken
-in.
+A shard's header names its pass, and the positions of its samples in the order of the pass. The units and the
+random generator of each unit follow from these. So a shard comes back identical if the source and the
+transform are deterministic. A shard that comes back different is rejected.
 """
 
 from __future__ import annotations
@@ -63,7 +62,8 @@ Transform = Callable[..., Any]
 
 @dataclass(slots=True)
 class RefetchReport:
-    """Outcome for the shards of the manifests: of `wanted`, `cached` were there and `brought` came back.
+    """The numbers of shards that the manifests need (`wanted`), that were `cached`, and that were `brought`
+    back.
 
     `failed` holds the reason for each of the others.
     """
@@ -82,7 +82,7 @@ class RefetchReport:
 
 
 class _NotReproducibleError(Exception):
-    """A shard cannot be made again, or came back different; the message is the reason."""
+    """A shard cannot be made again, or it differs from the recorded one; the message is the reason."""
 
 
 def refetch(
@@ -101,8 +101,8 @@ def refetch(
 
     `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units
     are read at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at
-    the time. In a cache that a worker has filled, shards are left out whose samples other shards hold by now,
-    because an epoch would have them twice: refetch into an empty directory to replay those.
+    the time. If a worker has filled the cache, a shard fails whose samples are in other shards by now, because
+    an epoch would have them twice: refetch into an empty directory to replay it.
 
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is
     too small, SourceUnavailableError and SourceError when the remote does not give the units.
@@ -115,7 +115,7 @@ def refetch(
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if (growing := as_growing(source)) is not None:
-            source = list_all(growing, cache)  # by the labels and the names that a worker would have
+            source = list_all(growing, cache)  # with the labels and names that a worker gives
         restorer = stack.enter_context(_Restorer(cache, source))
         missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
@@ -135,8 +135,9 @@ def refetch(
 
 
 def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
-    """The shards that the epochs recorded at `manifest` need, each once; raises ConfigError where there are
-    none.
+    """The shards that the epochs recorded at `manifest` need, each once.
+
+    Raises ConfigError if there are none.
     """
     path = os.path.expanduser(manifest)
     names = [path]
@@ -181,8 +182,9 @@ class _Restorer:
         return [content for content in wanted if content.hash not in found]
 
     def check_not_held(self, content: Content, maker: _Maker) -> None:
-        """Raise if a cache that a worker filled holds some of the shard's samples: an epoch would have them
-        twice.
+        """Raise _NotReproducibleError if other shards of a cache that a worker filled hold some of the samples.
+
+        Raises ConfigError for a cache that was filled from another source.
         """
         maker.plan_of(content)  # raises for what was listed otherwise
         parts = [int(content.fill.get("part", WHOLE))] if self._filled_by_worker else []
@@ -254,8 +256,10 @@ class _Maker:
         self._divided: dict[PassPlan, Source] = {}
 
     def plan_of(self, content: Content) -> PassPlan:
-        """The pass of a shard; raises ConfigError for another source, and _NotReproducibleError where its header
-        lacks one.
+        """The pass of a shard.
+
+        Raises ConfigError for another source, _NotReproducibleError where the header names no pass or the
+        remote lists other units by now.
         """
         fill, source = content.fill, self._source
         if not {"source", "plan", "length", "spans"} <= fill.keys():
@@ -304,7 +308,7 @@ class _Maker:
         return order
 
     def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:
-        """Parts of units in a shard, in its order: (unit, first offset, the offset after the last)."""
+        """The parts of units in a shard, in order: (unit, first offset, offset after the last)."""
         order = self.order_of(self.plan_of(content))
         for position, offset, last, until in content.fill["spans"]:
             stop = last + (until > 0)
@@ -321,7 +325,8 @@ class _Maker:
             for key, sample in itertools.chain.from_iterable(part.result() for part in parts):
                 if not _belongs_to(content, key):
                     continue
-                with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then, and now
+                # A sample that is skipped now was skipped then.
+                with contextlib.suppress(SampleError, SchemaMismatchError):
                     packer.add(key, to_record(sample), known)
         finally:
             for part in parts:
@@ -354,7 +359,7 @@ class _Maker:
             try:
                 key, sample = next(reading)
             except (StopIteration, SampleError):
-                return  # a damaged unit ended here then, too
+                return  # a damaged unit ended here at the first reading, too
             if offset < first:
                 continue
             sample = self._transformed(sample, functools.partial(sample_generator, plan, unit, offset))
@@ -365,7 +370,7 @@ class _Maker:
         """`sample` after the transform; None if it was dropped or failed."""
         try:
             return sample if self._transform is None else self._transform(sample, generator)
-        except (Exception, SystemExit):  # noqa: BLE001  skipped by the worker as well, whatever it was
+        except (Exception, SystemExit):  # noqa: BLE001  the worker skips the sample, too
             return None
 
 
