@@ -78,18 +78,18 @@ def stream(
     and fields whose shape varies. Raises ConfigError for what cannot work, and RankMismatchError when a rank
     of the job does not call it, too.
     """
-    worker_names, loader_names = keywords_of(start_worker), keywords_of(EpochLoader.__init__)
-    reject_unknown(
-        "stream",
-        _without(options, {*_CACHE_OPTIONS, *SOURCE_OPTIONS, *worker_names, *loader_names}),
-        _ARGUMENTS,
-    )
+    unknown = {name: value for name, value in options.items() if name not in _ARGUMENTS}
+    reject_unknown("stream", unknown, _ARGUMENTS)
     timeout_s = options.get("timeout_s", _TIMEOUT_S)
     check_seconds("timeout_s", timeout_s, SHORTEST_S)
     source_options = _selected(options, SOURCE_OPTIONS)
     # A path or dataset is opened while the worker's Python starts.
     source = open_source(source, **source_options) if is_source(source) else Unopened(source, source_options)
-    worker_options = {"transform": transform, "num_workers": num_workers, **_selected(options, worker_names)}
+    worker_options = {
+        "transform": transform,
+        "num_workers": num_workers,
+        **_selected(options, keywords_of(start_worker)),
+    }
     # Before a cache is made.
     WorkerOptions(**_selected(worker_options, WorkerOptions.__dataclass_fields__)).check()
     settings = {**_selected(options, _CACHE_OPTIONS), "size_limit": size_limit}
@@ -99,7 +99,9 @@ def stream(
         _set(cache, settings)
     worker = start_worker(cache, source, **(_defaults_from_job(cache, options, timeout_s) | worker_options))
     try:
-        return StreamLoader(cache, worker, batch_size, **_selected(options, loader_names))
+        return StreamLoader(
+            cache, worker, batch_size, **_selected(options, keywords_of(EpochLoader.__init__))
+        )
     except BaseException:
         worker.close()
         raise
@@ -124,10 +126,6 @@ def _set(cache: Cache, settings: Mapping[str, Any]) -> None:
 
 def _selected(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
-
-
-def _without(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
 
 
 _ARGUMENTS: Final = sorted(

@@ -118,10 +118,10 @@ def worker(
     workers: WorkersOption = None,
     transform: TransformOption = None,
     shard_size: Annotated[
-        str | None, typer.Option(help="Of a full shard: 64MB, or less in a small cache, unless set.")
+        str | None, typer.Option(help="The size of a full shard; by default 64MB, or less in a small cache.")
     ] = None,
     order: OrderOption = "shuffle",
-    seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
     partition: PartitionOption = None,
@@ -354,7 +354,7 @@ def diagnose(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
     workers: WorkersOption = None,
     folder: Annotated[
-        str | None, typer.Option(help="On the disk of the cache to be. Else the system's.")
+        str | None, typer.Option(help="A folder on the disk of the future cache; by default the system's.")
     ] = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,

@@ -118,17 +118,21 @@ StorageOption = Annotated[
 SourceOption = Annotated[
     list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
 ]
-FormatOption = Annotated[str | None, typer.Option(help="Of what no ending tells: mds, litdata, files, ….")]
+FormatOption = Annotated[
+    str | None, typer.Option(help="The format, where no file ending tells it: mds, litdata, files, ….")
+]
 ResizeOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: the shorter side, or HEIGHTxWIDTH.")
 ]
 CropOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
 ]
-WorkersOption = Annotated[int | None, typer.Option(help="Sampling processes. Else one a core, 4 at most.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(help="Sampling processes; by default one per core, at most 4.")
+]
 SizeLimitOption = Annotated[
     str | None,
-    typer.Option(help='Such as "200GB". Else as it was, or for a new cache 80 % of the free disk.'),
+    typer.Option(help='Such as "200GB"; by default unchanged, or 80 % of the free disk for a new cache.'),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
 TransformOption = Annotated[str | None, typer.Option(help="module:function, run before caching.")]
