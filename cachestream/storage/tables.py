@@ -116,8 +116,9 @@ class ProgressTables:
         return [PassRow(*row) for row in rows]
 
     def insert_pass(self, plan: str, length: int | None, evicted_before: int) -> int:
+        # The id is above 0 even if all known passes are earlier ones, with ids below 0.
         cursor = self.execute(
-            "INSERT INTO passes (plan, length, next_position, evicted_before) VALUES (?, ?, 0, ?)",
+            "INSERT INTO passes SELECT max(0, coalesce(max(id), 0)) + 1, ?, ?, 0, ? FROM passes",
             (plan, length, evicted_before),
         )
         return int(cursor.lastrowid or 0)
