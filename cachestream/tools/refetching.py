@@ -165,7 +165,11 @@ class _Restorer:
         self._leases: list[Lease] = []
         self._ids: list[int] = []
         self._passes: dict[str, int] = {}
-        self._filled_by_worker = cache.fill_state() != "none"
+        # The recorded phase: `cache.fill_state()` would take the supervisor's lock, which this process holds,
+        # for a running worker. A rebuilt catalogue has no phase, but passes with ids above 0.
+        state = cache.filling.state()
+        is_rebuilt = state.last_pass is not None and state.last_pass.id > 0
+        self._filled_by_worker = state.phase != "none" or is_rebuilt
 
     def __enter__(self) -> Self:
         return self
