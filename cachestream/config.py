@@ -57,7 +57,7 @@ _UNITS: Final[dict[str, int]] = {
 }
 _GENERATORS: Final = ("generator", "rng")
 Result = TypeVar("Result")
-_MOST_BYTES: Final = 2**62  # the catalogue and the system use signed 64-bit integers
+_MAX_BYTES: Final = 2**62  # the catalogue and the system use signed 64-bit integers
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 # Names of options in similar libraries, and their names here.
@@ -141,7 +141,7 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
         if match is None or factor is None:
             raise ConfigError(f"{what}={value!r}: give bytes as a number, or text such as '200GB'")
         size_bytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
-    if size_bytes > _MOST_BYTES:
+    if size_bytes > _MAX_BYTES:
         raise ConfigError(f"{what}={value!r}: more than any disk has; give at most 4000PB")
     return size_bytes
 

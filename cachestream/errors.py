@@ -39,8 +39,9 @@ class SourceError(CacheStreamError):
 
 
 class SampleError(SourceError):
-    """Samples cannot be used: they are skipped and counted. `lost`: how many, at the end of a unit that gave
-    others.
+    """Samples cannot be used: they are skipped and counted.
+
+    `lost` is their number where a unit breaks off after it has given others.
     """
 
     lost: int = 1

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-_FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +40,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _SYS_PROCESS_MADVISE: Final = 440  # on all architectures
-_MOST_RANGES: Final = 1024  # of one call (IOV_MAX)
+_MAX_RANGES: Final = 1024  # of one call (IOV_MAX)
 
 
 class FileMap:
@@ -48,7 +48,7 @@ class FileMap:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        if address == _FAILED:
+        if address == _MAP_FAILED:
             raise _system_error()
         self.address = int(address)
         self.size_bytes = size_bytes
@@ -68,13 +68,8 @@ class FileMap:
         """The bytes, uint8 `[size_bytes]`, read-only; the array keeps the map."""
         return np.asarray(self)
 
-    def read_all(self) -> None:
-        """Bring all pages in, as `bring_in` does; does nothing before Linux 5.14."""
-        self.bring_in(0, self.size_bytes)
-
     def bring_in(self, start: int, stop: int) -> bool:
-        """Bring the pages of the bytes from `start` up to, not with, `stop` in; False where the kernel
-        cannot.
+        """Read the pages of the bytes [start, stop) into memory; False where the kernel cannot.
 
         Raises OSError where a plain access would end the process with SIGBUS: on a read error, or when the
         file has been cut short. (Linux 5.14.)
@@ -107,16 +102,13 @@ class FileMap:
         return bool(failed) or bool((pages & 1).all())
 
     def ask_for(self, start: int, stop: int) -> None:
-        """Begin to read [start, stop) from the disk, all at once and not in the small steps of
-        page faults.
-        """
+        """Begin to read [start, stop) from the disk at once, not page fault by page fault."""
         start -= start % mmap.PAGESIZE
         _libc.madvise(self.address + start, stop - start, mmap.MADV_WILLNEED)
 
 
 def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> None:
-    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each, from the
-    disk.
+    """Begin to read the pages of the mapped addresses from `starts` up to `stops`, int64 `[n]` each.
 
     Uses one system call for many ranges where the kernel allows it (Linux 5.13; before 6.13 with
     CAP_SYS_NICE), and otherwise one for each range: every call releases the GIL and has to acquire it again.
@@ -125,8 +117,8 @@ def ask_for_all(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> 
     ranges = np.empty((len(starts), 2), np.uint64)
     ranges[:, 0] = starts - starts % mmap.PAGESIZE
     ranges[:, 1] = stops - ranges[:, 0].view(np.int64)
-    for first in range(0, len(ranges), _MOST_RANGES):
-        part = ranges[first : first + _MOST_RANGES]
+    for first in range(0, len(ranges), _MAX_RANGES):
+        part = ranges[first : first + _MAX_RANGES]
         if not _advise_together(part):
             for address, size in part.tolist():
                 _libc.madvise(address, size, mmap.MADV_WILLNEED)
@@ -197,7 +189,7 @@ def filesystem_of(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
             continue
         mount = os.fsdecode(_OCTAL.sub(lambda digits: bytes([int(digits[1], 8)]), left[4]))
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):  # of two at one place, the later one hides the other
+        if inside and len(mount) >= len(best):  # the later of two mounts at one path hides the other
             best, kind = mount, right[0].decode(errors="replace")
     return kind
 
@@ -222,7 +214,7 @@ def open_private(path: str, flags: int) -> int:
                 if flags & os.O_EXCL:
                     raise
             else:
-                _give(fd, folder)
+                _give_to_owner(fd, folder)
                 return fd
             with suppress(FileNotFoundError):  # removed since: try again
                 return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
@@ -242,8 +234,8 @@ def make_private_folder(path: str) -> None:
             return
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            if not os.listdir(fd):  # another one of root's may have been moved there since
-                _give(fd, folder)
+            if not os.listdir(fd):  # another folder of root may have been moved there since
+                _give_to_owner(fd, folder)
         finally:
             os.close(fd)
 
@@ -260,7 +252,7 @@ def remove(path: str) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _give(fd: int, folder: int) -> None:
+def _give_to_owner(fd: int, folder: int) -> None:
     """Give a file that root has just made, open as `fd`, to the owner of `folder`, who could not open it
     otherwise.
     """
@@ -279,7 +271,7 @@ def _parent(path: str) -> Iterator[tuple[str, int]]:
     folder = os.open("/", _FOLDER)
     try:
         for part in above[1:]:
-            outer, folder = folder, _enter(folder, part)
+            outer, folder = folder, _open_subfolder(folder, part)
             os.close(outer)
         yield name, folder
     except OSError as error:
@@ -289,7 +281,7 @@ def _parent(path: str) -> Iterator[tuple[str, int]]:
         os.close(folder)
 
 
-def _enter(folder: int, name: str) -> int:
+def _open_subfolder(folder: int, name: str) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=folder)
     except NotADirectoryError as error:

@@ -40,15 +40,15 @@ class Split:
 
     def rows(self, hashes: Hashes) -> IntArray:
         """The rows of this split in a shard whose keys have the `hashes`: int64 `[n]`, ascending."""
-        return np.flatnonzero((hashes < np.uint64(_bound(self.holdout))) == self.held_out)
+        return np.flatnonzero((hashes < np.uint64(_hash_bound(self.holdout))) == self.held_out)
 
 
 def is_held_out(key: bytes, holdout: float) -> bool:
     """Return whether the sample with this key (UTF-8) is held out."""
-    return xxhash.xxh3_64_intdigest(key) < _bound(holdout)
+    return xxhash.xxh3_64_intdigest(key) < _hash_bound(holdout)
 
 
-def _bound(holdout: float) -> int:
+def _hash_bound(holdout: float) -> int:
     return int(holdout * 2.0**64)
 
 
@@ -56,7 +56,7 @@ def check_holdout(holdout: object) -> float:
     """`holdout`, a share above 0 and below 1; raises ConfigError for another value."""
     check_share("holdout", holdout)
     share = float(holdout)  # type: ignore[arg-type]
-    if not _bound(share):
+    if not _hash_bound(share):
         raise ConfigError(f"holdout={holdout!r} holds nothing out: give a share above 0, such as 0.05")
     return share
 

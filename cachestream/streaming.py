@@ -16,7 +16,7 @@ from cachestream.training.ranks import find_share, is_elastic
 from cachestream.worker.options import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
 
-_CACHE: Final = ("min_free", "eviction")
+_CACHE_OPTIONS: Final = ("min_free", "eviction")
 _TIMEOUT_S: Final = 120.0  # the loader's
 _LINGER_S: Final = 120.0  # in which torchrun has started the ranks again, and they have loaded torch
 logger = logging.getLogger("cachestream")
@@ -67,8 +67,8 @@ def stream(
         source: a path or URL, a wildcard, a list of them, a Source, a map-style Dataset or a function.
         cache: a directory on a local disk, or a Cache.
         size_limit: the most that the cache may take on the disk, such as "200GB".
-        batch_size: samples a batch and rank.
-        transform: `fn(sample) -> sample | None` or `fn(sample, rng)`, run once a sample in the background.
+        batch_size: samples per batch on each rank.
+        transform: `fn(sample) -> sample | None` or `fn(sample, rng)`, run once per sample in the background.
         num_workers: sampling processes.
         options: any option of `Cache` (min_free, eviction), `open_source` (storage_options, label, …),
             `start_worker` (order, bandwidth_limit, shard_size, …) and `EpochLoader` (shuffle,
@@ -78,34 +78,37 @@ def stream(
     and fields whose shape varies. Raises ConfigError for what cannot work, and RankMismatchError when a rank
     of the job does not call it, too.
     """
-    worker_names, loader_names = keywords_of(start_worker), keywords_of(EpochLoader.__init__)
-    reject_unknown(
-        "stream", _without(options, {*_CACHE, *SOURCE_OPTIONS, *worker_names, *loader_names}), _KNOWN
-    )
+    unknown = {name: value for name, value in options.items() if name not in _ARGUMENTS}
+    reject_unknown("stream", unknown, _ARGUMENTS)
     timeout_s = options.get("timeout_s", _TIMEOUT_S)
     check_seconds("timeout_s", timeout_s, SHORTEST_S)
-    given = _only(options, SOURCE_OPTIONS)
+    source_options = _selected(options, SOURCE_OPTIONS)
     # A path or dataset is opened while the worker's Python starts.
-    source = open_source(source, **given) if is_source(source) else Unopened(source, given)
-    asked = {"transform": transform, "num_workers": num_workers, **_only(options, worker_names)}
-    WorkerOptions(**_only(asked, WorkerOptions.__dataclass_fields__)).check()  # before a cache is made
-    settings = {**_only(options, _CACHE), "size_limit": size_limit}
+    source = open_source(source, **source_options) if is_source(source) else Unopened(source, source_options)
+    worker_options = {
+        "transform": transform,
+        "num_workers": num_workers,
+        **_selected(options, keywords_of(start_worker)),
+    }
+    # Before a cache is made.
+    WorkerOptions(**_selected(worker_options, WorkerOptions.__dataclass_fields__)).check()
+    settings = {**_selected(options, _CACHE_OPTIONS), "size_limit": size_limit}
     if not isinstance(cache, Cache):
         cache = Cache(cache, **settings)
     else:
         _set(cache, settings)
-    worker = start_worker(cache, source, **(_of_this_job(cache, options, timeout_s) | asked))
+    worker = start_worker(cache, source, **(_defaults_from_job(cache, options, timeout_s) | worker_options))
     try:
-        return StreamLoader(cache, worker, batch_size, **_only(options, loader_names))
+        return StreamLoader(
+            cache, worker, batch_size, **_selected(options, keywords_of(EpochLoader.__init__))
+        )
     except BaseException:
         worker.close()
         raise
 
 
-def _of_this_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Defaults for the worker from the distributed job: its cache's share of the remote, and its time to
-    linger.
-    """
+def _defaults_from_job(cache: Cache, options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The defaults of `partition` and `linger_s` for the worker of this cache, in a distributed job."""
     found: dict[str, Any] = {"linger_s": _LINGER_S if is_elastic() else 0.0}
     if "partition" not in options:
         found["partition"] = find_share(cache.cache_id, 0.9 * timeout_s)
@@ -121,16 +124,12 @@ def _set(cache: Cache, settings: Mapping[str, Any]) -> None:
             setattr(cache, name, value)
 
 
-def _only(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
+def _selected(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 
 
-def _without(options: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
-_KNOWN: Final = sorted(
-    {"source", "cache", "size_limit", "batch_size", *_CACHE, *SOURCE_OPTIONS}
+_ARGUMENTS: Final = sorted(
+    {"source", "cache", "size_limit", "batch_size", *_CACHE_OPTIONS, *SOURCE_OPTIONS}
     | keywords_of(start_worker)
     | keywords_of(EpochLoader.__init__)
 )

@@ -92,13 +92,13 @@ def _open(path: str) -> Cache:
     """The cache at `path`, which must be there: a mistyped path should not make a new one."""
     directory = Directory(os.path.realpath(os.path.expanduser(path)))
     with translated_disk_errors(directory.root, "looking for a cache"):
-        is_there = any(map(_is_there, (directory.catalogue, directory.settings)))
+        is_there = any(map(_exists, (directory.catalogue, directory.settings)))
     if not is_there:
         raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
     return Cache(path)
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     """Return whether `path` exists. Raises OSError where this user has no access."""
     try:
         os.stat(path)
@@ -118,10 +118,10 @@ def worker(
     workers: WorkersOption = None,
     transform: TransformOption = None,
     shard_size: Annotated[
-        str | None, typer.Option(help="Of a full shard: 64MB, or less in a small cache, unless set.")
+        str | None, typer.Option(help="The size of a full shard; by default 64MB, or less in a small cache.")
     ] = None,
     order: OrderOption = "shuffle",
-    seed: Annotated[int, typer.Option(help="Of the order and of random transforms.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
     partition: PartitionOption = None,
@@ -142,7 +142,7 @@ def worker(
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_workers": workers,
         "transform": function,
         "shard_size": shard_size,
@@ -152,9 +152,9 @@ def worker(
         "bandwidth_limit": bandwidth_limit,
         "when_full": when_full,
     }
-    WorkerOptions(**asked).check()  # before a cache is made
+    WorkerOptions(**options).check()  # before a cache is made
     with Cache(cache, size_limit, min_free=min_free, eviction=eviction) as filled:
-        started = start_worker(filled, opened, detach=detach, holdout=holdout, **asked)
+        started = start_worker(filled, opened, detach=detach, holdout=holdout, **options)
         if detach:
             display.say(f"filling {filled.path} in the background; see: cachestream status {cache}")
         else:
@@ -162,15 +162,13 @@ def worker(
 
 
 def _follow(started: Worker, filled: Cache) -> None:
-    """Show progress until the worker is done, or Ctrl-C; then what is cached, which stays for the next
-    worker.
-    """
+    """Show progress until the worker is done, or until Ctrl-C; then the final status."""
     try:
         with started:
             display.follow(started)
     finally:
         status = filled.status()
-        display.say_what_there_is(status)
+        display.say_result(status)
     if status.fill_state == "complete" and status.fill_message and not status.num_samples:
         raise typer.Exit(PROBLEM)
 
@@ -302,7 +300,7 @@ def refetch(
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
-    refetching = _late("tools.refetching")
+    refetching = _import_late("tools.refetching")
     wanted = refetching.wanted_shards(manifest)
     with Cache(cache, size_limit) as filled, display.progress("refetching") as advance:
         report = refetching.refetch(wanted, filled, opened, transform=function, on_progress=advance)
@@ -344,7 +342,7 @@ def bench(
     """
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     with _open(cache) as filled:
-        report = _late("tools.bench").bench(filled, batch_size, seconds, function)
+        report = _import_late("tools.bench").bench(filled, batch_size, seconds, function)
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 
 
@@ -356,7 +354,7 @@ def diagnose(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to read.")] = 5.0,
     workers: WorkersOption = None,
     folder: Annotated[
-        str | None, typer.Option(help="On the disk of the cache to be. Else the system's.")
+        str | None, typer.Option(help="A folder on the disk of the future cache; by default the system's.")
     ] = None,
     storage_option: StorageOption = None,
     source_option: SourceOption = None,
@@ -373,7 +371,7 @@ def diagnose(
     named = {"format": format, "resize": resize, "crop": crop}
     opener = functools.partial(source_of, source, source_option, storage_option, **named)
     limits = {"seconds": seconds, "workers": workers, "folder": folder}
-    found = _late("tools.diagnose.diagnose").diagnose(
+    found = _import_late("tools.diagnose.diagnose").diagnose(
         redact(source), opener, function, **limits, on_progress=display.say
     )
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
@@ -392,11 +390,11 @@ def demo(
 
     Two ranks train on a growing cache, without a network.
     """
-    raise typer.Exit(_late("demo").run(output, keep=keep))
+    raise typer.Exit(_import_late("demo").run(output, keep=keep))
 
 
-def _late(name: str) -> Any:
-    """Import a module that imports torch, which takes seconds that other commands should not wait."""
+def _import_late(name: str) -> Any:
+    """Import a module that loads torch, for which the other commands should not wait."""
     return importlib.import_module(f"cachestream.{name}")
 
 

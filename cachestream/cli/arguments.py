@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from cachestream.errors import ConfigError
 from cachestream.sources.open import open_source
 
-_SIZE: Final = re.compile(r"(\d+)(?:x(\d+))?")
+_PIXELS: Final = re.compile(r"(\d+)(?:x(\d+))?")
 
 
 def load(name: str, what: str) -> Any:
@@ -41,14 +41,14 @@ def source_of(
     """A URL or path as a source, or the object that "module:name" names.
 
     `source_options` and `storage_options` are KEY=VALUE pairs; `named` are options with flags of their own,
-    those of sizes as texts. Raises ConfigError for what cannot be read.
+    sizes in pixels as text. Raises ConfigError for text that cannot be parsed.
     """
     options = _pairs(source_options or (), "--source-option")
     if storage_options:
         options["storage_options"] = _pairs(storage_options, "--storage-option")
     for name, value in named.items():
         if value is not None:
-            options[name] = _size(name, value) if name in ("resize", "crop") else value
+            options[name] = _pixels(name, value) if name in ("resize", "crop") else value
     module, colon, name = text.partition(":")
     is_name = bool(colon) and name.isidentifier() and all(p.isidentifier() for p in module.split("."))
     what = load(text, "SOURCE") if is_name and not os.path.exists(text) else text
@@ -78,9 +78,9 @@ def _pairs(pairs: Sequence[str], what: str) -> dict[str, Any]:
     return found
 
 
-def _size(name: str, text: str) -> int | tuple[int, int]:
+def _pixels(name: str, text: str) -> int | tuple[int, int]:
     """A number of pixels, or "240x320" as height and width."""
-    match = _SIZE.fullmatch(text)
+    match = _PIXELS.fullmatch(text)
     if match is None:
         raise ConfigError(f"--{name} {text!r}: give pixels, such as 224, or HEIGHTxWIDTH, such as 240x320")
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
@@ -118,17 +118,21 @@ StorageOption = Annotated[
 SourceOption = Annotated[
     list[str] | None, typer.Option(help="KEY=VALUE for the source, such as extensions=.jpg; repeatable.")
 ]
-FormatOption = Annotated[str | None, typer.Option(help="Of what no ending tells: mds, litdata, files, ….")]
+FormatOption = Annotated[
+    str | None, typer.Option(help="The format, where no file ending tells it: mds, litdata, files, ….")
+]
 ResizeOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: the shorter side, or HEIGHTxWIDTH.")
 ]
 CropOption = Annotated[
     str | None, typer.Option(metavar="PIXELS", help="Images: a square from the middle, or HEIGHTxWIDTH.")
 ]
-WorkersOption = Annotated[int | None, typer.Option(help="Sampling processes. Else one a core, 4 at most.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(help="Sampling processes; by default one per core, at most 4.")
+]
 SizeLimitOption = Annotated[
     str | None,
-    typer.Option(help='Such as "200GB". Else as it was, or for a new cache 80 % of the free disk.'),
+    typer.Option(help='Such as "200GB"; by default unchanged, or 80 % of the free disk for a new cache.'),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for a program to read.")]
 TransformOption = Annotated[str | None, typer.Option(help="module:function, run before caching.")]

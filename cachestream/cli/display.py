@@ -37,6 +37,8 @@ _STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "fai
 _REASONS_SHOWN: Final = 5
 _BAR_WIDTH: Final = 28
 _GAP: Final = 2
+_LIVE_INTERVAL_S: Final = 0.5
+_LINE_INTERVAL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,18 +249,12 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-_LOOK_S: Final = 0.5
-_LINE_S: Final = 10.0
-
-
 def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False)
 
 
 def _can_draw(console: Console) -> bool:
-    """Return whether the console can draw over earlier output; a dumb terminal would show only the last
-    state.
-    """
+    """Return whether the console can draw over earlier output, unlike a file or a dumb terminal."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -293,7 +289,7 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
             pause.wait(interval_s)
 
 
-def say_what_there_is(status: CacheStatus) -> None:
+def say_result(status: CacheStatus) -> None:
     """Show the result of filling, with the reason where samples are missing."""
     say(one_line(status))
     if told := describe_skipped(status.failures):
@@ -313,7 +309,7 @@ def follow(worker: Worker) -> None:
     live = Live(console=console, auto_refresh=False)
     with live if draws else nullcontext():
         while not ended:
-            ended = _has_ended(worker, _LOOK_S if draws else _LINE_S)
+            ended = _has_ended(worker, _LIVE_INTERVAL_S if draws else _LINE_INTERVAL_S)
             status = worker.status()
             now = rates.add(time.monotonic(), status.worker)
             if draws:
@@ -323,7 +319,7 @@ def follow(worker: Worker) -> None:
 
 
 def _has_ended(worker: Worker, timeout_s: float) -> bool:
-    """Wait for the end of the pass or of the worker; False at the deadline, also while a full cache rests."""
+    """Wait for the end of the pass or of the worker; False at the deadline, or while a full cache waits."""
     deadline_s = time.monotonic() + timeout_s
     try:
         while worker.wait(max(0.0, deadline_s - time.monotonic())):
@@ -331,7 +327,7 @@ def _has_ended(worker: Worker, timeout_s: float) -> bool:
                 return True
             if time.monotonic() >= deadline_s:
                 return False
-            time.sleep(min(_LOOK_S, timeout_s))
+            time.sleep(min(_LIVE_INTERVAL_S, timeout_s))
     except WorkerTimeoutError:
         return False
     return True

@@ -27,44 +27,42 @@ USAGE: Final = 2
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; `arguments` are those of the process unless given."""
     have_standard_files()
-    # Where it is ignored, as by nohup, it stays so.
+    # A signal that is ignored, as under nohup, stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
+        signal.signal(signal.SIGINT, _exit_at_once)
     run(importlib.import_module("cachestream.cli.app").app, arguments)
 
 
 def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None = None) -> None:
     """Call `app` with the arguments, and exit; what it raises becomes a line on stderr and an exit code."""
     have_standard_files()
-    _write_what_can_be_written()
+    _make_outputs_writable()
     signal.signal(signal.SIGTERM, _on_terminate)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    # And no other: drivers tell where they found credentials.
+    # Only this logger: storage drivers log where they found credentials.
     logging.getLogger("cachestream").setLevel(logging.INFO)
     try:
-        if signal.getsignal(signal.SIGINT) is _end_at_once:
+        if signal.getsignal(signal.SIGINT) is _exit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         app(None if arguments is None else list(arguments))
     except CacheStreamError as error:
-        _say(str(error))
+        _print_error(str(error))
         sys.exit(USAGE if isinstance(error, ConfigError) else PROBLEM)
     except OSError as error:  # a process's main: a full disk under stdout, a current folder that is gone
-        _say(_describe(error))
+        _print_error(_describe(error))
         _drop_output()
         sys.exit(PROBLEM)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _end_at_once(number: int, _frame: FrameType | None) -> None:
-    """Exit without an exception, which importing modules would report as their own error; nothing has begun
-    yet.
-    """
+def _exit_at_once(number: int, _frame: FrameType | None) -> None:
+    """Exit without an exception, which modules that are being imported would report as their own error."""
     os._exit(128 + number)
 
 
 def _on_terminate(number: int, _frame: FrameType | None) -> None:
-    """Unwind as for Ctrl-C, so that a worker in the foreground is let go."""
+    """Exit by an exception, as for Ctrl-C, so that a worker in the foreground is released."""
     sys.exit(128 + number)
 
 
@@ -74,11 +72,11 @@ def _describe(error: OSError) -> str:
     return f"{error.filename or 'the output'}: {error.strerror or error}"
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     sys.stderr.write(f"cachestream: {line}\n")
 
 
-def _write_what_can_be_written() -> None:
+def _make_outputs_writable() -> None:
     """Open both outputs where they are closed, and escape characters that their encoding lacks."""
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

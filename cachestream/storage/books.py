@@ -23,7 +23,8 @@ from cachestream.storage.tables import SPLIT_STATEMENTS, STATEMENTS, Tables
 DAMAGE_ERRORS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _COUNTERS: Final = (
     "size_limit", "min_free", "last_shard_id", "clock", "evicted_shards", "evicted_samples", "evicted_bytes",
-    "written_samples", "written_bytes", "quarantined", "lost_shards", "listing", "is_looking",
+    "evicted_unused_samples", "written_samples", "written_bytes", "quarantined", "lost_shards", "listing",
+    "is_looking", "epoch_waits", "epoch_waits_seen",
 )  # fmt: skip
 _SETTINGS: Final = ("cache_id", "size_limit", "min_free", "eviction")
 _MOST_ID: Final = 10**17  # as many digits as a file name may have

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from cachestream.training.dataset import EpochDataset
 
-_WATCH_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 logger = logging.getLogger("cachestream")
 
@@ -216,7 +216,7 @@ class Cache:
             elif deadline is not None and time.monotonic() >= deadline:
                 why = f"after {timeout_s:g} s the filling is '{state}'"
             else:
-                time.sleep(_WATCH_S)  # SQLite cannot notify
+                time.sleep(_POLL_S)  # SQLite cannot notify
                 continue
             hint = hint or fill.message or hindrance(self.directory, fill) or describe_skipped(fill.failures)
             raise NotEnoughSamplesError(

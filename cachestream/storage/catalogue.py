@@ -33,9 +33,7 @@ from cachestream.storage.tables import APPLICATION_ID, SCHEMA_VERSION, STATEMENT
 
 LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
-_CACHE_KIB: Final = (
-    65_536  # a transaction larger than the page cache would lock out readers before it commits
-)
+_CACHE_KIB: Final = 65_536  # a transaction larger than the page cache locks out readers before it commits
 _REOPENINGS: Final = 5
 
 
@@ -71,10 +69,11 @@ class Catalogue:
         self._identity: tuple[int, int] | None = None
         self._read_only = False
         self._openings = self._commits = 0
-        self._suspect = False
+        self._is_damaged = False  # if True, the file is replaced before the next transaction
+        # Device and inode of a file that was found damaged, even if it passes SQLite's checks.
         self._condemned: tuple[int, int] | None = None
         self._healing = self._checking = False
-        with _forking:
+        with _fork_lock:
             _catalogues.add(self)
 
     def create(self, fill: Callable[[Tables], None]) -> None:
@@ -129,7 +128,7 @@ class Catalogue:
         Raises CacheLockedError when another process holds the lock past the deadline, CacheFullError when the
         disk is full, and CacheError when the file cannot be written.
         """
-        with self._lock, self._watched():
+        with self._lock, self._translated_errors():
             connection = self._begin("BEGIN IMMEDIATE")
             try:
                 yield Tables(connection)
@@ -142,7 +141,7 @@ class Catalogue:
     @contextmanager
     def reading(self) -> Iterator[Tables]:
         """A consistent view of all tables."""
-        with self._lock, self._watched():
+        with self._lock, self._translated_errors():
             if self._connection is not None and self._connection.in_transaction:
                 yield Tables(self._connection)
                 return
@@ -154,7 +153,7 @@ class Catalogue:
 
     def revision(self) -> Revision:
         """The current revision; every commit, by any process, changes it. Not within a transaction."""
-        with self._lock, self._watched():
+        with self._lock, self._translated_errors():
             # data_version counts the commits of other connections.
             others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
             return Revision(self._openings, others, self._commits)
@@ -183,9 +182,9 @@ class Catalogue:
     def heal(self, *, condemned: bool = False) -> None:
         """Have a damaged file replaced now; with `condemned`, even though it passes the checks."""
         with self._lock:
-            self._suspect = True
+            self._is_damaged = True
             self._condemned = file_identity(self.path) if condemned else self._condemned
-            self._mend()
+            self._heal_if_needed()
 
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""
@@ -214,21 +213,21 @@ class Catalogue:
         _check_kind_and_owner(self.path)
         if self._connection is not None and file_identity(self.path) != self._identity:
             self.close()
-        if self._suspect or self._connection is None:
-            self._mend()
+        if self._is_damaged or self._connection is None:
+            self._heal_if_needed()
         if self._connection is None:
             self._open()
         assert self._connection is not None
         return self._connection
 
-    def _mend(self) -> None:
+    def _heal_if_needed(self) -> None:
         if self._heal is None or self._healing:
             return
-        if self._suspect or _is_blank(self.path):
+        if self._is_damaged or _is_blank(self.path):
             self._healing = True
             try:
                 self._heal(self)
-                self._suspect = False
+                self._is_damaged = False
             finally:
                 self._healing = False
 
@@ -279,7 +278,7 @@ class Catalogue:
             self.close()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             with (
                 translated_disk_errors(self.path, "in a transaction"),
@@ -287,14 +286,14 @@ class Catalogue:
             ):
                 yield
         except CatalogueDamagedError:
-            self._suspect, self._condemned = True, self._identity
+            self._is_damaged, self._condemned = True, self._identity
             raise
         except DAMAGE_ERRORS as error:  # from a damaged value, or from a bug in the transaction's code
             is_ours = self._checking or isinstance(error, CacheStreamError)
             problem = None if is_ours else self._impossible_value()
             if problem is None:
                 raise
-            self._suspect, self._condemned = True, self._identity
+            self._is_damaged, self._condemned = True, self._identity
             raise CatalogueDamagedError(
                 f"{self.path} is damaged ({problem}); run 'cachestream verify CACHE --repair'"
             ) from error
@@ -335,32 +334,32 @@ def _is_blank(path: str) -> bool:
         return True
 
 
-_forking = threading.RLock()
+_fork_lock = threading.RLock()
 _catalogues: weakref.WeakSet[Catalogue] = weakref.WeakSet()
-_paused: list[Catalogue] = []
+_locked_for_fork: list[Catalogue] = []
 _inherited: list[sqlite3.Connection] = []
 
 
 def _before_fork() -> None:
     """Wait until no thread is in a transaction. Hooks registered earlier (locks.py) run after this."""
-    _forking.acquire(timeout=_FORK_TIMEOUT_S)
-    _paused[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
+    _fork_lock.acquire(timeout=_FORK_TIMEOUT_S)
+    _locked_for_fork[:] = [one for one in list(_catalogues) if one._lock.acquire(timeout=_FORK_TIMEOUT_S)]
 
 
 def _after_fork_in_parent() -> None:
-    for one in _paused:
+    for one in _locked_for_fork:
         one._lock.release()
-    _paused.clear()
+    _locked_for_fork.clear()
     try:
-        _forking.release()
+        _fork_lock.release()
     except RuntimeError:  # not acquired: the timeout had passed
         pass
 
 
 def _after_fork_in_child() -> None:
-    global _forking
-    _forking = threading.RLock()
-    _paused.clear()
+    global _fork_lock
+    _fork_lock = threading.RLock()
+    _locked_for_fork.clear()
     for one in list(_catalogues):
         one._forget_parent()
 

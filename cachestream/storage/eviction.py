@@ -1,4 +1,4 @@
-"""The order of eviction, as pure functions of frozen rows."""
+"""The policies of eviction, and the choice of victims, as pure functions of frozen rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from cachestream.config import format_size
 from cachestream.errors import ConfigError
 from cachestream.schema import ShardRow
 
-# A callable gets the evictable rows, oldest first, and returns them (or their ids), the first to evict first.
-EvictionPolicy = str | Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]
+# A function gets the evictable rows, oldest first, and returns them (or their ids), the first to evict first.
+EvictionFunction = Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]
+EvictionPolicy = str | EvictionFunction
 
-# The order of eviction as sort keys over columns. The id breaks ties, so older shards are evicted first.
+# The columns that SQL sorts shards by; "-" is descending. The id breaks ties: older shards are evicted first.
 ORDERS: Final[dict[str, tuple[str, ...]]] = {
     "lru": ("last_used", "id"),
     "fifo": ("id",),
@@ -31,30 +32,23 @@ def check_policy(policy: EvictionPolicy) -> EvictionPolicy:
     )
 
 
-def in_order(policy: EvictionPolicy, rows: Sequence[ShardRow]) -> list[ShardRow]:
-    """Return `rows`, the first to evict first; an empty list for the policy "none".
+def chosen_by(policy: EvictionFunction, rows: Sequence[ShardRow]) -> list[ShardRow]:
+    """The rows that an eviction function returns, the first to evict first.
 
     Raises ConfigError for a function that fails, or that returns anything but some of the rows or their ids.
     """
-    if callable(policy):
-        by_id = {row.id: row for row in rows}
-        chosen = _asked(policy, rows)
-        unknown = [shard_id for shard_id in chosen if shard_id not in by_id]
-        if unknown or len(set(chosen)) != len(chosen):
-            raise ConfigError(
-                f"the eviction function returned unknown or repeated shards: {unknown or chosen}; "
-                "return some of the rows it gets, or their ids, first to go first"
-            )
-        return [by_id[shard_id] for shard_id in chosen]
-    keys = ORDERS[policy]
-    if not keys:
-        return []
-    return sorted(rows, key=lambda row: tuple(_value(row, key) for key in keys))
+    by_id = {row.id: row for row in rows}
+    chosen = _ids_chosen_by(policy, rows)
+    unknown = [shard_id for shard_id in chosen if shard_id not in by_id]
+    if unknown or len(set(chosen)) != len(chosen):
+        raise ConfigError(
+            f"the eviction function returned unknown or repeated shards: {unknown or chosen}; "
+            "return some of the rows it gets, or their ids, first to go first"
+        )
+    return [by_id[shard_id] for shard_id in chosen]
 
 
-def _asked(
-    policy: Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]], rows: Sequence[ShardRow]
-) -> list[int]:
+def _ids_chosen_by(policy: EvictionFunction, rows: Sequence[ShardRow]) -> list[int]:
     try:
         answer = policy(tuple(rows))
     except Exception as error:
@@ -66,11 +60,6 @@ def _asked(
             f"the eviction function returned a {type(answer).__name__} ({error}); "
             "return some of the rows it gets, or their ids, first to go first"
         ) from error
-
-
-def _value(row: ShardRow, key: str) -> int:
-    value: int = getattr(row, key.removeprefix("-"))
-    return -value if key.startswith("-") else value
 
 
 def choose_victims(ordered: Iterable[ShardRow], need_bytes: int) -> list[ShardRow] | None:

@@ -20,7 +20,8 @@ from cachestream.storage.tables import Claim, FailureRow, PassRow, Suspect, Tabl
 T = TypeVar("T")
 Plan = TypeVar("Plan")
 
-# Messages of a full cache that evicts: with "full" while no epoch is in use, with "filling" while one is.
+# Messages of a full cache that evicts. RESTS comes with the phase "full", while no epoch is in use; WAITS
+# with "filling", while one is.
 RESTS: Final = "full: rests until an epoch uses it"
 WAITS: Final = "waiting for the next epoch"
 
@@ -39,8 +40,9 @@ class FillState:
 
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
-    transform's code. Of the last pass, `positions_done` are done; `is_looking` while it is not known whether
-    another pass begins. `snapshots` counts all that were ever taken. `failures` have the most frequent first.
+    transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true while
+    the supervisor has not decided whether another pass begins. `snapshots` counts all that were ever taken.
+    `failures` have the most frequent first.
     """
 
     phase: str
@@ -157,7 +159,7 @@ class Filling:
     def judged(self, judge: Callable[[FillState], T]) -> T:
         """Return `judge(state)`, called within the transaction.
 
-        A CatalogueDamagedError that it raises for an impossible value then has the catalogue rebuilt.
+        If `judge` raises CatalogueDamagedError for an impossible value, the catalogue is rebuilt.
         """
         with self._catalogue.reading() as tables:
             return judge(fill_state(tables))
@@ -177,9 +179,9 @@ class Filling:
         with self._catalogue.transaction() as tables:
             tables.set_meta("is_looking", int(is_looking))
 
-    def record_transform(self, mark: str) -> None:
+    def record_transform(self, digest: str) -> None:
         with self._catalogue.transaction() as tables:
-            tables.set_meta("transform", mark)
+            tables.set_meta("transform", digest)
 
     def record_suspects(self, suspects: Iterable[tuple[int, Suspect]]) -> None:
         """Add the deaths of suspects, each with the id of its pass."""
@@ -199,7 +201,7 @@ class Filling:
     def adopt(self, source: str, labels: LabelNames, is_void: Callable[[FillState], bool]) -> FillState:
         """Record `source` and `labels` as those of the cache, and return the state after that.
 
-        If `is_void(state)`, the recorded progress is deleted first. An error that it raises changes nothing.
+        If `is_void(state)`, the recorded progress is deleted first. If `is_void` raises, nothing changes.
         """
         with self._catalogue.transaction() as tables:
             if is_void(fill_state(tables)):
@@ -208,11 +210,11 @@ class Filling:
             tables.set_meta("label_names", json.dumps([labels.count, labels.digest]))
             return fill_state(tables)
 
-    def begin_pass(self, planned: PlannedPass, forgotten: Collection[str]) -> None:
-        """Begin a pass, and delete the failures of the kinds `forgotten`, whose units are read again."""
+    def begin_pass(self, planned: PlannedPass, retried: Collection[str]) -> None:
+        """Begin a pass, and delete the failures of the kinds `retried`, whose units are read again."""
         with self._catalogue.transaction() as tables:
             tables.forget_old_passes()
-            tables.forget_failures(*forgotten)
+            tables.forget_failures(*retried)
             # In the same transaction, or the cache would still seem complete.
             tables.set_meta("fill_state", "filling")
             tables.set_meta("listing", int(planned.is_listing))

@@ -1,4 +1,7 @@
-"""The held-out share of a cache, which is stored once; samples cached before that are counted by key."""
+"""The held-out share of a cache.
+
+The share is stored once. In shards that were cached before that, held-out samples are counted by their keys.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
     The share is stored in the cache and is the default from then on. Raises ConfigError for another one.
     """
     if split is None and holdout is None:
-        _warn_of_all(cache)
+        _warn_if_not_split(cache)
         return None
     name = check_split("train" if split is None else split)
     share = None if holdout is None else check_holdout(holdout)
@@ -48,7 +51,7 @@ def choose_split(cache: Cache, split: object, holdout: object) -> Split | None:
     return Split(name, stored)
 
 
-def _warn_of_all(cache: Cache) -> None:
+def _warn_if_not_split(cache: Cache) -> None:
     with cache.catalogue.reading() as tables:
         stored = tables.holdout
     if stored is not None:

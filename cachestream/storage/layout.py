@@ -16,7 +16,9 @@ from cachestream.storage.shard import shard_path
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 BLOCK_BYTES: Final = 4096
-_MOST_PATH_BYTES: Final = 500  # SQLite allows 512, with its own suffixes
+_MAX_QUARANTINED: Final = 4
+_QUARANTINE_DIVISOR: Final = 20  # the quarantine takes at most one part in this many of the limit
+_MAX_PATH_BYTES: Final = 500  # SQLite allows 512, with its own suffixes
 _FOLDERS: Final = ("shards", "leases", "worker", "quarantine")
 # Part of a new filesystem's root. Any other file in a directory that is not a cache belongs to a user.
 _HARMLESS: Final = frozenset({"lost+found"})
@@ -86,7 +88,7 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
         raise ConfigError(
             f"{given!r} is relative to the current folder, which is gone; give an absolute path"
         ) from error
-    if len(os.fsencode(Directory(root).catalogue)) > _MOST_PATH_BYTES:
+    if len(os.fsencode(Directory(root).catalogue)) > _MAX_PATH_BYTES:
         raise ConfigError(f"{root} is too long a path for SQLite; give a directory nearer to the root")
     if os.path.exists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is a file; give a directory for the cache")
@@ -220,10 +222,6 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-KEPT_AT_MOST: Final = 4
-KEPT_SHARE: Final = 20  # the quarantine takes at most one part in this many of the limit
-
-
 def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
     """Move the shard file `path`, if it exists, into the quarantine, or remove it if there is no room.
 
@@ -234,12 +232,12 @@ def move_aside(directory: Directory, path: str, limit_bytes: int) -> None:
             move(path, os.path.join(directory.quarantine, os.path.basename(path)))
         except FileNotFoundError:
             return
-        kept_bytes = 0
-        names = sorted(os.listdir(directory.quarantine), reverse=True)
-        for place, name in enumerate(names):
-            kept = os.path.join(directory.quarantine, name)
-            kept_bytes += size_of_file(kept)
-            if place >= KEPT_AT_MOST or kept_bytes > limit_bytes // KEPT_SHARE:
-                remove_if_there(kept)
+        total_bytes = 0
+        newest_first = sorted(os.listdir(directory.quarantine), reverse=True)
+        for number, name in enumerate(newest_first):
+            quarantined = os.path.join(directory.quarantine, name)
+            total_bytes += size_of_file(quarantined)
+            if number >= _MAX_QUARANTINED or total_bytes > limit_bytes // _QUARANTINE_DIVISOR:
+                remove_if_there(quarantined)
         sync_folder(directory.quarantine)
         sync_folder(os.path.dirname(path))

@@ -101,23 +101,23 @@ class Leases:
         self._ranges = live
         return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *live.values()]))
 
-    def holders(self, ids: IntArray, but: Collection[str] = ()) -> IntArray:
-        """The number of leases that hold each of the shards `ids`, int64 `[n]`, except those at paths `but`.
+    def holders(self, ids: IntArray, excluded: Collection[str] = ()) -> IntArray:
+        """The number of leases that hold each of the shards `ids`, int64 `[n]`, except leases at the paths
+        `excluded`.
 
         Called within a write transaction, as `leased`.
         """
         self.leased()
         counts = np.zeros(len(ids), np.int64)
-        others = self._ranges.keys() - {os.path.basename(path) for path in but}
-        for ranges in (
-            self._ranges[name] for name in others
-        ):  # the ranges of one lease are disjoint and ascending
+        others = self._ranges.keys() - {os.path.basename(path) for path in excluded}
+        for name in others:
+            ranges = self._ranges[name]  # disjoint and ascending
             place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
             counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
         return counts
 
     def look(self) -> tuple[int, IntArray]:
-        """The number of leases that live processes hold, and their ranges. Removes nothing: for a status."""
+        """The number of leases that live processes hold, and their ranges; leases of dead ones stay."""
         paths = [os.path.join(self._folder, name) for name in self._names()]
         held = [path for path in paths if is_held(path, shared=True)]
         ranges = [np.empty((0, 2), np.int64), *map(_read_ranges, held)]
@@ -134,9 +134,9 @@ class Leases:
 def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
     """The shards `ids[chosen]` as ranges `[n, 2]` of ids; `chosen` are ascending indices into `ids`.
 
-    Neighbours in `ids` share a range whatever ids lie between them: those belong to shards that are gone, or
-    to a few that are just being written. So a lease of a whole cache is one range, however often its shards
-    were replaced.
+    Two shards that are adjacent in `ids` share a range even if their ids are not consecutive: the ids between
+    belong to shards that are gone, or to a few that are being written. So a lease of a whole cache is one
+    range, however often its shards were replaced.
     """
     if not len(chosen):
         return np.empty((0, 2), np.int64)

@@ -35,10 +35,10 @@ from cachestream.storage.tables import Tables
 MIN_LIMIT_BYTES: Final = 1_000_000
 DEFAULT_MIN_FREE: Final = "1GB"
 _OPEN_TIMEOUT_S: Final = 60.0
-_SAVES: Final = 3
-_SAVING_S: Final = 1.0
-_SAVED: Final = ("cache_id", "size_limit", "min_free", "eviction")
-_SAVED_IF_SET: Final = ("holdout",)
+_SAVE_ATTEMPTS: Final = 3
+_SAVE_TIMEOUT_S: Final = 1.0
+_SAVED_KEYS: Final = ("cache_id", "size_limit", "min_free", "eviction")
+_OPTIONAL_KEYS: Final = ("holdout",)
 
 
 logger = logging.getLogger("cachestream")
@@ -70,7 +70,7 @@ def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
         catalogue.heal()
     with suppress(CacheError):  # where nothing can be written, or not now
         _compare_settings(directory, catalogue)
-    stored = _stored(catalogue)
+    stored = _read_meta(catalogue)
     changed = {key: value for key, value in given.items() if value is not None and stored.get(key) != value}
     if changed:
         with catalogue.transaction() as tables:
@@ -83,12 +83,12 @@ def open_catalogue(directory: Directory, given: dict[str, Any]) -> Catalogue:
 def _compare_settings(directory: Directory, catalogue: Catalogue) -> None:
     """Compare the settings with their checksummed copy: a bit flip could make the limit any number.
 
-    Another process may just be storing both. If they still differ after that, the copy wins.
+    Another process may be storing both at this moment. If they still differ after a second, the copy wins.
     """
-    deadline_s = time.monotonic() + _SAVING_S
+    deadline_s = time.monotonic() + _SAVE_TIMEOUT_S
     while True:
-        stored, saved = _stored(catalogue), _sealed_settings(directory)
-        wrong = [key for key in _SAVED if saved is not None and stored.get(key) != saved[key]]
+        stored, saved = _read_meta(catalogue), _checked_settings(directory)
+        wrong = [key for key in _SAVED_KEYS if saved is not None and stored.get(key) != saved[key]]
         if saved is not None and not wrong:
             return
         if saved is None or time.monotonic() > deadline_s:
@@ -104,19 +104,19 @@ def _compare_settings(directory: Directory, catalogue: Catalogue) -> None:
     save_settings(directory, catalogue)
 
 
-def _stored(catalogue: Catalogue) -> dict[str, Any]:
+def _read_meta(catalogue: Catalogue) -> dict[str, Any]:
     with catalogue.reading() as tables:
         return tables.all_meta()
 
 
 def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
-    with _exclusively(directory), translated_disk_errors(directory.root, "making its catalogue"):
-        settings = _default_settings(directory) | _saved_settings(directory)
+    with _opening_lock(directory), translated_disk_errors(directory.root, "making its catalogue"):
+        settings = _default_settings(directory) | _valid_settings(directory)
         try:
             if catalogue.check(thoroughly=True):
                 return  # another process has repaired it
         except CatalogueDamagedError:
-            _keep_aside(directory, settings["size_limit"])
+            _set_aside(directory, settings["size_limit"])
 
         def fill(tables: Tables) -> None:
             for key, value in settings.items():
@@ -128,7 +128,7 @@ def _make_or_rebuild(directory: Directory, catalogue: Catalogue) -> None:
         save_settings(directory, catalogue)
 
 
-def _keep_aside(directory: Directory, limit_bytes: int) -> None:
+def _set_aside(directory: Directory, limit_bytes: int) -> None:
     """Move a damaged catalogue away, or remove it if the cache is too full to keep it."""
     aside = os.path.join(directory.root, "catalogue.damaged")
     with translated_disk_errors(directory.catalogue, "putting it aside"):
@@ -143,7 +143,7 @@ def _keep_aside(directory: Directory, limit_bytes: int) -> None:
             move(directory.catalogue, aside)
         else:
             remove(directory.catalogue)
-        # SQLite would not apply it to an empty file, but it is of no use.
+        # SQLite would not apply this journal to an empty file, but it is of no use.
         remove_if_there(directory.catalogue + "-journal")
 
 
@@ -156,11 +156,11 @@ def _default_settings(directory: Directory) -> dict[str, Any]:
     }
 
 
-def _saved_settings(directory: Directory) -> dict[str, Any]:
+def _valid_settings(directory: Directory) -> dict[str, Any]:
     """The valid values in the copy of the settings."""
     try:
         saved = _read_settings(directory)
-        sound = {
+        valid = {
             "cache_id": isinstance(saved["cache_id"], str),
             "size_limit": type(saved["size_limit"]) is int and saved["size_limit"] >= MIN_LIMIT_BYTES,
             "min_free": type(saved["min_free"]) is int and saved["min_free"] >= 0,
@@ -169,7 +169,7 @@ def _saved_settings(directory: Directory) -> dict[str, Any]:
         }
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
-    return {key: saved[key] for key, good in sound.items() if good}
+    return {key: saved[key] for key, good in valid.items() if good}
 
 
 def _read_settings(directory: Directory) -> Any:
@@ -177,18 +177,18 @@ def _read_settings(directory: Directory) -> Any:
         return json.load(file)
 
 
-def _sealed_settings(directory: Directory) -> dict[str, Any] | None:
+def _checked_settings(directory: Directory) -> dict[str, Any] | None:
     """The copy of the settings; None if it is missing or its checksum is wrong."""
     try:
         saved = _read_settings(directory)
-        settings = {key: saved[key] for key in _SAVED}
-        settings |= {key: saved[key] for key in _SAVED_IF_SET if key in saved}
-        return settings if saved["xxh3"] == _seal(settings) else None
+        settings = {key: saved[key] for key in _SAVED_KEYS}
+        settings |= {key: saved[key] for key in _OPTIONAL_KEYS if key in saved}
+        return settings if saved["xxh3"] == _checksum(settings) else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def _seal(settings: dict[str, Any]) -> str:
+def _checksum(settings: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(settings).encode())
 
 
@@ -199,21 +199,21 @@ def save_settings(directory: Directory, catalogue: Catalogue) -> None:
     the later one to copy may have read the earlier value.
     """
     saved = ""
-    while (text := _to_be_saved(catalogue)) != saved:
-        _save(directory, text)
+    while (text := _settings_text(catalogue)) != saved:
+        _write_settings(directory, text)
         saved = text
 
 
-def _to_be_saved(catalogue: Catalogue) -> str:
-    stored = _stored(catalogue)
-    settings = {key: stored[key] for key in _SAVED}
-    settings |= {key: stored[key] for key in _SAVED_IF_SET if key in stored}
-    return json.dumps({"format": "cachestream", **settings, "xxh3": _seal(settings)})
+def _settings_text(catalogue: Catalogue) -> str:
+    stored = _read_meta(catalogue)
+    settings = {key: stored[key] for key in _SAVED_KEYS}
+    settings |= {key: stored[key] for key in _OPTIONAL_KEYS if key in stored}
+    return json.dumps({"format": "cachestream", **settings, "xxh3": _checksum(settings)})
 
 
-def _save(directory: Directory, text: str) -> None:
+def _write_settings(directory: Directory, text: str) -> None:
     with translated_disk_errors(directory.settings, "saving the settings"):
-        for _ in range(_SAVES):
+        for _ in range(_SAVE_ATTEMPTS):
             temporary = f"{directory.settings}.{uuid.uuid4().hex}"
             try:
                 with open(temporary, "x", encoding="utf-8", opener=open_private) as file:
@@ -234,7 +234,7 @@ def policy_name(policy: EvictionPolicy | None) -> str | None:
 
 
 @contextmanager
-def _exclusively(directory: Directory) -> Iterator[None]:
+def _opening_lock(directory: Directory) -> Iterator[None]:
     lock = lock_file(os.path.join(directory.root, "opening.lock"), timeout_s=_OPEN_TIMEOUT_S)
     if lock is None:
         raise CacheLockedError(

@@ -21,25 +21,23 @@ from cachestream.storage.reservations import Reservations
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
 from cachestream.storage.tables import FailureRow, Tables
 
+_PIECE_BYTES: Final = 8 << 20
 _SYNC_FILE_RANGE_WRITE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_call = getattr(_libc, "sync_file_range", None)  # Linux only, and not in every libc
-if _call is not None:
-    _call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux only, and not in every libc
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def begin_writeback(fd: int, nbytes: int) -> None:
+def _begin_writeback(fd: int, nbytes: int) -> None:
     """Start writing back the last `nbytes` before the position of `fd`.
 
     Without this, the kernel waits for the fsync, and the disk idles while the file is copied into the page
     cache. It is a hint: errors appear in the fsync.
     """
-    if _call is not None:
-        _call(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-_PIECE_BYTES: Final = 8 << 20
+    if _sync_file_range is not None:
+        _sync_file_range(fd, os.lseek(fd, 0, os.SEEK_CUR) - nbytes, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 class CatalogueReplacedError(CacheError):
@@ -69,11 +67,11 @@ class Publisher:
     """
 
     def __init__(
-        self, directory: Directory, catalogue: Catalogue, admission: Reservations, owner: str
+        self, directory: Directory, catalogue: Catalogue, reservations: Reservations, owner: str
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._admission = admission
+        self._reservations = reservations
         self._owner = owner
         with catalogue.reading() as tables:
             self._catalogue_id = tables.meta("catalogue_id")
@@ -110,13 +108,13 @@ class Publisher:
         """As `publish`, for several shards with the same spans: all become visible, or none."""
         headers = [encode_header(content) for content in contents]
         footprints = [
-            self._admission.footprint(len(header) + content.data_bytes)
+            self._reservations.footprint(len(header) + content.data_bytes)
             for header, content in zip(headers, contents, strict=True)
         ]
         shard_ids: list[int] = []
         try:
             for footprint in footprints:
-                shard_id = self._admission.reserve(
+                shard_id = self._reservations.reserve(
                     footprint, self._owner, may_evict=may_evict, spare_unused=spare_unused
                 )
                 if shard_id is None:
@@ -130,7 +128,7 @@ class Publisher:
                 for shard_id, header, content, size_bytes in zip(
                     shard_ids, headers, contents, occupied, strict=True
                 ):
-                    self._enter(tables, shard_id, content, size_bytes, progress.pass_id, spans)
+                    self._insert(tables, shard_id, content, size_bytes, progress.pass_id, spans)
                     tables.add("written_bytes", len(header) + content.data_bytes)
                 _commit(tables, progress)
         except BaseException as error:
@@ -141,7 +139,7 @@ class Publisher:
             raise
         return shard_ids
 
-    def _enter(
+    def _insert(
         self,
         tables: Tables,
         shard_id: int,
@@ -162,7 +160,7 @@ class Publisher:
 
     def _cancel(self, shard_ids: list[int]) -> None:
         for shard_id in shard_ids:
-            self._admission.cancel(shard_id, self._owner)
+            self._reservations.cancel(shard_id, self._owner)
 
     def commit(self, progress: UnitProgress) -> None:
         """Commit progress that brought no samples."""
@@ -256,5 +254,5 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = os.write(fd, view[:_PIECE_BYTES])
-        begin_writeback(fd, written)
+        _begin_writeback(fd, written)
         view = view[written:]

@@ -55,7 +55,7 @@ def rebuild(directory: Directory, tables: Tables) -> None:
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
         path = os.path.join(directory.shards, name)
         try:
-            importer.adopt(int(match[1]), path)
+            importer.insert(int(match[1]), path)
         except (CorruptShardError, SchemaMismatchError):
             move_aside(directory, path, int(tables.meta("size_limit")))
             tables.add("quarantined", 1)
@@ -72,7 +72,7 @@ class _RowImporter:
         self._schema_ids: dict[Schema, int] = {}
         self._source = tables.meta("source")
 
-    def adopt(self, shard_id: int, path: str) -> None:
+    def insert(self, shard_id: int, path: str) -> None:
         """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
         tables = self._tables
         shard = MappedShard(path)
@@ -80,14 +80,14 @@ class _RowImporter:
             raise CorruptShardError(f"{path}: it holds no samples")
         if shard.schema not in self._schema_ids:
             self._schema_ids[shard.schema] = merge_schema(tables, shard.schema)
-        pass_id, spans = self._place(shard.fill)
+        pass_id, spans = self._pass_and_spans(shard.fill)
         row = ShardRow(shard_id, size_of_file(path), shard.num_samples, 0, 0)
         tables.insert_shard(row, self._schema_ids[shard.schema], pass_id, spans)
         if "part" in shard.fill and tables.holdout is None:
             tables.hold_out(float(shard.fill["holdout"]))
         tables.enter_split(shard_id, shard.fill)
 
-    def _place(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
+    def _pass_and_spans(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
         """The pass and the spans that a shard's `fill` names; pass 0 where it names none."""
         try:
             source, plan, length = fill["source"], fill["plan"], fill["length"]
@@ -110,18 +110,18 @@ class _RowImporter:
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """Problems found: shard id → reason; ids without a file; ids whose header contradicts the catalogue."""
+    """The problems of shards, by id: damage, a missing file, a header that contradicts the catalogue."""
 
     corrupt: dict[int, str]
     missing: list[int]
-    denied: dict[int, str]
+    contradicted: dict[int, str]
 
-    def still(self, ids: Collection[int]) -> _Findings:
-        """The findings for shards that are still in the catalogue. Others were evicted meanwhile."""
+    def among(self, ids: Collection[int]) -> _Findings:
+        """The findings for the shards `ids`; others were evicted meanwhile."""
         return _Findings(
-            {i: why for i, why in self.corrupt.items() if i in ids},
+            {i: problem for i, problem in self.corrupt.items() if i in ids},
             [i for i in self.missing if i in ids],
-            {i: what for i, what in self.denied.items() if i in ids},
+            {i: problem for i, problem in self.contradicted.items() if i in ids},
         )
 
 
@@ -132,12 +132,12 @@ class Checker:
         self,
         directory: Directory,
         catalogue: Catalogue,
-        admission: Reservations,
+        reservations: Reservations,
         put_aside: Callable[[int, str], None],
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._admission = admission
+        self._reservations = reservations
         self._put_aside = put_aside
 
     def verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
@@ -148,24 +148,27 @@ class Checker:
                 return VerifyReport(0, 0, (), (), (), problem, repaired=False)
             self._catalogue.heal()
         if repair:
-            self._admission.clear_dead()
+            self._reservations.clear_dead()
         with self._catalogue.reading() as tables:
             rows = list(tables.shards())
         found = self._check(rows, on_progress)
-        if repair and found.denied:
+        if repair and found.contradicted:
             self._catalogue.heal(condemned=True)
-        problem = problem or next(iter(found.denied.values()), None)
+        problem = problem or next(iter(found.contradicted.values()), None)
         problem = check_books(self._directory, self._catalogue, correct=repair) or problem
         if repair:
             with self._catalogue.reading() as tables:
-                found = found.still(tables.shard_ids())
-            self._repair(found)
+                found = found.among(tables.shard_ids())
+            for shard_id, reason in found.corrupt.items():
+                self._put_aside(shard_id, reason)
+            for shard_id in found.missing:
+                self._put_aside(shard_id, f"shard {shard_id}: missing")
         orphans = _files_to_remove(self._directory, self._catalogue) if repair else []
         with self._catalogue.reading() as tables:
             shards, samples, _ = tables.totals()
             if not repair:
                 orphans = list(_unknown_files(self._directory, tables))
-                found = found.still(tables.shard_ids())
+                found = found.among(tables.shard_ids())
         stuck = any(not _remove_file(path) for path in orphans) if repair else bool(orphans)
         corrupt, missing = tuple(found.corrupt.values()), tuple(found.missing)
         return VerifyReport(
@@ -184,9 +187,9 @@ class Checker:
                         f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
                     )
                 with self._catalogue.reading() as tables:
-                    denied = contradiction(tables, row.id, shard)
-                if denied is not None:
-                    found.denied[row.id] = denied
+                    problem = contradiction(tables, row.id, shard)
+                if problem is not None:
+                    found.contradicted[row.id] = problem
                 shard.close()
             except CorruptShardError as error:
                 if os.path.lexists(path):
@@ -196,12 +199,6 @@ class Checker:
             if on_progress is not None:
                 on_progress(done, len(rows))
         return found
-
-    def _repair(self, found: _Findings) -> None:
-        for shard_id, why in found.corrupt.items():
-            self._put_aside(shard_id, why)
-        for shard_id in found.missing:
-            self._put_aside(shard_id, f"shard {shard_id}: missing")
 
 
 def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:

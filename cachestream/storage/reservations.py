@@ -21,7 +21,7 @@ from cachestream.config import format_size
 from cachestream.errors import CacheError, CacheLockedError
 from cachestream.schema import IntArray, ShardRow
 from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.eviction import EvictionPolicy, choose_victims, describe_shortage, in_order
+from cachestream.storage.eviction import EvictionPolicy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.layout import (
     BLOCK_BYTES,
     Directory,
@@ -42,7 +42,9 @@ from cachestream.storage.tables import Reservation, Tables
 HEADROOM_BYTES: Final = 256 * 1024
 _BLOCKS_PER_INDEX: Final = 256  # fewer than any filesystem maps with one block, however fragmented the file
 _OWNER_TIMEOUT_S: Final = 2.0
-_WATCH_S: Final = 0.01
+_CLEAR_TIMEOUT_S: Final = 1.0
+_WRITERS_TIMEOUT_S: Final = 2.0
+_POLL_S: Final = 0.01
 
 
 def disk_footprint(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
@@ -190,7 +192,7 @@ class Reservations:
             pending = {row.id for row in tables.reservations()}
         deadline_s = time.monotonic() + timeout_s
         while pending and time.monotonic() < deadline_s:
-            time.sleep(_WATCH_S)  # SQLite cannot notify
+            time.sleep(_POLL_S)  # SQLite cannot notify
             with self._catalogue.reading() as tables:
                 pending &= {row.id for row in tables.reservations()}
 
@@ -281,9 +283,9 @@ class Reservations:
         if callable(policy):
             unleased = _outside(ranges, tables.shards(used_only=used_only))
             rows = [row for row in unleased if row.id not in kept]
-            yield from in_order(policy, rows) if rows else ()
+            yield from chosen_by(policy, rows) if rows else ()
         elif policy != "none":
-            with contextlib.closing(tables.shards(policy, but=ranges, used_only=used_only)) as candidates:
+            with contextlib.closing(tables.shards(policy, ranges, used_only=used_only)) as candidates:
                 yield from (row for row in _outside(ranges, candidates) if row.id not in kept)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
@@ -344,22 +346,18 @@ def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
             yield row
 
 
-_CLEAR_TIMEOUT_S: Final = 1.0
-_WRITERS_TIMEOUT_S: Final = 2.0
-
-
 class Space:
     """Evicts and quarantines shards of one cache, each time in the name of a temporary owner."""
 
-    def __init__(self, directory: Directory, catalogue: Catalogue, admission: Reservations) -> None:
+    def __init__(self, directory: Directory, catalogue: Catalogue, reservations: Reservations) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._admission = admission
+        self._reservations = reservations
 
     def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
         with self._owner("evict") as name:
-            return self._admission.evict(to_bytes, name, policy)
+            return self._reservations.evict(to_bytes, name, policy)
 
     def enforce_limit(self, slack_bytes: int = 0) -> int:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.
@@ -367,32 +365,31 @@ class Space:
         Returns the bytes freed.
         """
         with self._catalogue.reading() as tables:
-            room, size_limit = self._admission.room(tables), int(tables.meta("size_limit"))
-            keeps = self._admission.policy(tables) == "none"
-            going_bytes = tables.reserved_bytes()[1]
+            room, size_limit = self._reservations.room(tables), int(tables.meta("size_limit"))
+            never_evicts = self._reservations.policy(tables) == "none"
+            doomed_bytes = tables.reserved_bytes()[1]
         # Under "none" only a lower limit evicts, not a disk that other programs fill.
-        limit_bytes = size_limit if keeps else room.limit_bytes
+        limit_bytes = size_limit if never_evicts else room.limit_bytes
         slack_bytes = slack_bytes if limit_bytes == size_limit else 0
-        if room.used_bytes - going_bytes <= limit_bytes + slack_bytes:
+        if room.used_bytes - doomed_bytes <= limit_bytes + slack_bytes:
             return 0
-        return self.evict(limit_bytes, "lru" if keeps else None)
+        return self.evict(limit_bytes, "lru" if never_evicts else None)
 
     def shrink(self) -> None:
         """Enforce a limit that was just lowered, also for bytes that were promised before."""
         self.enforce_limit()
         if self._is_over():
-            self._admission.wait_for_writers(_WRITERS_TIMEOUT_S)
+            self._reservations.wait_for_writers(_WRITERS_TIMEOUT_S)
             self.enforce_limit()
 
     def put_aside(self, shard_id: int, reason: str) -> None:
         """Quarantine a damaged shard. Does nothing if it is gone already."""
         path = shard_path(self._directory.root, shard_id)
-        where, _, what = reason.partition("; run ")[0].partition(
-            ": "
-        )  # without the advice, which is followed here
+        finding = reason.partition("; run ")[0]  # without the advice, which is followed here
+        where, _, what = finding.partition(": ")
         with self._owner("quarantine") as name:
             with self._catalogue.transaction() as tables:
-                row = self._admission.drop(tables, shard_id, name)
+                row = self._reservations.drop(tables, shard_id, name)
                 if row is None:
                     return  # evicted, or quarantined by another rank
                 # In the transaction that deletes the row: an uncounted loss would not be fetched again.
@@ -400,7 +397,7 @@ class Space:
                 tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
                 limit_bytes = int(tables.meta("size_limit"))
             move_aside(self._directory, path, limit_bytes)
-            self._admission.dropped(shard_id)
+            self._reservations.dropped(shard_id)
 
     def clear(self) -> None:
         """Evict everything, and delete the progress of the filling and the quarantine.
@@ -422,9 +419,8 @@ class Space:
                         "close them"
                     )
                 tables.forget_filling()
-                tables.execute(
-                    "DELETE FROM meta WHERE key = 'holdout'"
-                )  # the next samples may be split otherwise
+                # The next samples may be split otherwise.
+                tables.execute("DELETE FROM meta WHERE key = 'holdout'")
             with translated_disk_errors(root, "clearing it"):
                 for name in os.listdir(self._directory.quarantine):
                     remove_if_there(os.path.join(self._directory.quarantine, name))
@@ -434,7 +430,7 @@ class Space:
 
     def _is_over(self) -> bool:
         with self._catalogue.reading() as tables:
-            return self._admission.room(tables).free_bytes < 0
+            return self._reservations.room(tables).free_bytes < 0
 
     @contextmanager
     def _owner(self, what: str) -> Iterator[str]:

@@ -33,7 +33,7 @@ _MAX_HEADER_BYTES: Final = 100 * 2**20
 _MAX_REASON: Final = 300
 # Errors of reading from a failing disk, and of opening a path that is not a regular file.
 _DAMAGE: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENXIO})
-_UNSIGNED_HASH: Final = "0" * 16
+_BLANK_HASH: Final = "0" * 16
 _HEADER_HASH: Final = '"header_xxh3":"%s"'
 
 # torch dtype → (safetensors dtype, numpy dtype of what is stored)
@@ -106,9 +106,9 @@ class Column:
 
 def encode_header(content: ShardContent) -> bytes:
     """The bytes before the data: length, JSON, padded so that the data starts at a multiple of 64."""
-    text, signature = _header(content)
-    unsigned = (_HEADER_HASH % _UNSIGNED_HASH).encode()
-    text = text.replace(unsigned, (_HEADER_HASH % signature).encode(), 1)
+    text, checksum = _header(content)
+    blank = (_HEADER_HASH % _BLANK_HASH).encode()
+    text = text.replace(blank, (_HEADER_HASH % checksum).encode(), 1)
     return struct.pack("<Q", len(text)) + text
 
 
@@ -127,7 +127,7 @@ def _header(content: ShardContent) -> tuple[bytes, str]:
         "schema": content.schema.to_json(),
         "fill": json.dumps(content.fill, separators=(",", ":")),
         "xxh3": json.dumps(hashes, separators=(",", ":")),
-        "header_xxh3": _UNSIGNED_HASH,
+        "header_xxh3": _BLANK_HASH,
     }
     entries: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -176,7 +176,7 @@ class MappedShard:
         try:
             self._parse(text)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise self._corrupt(f"the header makes no sense ({_short(error)})") from error
+            raise self._corrupt(f"the header makes no sense ({str(error)[:_MAX_REASON]})") from error
 
     def _corrupt(self, reason: str) -> CorruptShardError:
         return CorruptShardError(f"{self.path}: {reason}; run 'cachestream verify CACHE --repair'")
@@ -184,15 +184,13 @@ class MappedShard:
     def _parse(self, text: bytes) -> None:
         raw = json.loads(text)
         metadata = raw.pop("__metadata__")
-        signature = metadata["header_xxh3"]
-        unsigned = text.replace(
-            (_HEADER_HASH % signature).encode(), (_HEADER_HASH % _UNSIGNED_HASH).encode(), 1
-        )
-        if xxhash.xxh3_64_hexdigest(unsigned) != signature:
+        checksum = metadata["header_xxh3"]
+        blank = text.replace((_HEADER_HASH % checksum).encode(), (_HEADER_HASH % _BLANK_HASH).encode(), 1)
+        if xxhash.xxh3_64_hexdigest(blank) != checksum:
             raise ValueError("its checksum does not match")
         if metadata["version"] != str(FORMAT_VERSION):
             raise ValueError(f"format version {metadata['version']} is not {FORMAT_VERSION}")
-        self.content_hash = str(signature)
+        self.content_hash = str(checksum)
         self.num_samples = _count(int(metadata["num_samples"]))
         self.schema = Schema.from_json(metadata["schema"])
         self.fill: dict[str, Any] = json.loads(metadata["fill"])
@@ -236,11 +234,8 @@ class MappedShard:
         """
         columns = {name: self.columns[name] for name in names or self.columns}
         try:
-            if names:
-                for column in columns.values():
-                    self._map.bring_in(column.offset, column.offset + column.nbytes)
-            else:
-                self._map.read_all()
+            for column in columns.values():
+                self._map.bring_in(column.offset, column.offset + column.nbytes)
         except OSError as error:
             raise self._corrupt(f"cannot be read ({error.strerror})") from error
         for name, column in columns.items():
@@ -281,10 +276,6 @@ def _read_header(fd: int, file_bytes: int) -> bytes:
     return text
 
 
-def _short(error: Exception) -> str:
-    return str(error)[:_MAX_REASON]
-
-
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("a size or an offset is not a count")
@@ -314,7 +305,7 @@ def _check_schema(schema: Schema, num_samples: int, columns: Mapping[str, Column
 
     Readers take addresses from the columns and dtypes from the schema.
     """
-    expected = dict(_expected(schema, num_samples))
+    expected = dict(_expected_columns(schema, num_samples))
     if expected.keys() != columns.keys():
         raise ValueError(f"it has columns {sorted(columns)} instead of {sorted(expected)}")
     for name, (dtype, shape) in expected.items():
@@ -323,7 +314,7 @@ def _check_schema(schema: Schema, num_samples: int, columns: Mapping[str, Column
             raise ValueError(f"column '{name}' is {column.dtype} {column.shape} instead of {dtype} {shape}")
 
 
-def _expected(
+def _expected_columns(
     schema: Schema, num_samples: int
 ) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
     """Each column's dtype and shape; () for a flat column of any length."""

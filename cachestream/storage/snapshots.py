@@ -21,6 +21,9 @@ from cachestream.storage.tables import Tables
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
+_REUSE_S: Final = 10.0
+_RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedShards:
@@ -83,7 +86,7 @@ def take_snapshot(
             f"of the {int(cached.sizes.sum())} samples that the cache at {root} holds none is of the split "
             f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
         )
-    return _hold(tables, leases, root, cached, chosen, epoch_size)
+    return _lease(tables, leases, root, cached, chosen, epoch_size)
 
 
 def retake_snapshot(
@@ -108,11 +111,11 @@ def retake_snapshot(
         raise NotEnoughSamplesError(
             f"none of the {len(ids)} shards of this epoch is cached in {root} any more; begin a new epoch"
         )
-    snapshot, lease = _hold(tables, leases, root, cached, chosen, epoch_size)
+    snapshot, lease = _lease(tables, leases, root, cached, chosen, epoch_size)
     return snapshot, lease, gone
 
 
-def _hold(
+def _lease(
     tables: Tables, leases: Leases, root: str, cached: _CachedShards, chosen: IntArray, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
     schema_ids = np.unique(cached.schema_ids[chosen]).tolist()
@@ -135,10 +138,6 @@ def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:
     """Return whether any of the shards is cached."""
     with catalogue.reading() as tables:
         return any(tables.shard(shard_id) is not None for shard_id in shard_ids)
-
-
-_STANDS_S: Final = 10.0
-_RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
 
 
 @dataclass(slots=True)
@@ -179,7 +178,7 @@ class StandingSnapshots:
         if epoch_size is not None or self._cache.has_worker():
             self.settle()
             return self._take(epoch_size, turnover, least)
-        again = self._again()
+        again = self._reuse()
         if again is not None:
             return again
         self.settle()
@@ -189,7 +188,7 @@ class StandingSnapshots:
         now = self._cache.catalogue.revision()
         is_whole = snapshot.num_shards == self._cache.num_shards  # otherwise the rest will be evicted soon
         if is_whole and now == before.after_one() and (mine := lease.again()) is not None:
-            self._last = _Reusable(snapshot, mine, now, self._clock() + _STANDS_S)
+            self._last = _Reusable(snapshot, mine, now, self._clock() + _REUSE_S)
         return snapshot, lease
 
     def _take(self, epoch_size: int | None, turnover: float, least: int) -> tuple[Snapshot, Lease]:
@@ -224,7 +223,7 @@ class StandingSnapshots:
             with self._cache.catalogue.transaction() as tables:
                 tables.mark_used(ranges_of(ids, np.arange(len(ids))), last.uncounted)
 
-    def _again(self) -> tuple[Snapshot, Lease] | None:
+    def _reuse(self) -> tuple[Snapshot, Lease] | None:
         last = self._last
         if last is None or self._clock() > last.until_s or self._cache.catalogue.revision() != last.revision:
             return None

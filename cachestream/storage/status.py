@@ -24,6 +24,10 @@ from cachestream.storage.telemetry import Board, Run, Totals, lasting_run
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
 
+_MUCH_SKIPPED: Final = 0.01  # of all samples
+
+logger = logging.getLogger("cachestream")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -157,7 +161,7 @@ def describe_skipped(failures: Sequence[FailureRow]) -> str:
     return f"{sum(one.count for one in failures)} skipped, most often: {most.kind}: {most.reason}{example}"
 
 
-# Beginning of the source's fingerprint → the option that makes its samples alike.
+# Beginning of the source's fingerprint → the option that gives all samples the same fields.
 _REMEDIES: Final = {
     "files:": "leave files of other kinds out with extensions=, ",
     "tfrecords:": "say what each feature is to be with features=, ",
@@ -228,9 +232,8 @@ def state_of_filling(directory: Directory, fill: FillState) -> str:
 def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
     """The state of the filling, as `state_of_filling`, and the recorded state behind it."""
     fill = filling.state()
-    if (
-        state := state_of_filling(directory, fill)
-    ) != fill.phase:  # the worker may have recorded its end meanwhile
+    state = state_of_filling(directory, fill)
+    if state != fill.phase:  # the worker may have recorded its end meanwhile
         fill = filling.state()
         state = state_of_filling(directory, fill)
     return state, fill
@@ -284,12 +287,12 @@ def occupied_bytes(directory: Directory, tables: Tables) -> int:
 
 
 def read_status(
-    directory: Directory, catalogue: Catalogue, admission: Reservations, policy: EvictionPolicy | None
+    directory: Directory, catalogue: Catalogue, reservations: Reservations, policy: EvictionPolicy | None
 ) -> CacheStatus:
     """The complete status; `policy` is the eviction function of this process, if any."""
     with catalogue.reading() as tables:
         fill, meta = fill_state(tables), tables.all_meta()
-        leases, ranges = admission.leases.look()
+        leases, ranges = reservations.leases.look()
         leased_bytes = tables.bytes_within(ranges)
         size_bytes = occupied_bytes(directory, tables)
         reserved_bytes = sum(tables.reserved_bytes())
@@ -358,17 +361,13 @@ def _worker_status(directory: Directory) -> WorkerStatus | None:
     return WorkerStatus(board.pid, uptime_s, board.restarts, tuple(board.states()), board.totals())
 
 
-_SHARE: Final = 0.01  # of all
-
-logger = logging.getLogger("cachestream")
-
 # Caches and lost workers that this process has warned about.
 _warned: set[str] = set()
 
 
 def is_much(skipped: int, used: int) -> bool:
     """Return whether `skipped` samples, compared with `used` ones, deserve a warning."""
-    return skipped > _SHARE * (skipped + used)
+    return skipped > _MUCH_SKIPPED * (skipped + used)
 
 
 def warn_of_skipped(cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""Typed SQL statements on the catalogue, for one transaction. They decide nothing."""
+"""Typed SQL statements on the catalogue, for one transaction, without decisions."""
 # ruff: noqa: S608  the names put into statements are constants of this package, never input
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from cachestream.storage.eviction import ORDERS
 
 APPLICATION_ID: Final = 0x43535452  # "CSTR"
 SCHEMA_VERSION: Final = 1
+_SHARD_COLUMNS: Final = "id, size_bytes, num_samples, uses, last_used"  # the fields of ShardRow
+_MAX_REASONS: Final = 200
+_MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
+_SCHEMAS_BETWEEN_CLEARING: Final = 64
+_MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
 
 STATEMENTS: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
@@ -111,8 +116,9 @@ class ProgressTables:
         return [PassRow(*row) for row in rows]
 
     def insert_pass(self, plan: str, length: int | None, evicted_before: int) -> int:
+        # The id is above 0 even if all known passes are earlier ones, with ids below 0.
         cursor = self.execute(
-            "INSERT INTO passes (plan, length, next_position, evicted_before) VALUES (?, ?, 0, ?)",
+            "INSERT INTO passes SELECT max(0, coalesce(max(id), 0)) + 1, ?, ?, 0, ? FROM passes",
             (plan, length, evicted_before),
         )
         return int(cursor.lastrowid or 0)
@@ -199,13 +205,6 @@ class ProgressTables:
         )
 
 
-_ROW: Final = "id, size_bytes, num_samples, uses, last_used"
-_MAX_REASONS: Final = 200
-_MAX_CHARS: Final = 500  # characters of a reason or an example that are kept
-_SCHEMAS_BETWEEN_CLEARING: Final = 64
-_MAX_RANGES: Final = 100  # SQLite limits how deep an expression is
-
-
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Bytes promised to a shard being written, or held by an evicted shard until its file is unlinked."""
@@ -280,18 +279,18 @@ class Tables(ProgressTables):
         return int(row[0]), int(row[1]), int(row[2])
 
     def shards(
-        self, policy: str = "fifo", but: IntArray | None = None, *, used_only: bool = False
+        self, policy: str = "fifo", excluded: IntArray | None = None, *, used_only: bool = False
     ) -> Generator[ShardRow, None, None]:
         """Iterate over all shards, or those that some epoch has used, in the order of an eviction policy.
 
-        The first to evict comes first. `but` excludes ranges of ids `[n, 2]` (first, last); of many ranges,
-        the caller has to filter the rest. SQLite sorts, so only the rows that are consumed become objects.
+        The first to evict comes first. Shards in the ranges `excluded` `[n, 2]` of ids (first, last) are left
+        out, but only in the first 100 ranges: the caller filters by the rest. SQLite sorts, so only the rows
+        that are consumed become objects.
         """
-        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
-        ranges = [] if but is None else but[:_MAX_RANGES].tolist()
+        ranges = [] if excluded is None else excluded[:_MAX_RANGES].tolist()
         where = " AND ".join(["uses > 0" if used_only else "1"] + ["id NOT BETWEEN ? AND ?"] * len(ranges))
         cursor = self.execute(
-            f"SELECT {_ROW} FROM shards WHERE {where} ORDER BY {order or 'id'}",
+            f"SELECT {_SHARD_COLUMNS} FROM shards WHERE {where} ORDER BY {_sort_keys(policy)}",
             list(chain.from_iterable(ranges)),
         )
         try:
@@ -302,8 +301,7 @@ class Tables(ProgressTables):
 
     def shard_columns(self, *columns: str, policy: str = "fifo") -> list[IntArray]:
         """Columns of all shards as int64 arrays `[n]`, in the order of an eviction policy."""
-        order = ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy])
-        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {order or 'id'}")
+        rows = self.execute(f"SELECT {', '.join(columns)} FROM shards ORDER BY {_sort_keys(policy)}")
         table = np.fromiter(chain.from_iterable(rows.fetchall()), np.int64).reshape(-1, len(columns))
         return list(np.ascontiguousarray(table.T))
 
@@ -316,7 +314,7 @@ class Tables(ProgressTables):
         return {row[0] for row in self.execute("SELECT id FROM shards")}
 
     def shard(self, shard_id: int) -> ShardRow | None:
-        row = self.execute(f"SELECT {_ROW} FROM shards WHERE id = ?", (shard_id,)).fetchone()
+        row = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards WHERE id = ?", (shard_id,)).fetchone()
         return None if row is None else ShardRow(*row)
 
     def insert_shard(self, row: ShardRow, schema_id: int, pass_id: int, spans: Sequence[Span]) -> None:
@@ -527,6 +525,11 @@ class Tables(ProgressTables):
     def failures(self) -> list[FailureRow]:
         rows = self.execute("SELECT kind, reason, count, example FROM failures ORDER BY count DESC, reason")
         return [FailureRow(*row) for row in rows]
+
+
+def _sort_keys(policy: str) -> str:
+    """The SQL of the order in which a policy evicts; that of the ids for "none"."""
+    return ", ".join(f"{key[1:]} DESC" if key.startswith("-") else key for key in ORDERS[policy]) or "id"
 
 
 def pack_spans(spans: Sequence[Span]) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cachestream.schema import IntArray
-from cachestream.storage.eviction import in_order
+from cachestream.storage.eviction import chosen_by
 from cachestream.storage.filling import WAITS, fill_state
 from cachestream.storage.layout import Directory
 from cachestream.storage.reservations import Reservations, Room
@@ -67,7 +67,7 @@ def leave_out(
 def shards_to_leave(
     tables: Tables,
     directory: Directory,
-    admission: Reservations,
+    reservations: Reservations,
     turnover: float,
     least: int = 0,
     *,
@@ -81,11 +81,13 @@ def shards_to_leave(
     `least` samples.
 
     Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
-    several trainers have to leave out the same ones. The leases at the paths `mine` end with the previous
-    epoch. Shards that the previous epoch left out are soon replaced by a filling that has waited since the
-    last snapshot, and do not count towards this share.
+    several trainers have to leave out the same ones. `mine` are the paths of the caller's leases, which end
+    with the previous epoch and do not count.
+
+    If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
+    previous epoch left out. Those come first, so their bytes are added to the share.
     """
-    policy, room = admission.policy(tables), admission.room(tables)
+    policy, room = reservations.policy(tables), reservations.room(tables)
     # Under "none" a lower limit evicts, but not a disk that other programs fill.
     limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
     surplus_bytes = max(0, room.used_bytes - limit_bytes)
@@ -98,7 +100,7 @@ def shards_to_leave(
         policy = "lru"
     kept = tables.held_out_shards()
     if callable(policy):
-        rows = in_order(policy, [row for row in tables.shards() if row.id not in kept])
+        rows = chosen_by(policy, [row for row in tables.shards() if row.id not in kept])
         table = np.array(
             [(row.id, row.size_bytes, row.uses, row.num_samples) for row in rows], np.int64
         ).reshape(-1, 4)
@@ -110,16 +112,15 @@ def shards_to_leave(
     if kept:
         goes = ~np.isin(ids, list(kept))
         ids, sizes, uses, counts = ids[goes], sizes[goes], uses[goes], counts[goes]
-    is_free = admission.leases.holders(ids) == 0
-    order = np.argsort(np.where(is_free, -1, admission.leases.holders(ids, mine)), kind="stable")
+    is_free = reservations.leases.holders(ids) == 0
+    order = np.argsort(np.where(is_free, -1, reservations.leases.holders(ids, mine)), kind="stable")
     ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
     leave_bytes = surplus_bytes
     if turns_over:
-        share_bytes = _left_to_filling(tables, room, turnover, int(sizes.max(initial=0)))
+        share_bytes = _turnover_bytes(tables, room, turnover, int(sizes.max(initial=0)))
         leave_bytes += share_bytes
         if share_bytes and _has_waited(tables) and (epoch_size is None or epoch_size >= int(counts.sum())):
-            # Short epochs follow one another faster than they are replaced: no more than one share waits for
-            # it.
+            # At most one share: short epochs would leave out shards faster than the filling replaces them.
             replaced_bytes = sum(tables.reserved_bytes())
             left_bytes = int(sizes[is_free & (uses > 0)].sum())
             leave_bytes += max(0, min(left_bytes, share_bytes - replaced_bytes))
@@ -133,7 +134,7 @@ def _has_waited(tables: Tables) -> bool:
     return waits > before or tables.meta("fill_message") == WAITS
 
 
-def _left_to_filling(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
+def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
     passes = tables.passes()
     if not passes:
         return 0

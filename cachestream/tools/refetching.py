@@ -1,9 +1,8 @@
-"""Bringing the shards of recorded epochs back from the remote, byte for byte what they were.
+"""Refetching: the shards of recorded epochs are made again from the remote, byte for byte.
 
-A shard's header says which samples it holds: the pass, and the places of its samples in that pass's order.
-From these follow the units, and the random generator that each unit was read with. So a shard comes back
-identical wherever the source and the transform are deterministic, and what comes back different is not taken
-in.
+A shard's header names its pass, and the positions of its samples in the order of the pass. The units and the
+random generator of each unit follow from these. So a shard comes back identical if the source and the
+transform are deterministic. A shard that comes back different is rejected.
 """
 
 from __future__ import annotations
@@ -63,7 +62,8 @@ Transform = Callable[..., Any]
 
 @dataclass(slots=True)
 class RefetchReport:
-    """Outcome for the shards of the manifests: of `wanted`, `cached` were there and `brought` came back.
+    """The numbers of shards that the manifests need (`wanted`), that were `cached`, and that were `brought`
+    back.
 
     `failed` holds the reason for each of the others.
     """
@@ -81,8 +81,8 @@ class RefetchReport:
         return f"{self.wanted} shards: {self.cached} were cached, {self.brought} came back, {len(self.failed)} did not"
 
 
-class _NotAgainError(Exception):
-    """A shard cannot be made again, or came back different; the message is the reason."""
+class _NotReproducibleError(Exception):
+    """A shard cannot be made again, or it differs from the recorded one; the message is the reason."""
 
 
 def refetch(
@@ -101,8 +101,8 @@ def refetch(
 
     `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units
     are read at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at
-    the time. In a cache that a worker has filled, shards are left out whose samples other shards hold by now,
-    because an epoch would have them twice: refetch into an empty directory to replay those.
+    the time. If a worker has filled the cache, a shard fails whose samples are in other shards by now, because
+    an epoch would have them twice: refetch into an empty directory to replay it.
 
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is
     too small, SourceUnavailableError and SourceError when the remote does not give the units.
@@ -115,9 +115,9 @@ def refetch(
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
         if (growing := as_growing(source)) is not None:
-            source = list_all(growing, cache)  # by the labels and the names that a worker would have
-        shelf = stack.enter_context(_Restoring(cache, source))
-        missing = shelf.hold_cached(wanted)
+            source = list_all(growing, cache)  # with the labels and names that a worker gives
+        restorer = stack.enter_context(_Restorer(cache, source))
+        missing = restorer.hold_cached(wanted)
         report.cached = len(wanted) - len(missing)
         maker = _Maker(
             cache, source, transform, weights, stack.enter_context(ThreadPoolExecutor(concurrency))
@@ -126,17 +126,18 @@ def refetch(
             if on_progress is not None:
                 on_progress(done, len(missing))
             try:
-                shelf.check_new(content, maker)
-                shelf.put(content, maker.make(content))
+                restorer.check_not_held(content, maker)
+                restorer.put(content, maker.make(content))
                 report.brought += 1
-            except _NotAgainError as error:
+            except _NotReproducibleError as error:
                 report.failed.append(f"shard {content.shard_id} ({content.num_samples} samples): {error}")
     return report
 
 
 def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
-    """The shards that the epochs recorded at `manifest` need, each once; raises ConfigError where there are
-    none.
+    """The shards that the epochs recorded at `manifest` need, each once.
+
+    Raises ConfigError if there are none.
     """
     path = os.path.expanduser(manifest)
     names = [path]
@@ -153,7 +154,7 @@ def wanted_shards(manifest: str | os.PathLike[str]) -> list[Content]:
     return list(found.values())
 
 
-class _Restoring:
+class _Restorer:
     """Publishes shards, and leases them and the needed cached ones, as a context manager."""
 
     def __init__(self, cache: Cache, source: Source) -> None:
@@ -164,7 +165,11 @@ class _Restoring:
         self._leases: list[Lease] = []
         self._ids: list[int] = []
         self._passes: dict[str, int] = {}
-        self._filled_by_worker = cache.fill_state() != "none"
+        # The recorded phase: `cache.fill_state()` would take the supervisor's lock, which this process holds,
+        # for a running worker. A rebuilt catalogue has no phase, but passes with ids above 0.
+        state = cache.filling.state()
+        is_rebuilt = state.last_pass is not None and state.last_pass.id > 0
+        self._filled_by_worker = state.phase != "none" or is_rebuilt
 
     def __enter__(self) -> Self:
         return self
@@ -180,9 +185,10 @@ class _Restoring:
         self._hold(list(found.values()))
         return [content for content in wanted if content.hash not in found]
 
-    def check_new(self, content: Content, maker: _Maker) -> None:
-        """Raise if a cache that a worker filled holds some of the shard's samples: an epoch would have them
-        twice.
+    def check_not_held(self, content: Content, maker: _Maker) -> None:
+        """Raise _NotReproducibleError if other shards of a cache that a worker filled hold some of the samples.
+
+        Raises ConfigError for a cache that was filled from another source.
         """
         maker.plan_of(content)  # raises for what was listed otherwise
         parts = [int(content.fill.get("part", WHOLE))] if self._filled_by_worker else []
@@ -198,13 +204,13 @@ class _Restoring:
             {
                 maker.order_of(other): held.spans[0].get(pass_id, [])
                 for pass_id, other in held.plans.items()
-                if other.is_permutation and maker.names_same(other)
+                if other.is_permutation and maker.has_same_units(other)
             }
         )
         for unit, first, stop in maker.parts_of(content):
             ranges = covered.of(np.array([unit], np.int64))[0]
             if any(start < stop and first < end for start, end in ranges):
-                raise _NotAgainError(
+                raise _NotReproducibleError(
                     "other shards hold some of its samples by now; refetch into an empty directory to replay it"
                 )
 
@@ -254,17 +260,19 @@ class _Maker:
         self._divided: dict[PassPlan, Source] = {}
 
     def plan_of(self, content: Content) -> PassPlan:
-        """The pass of a shard; raises ConfigError for another source, and _NotAgainError where its header
-        lacks one.
+        """The pass of a shard.
+
+        Raises ConfigError for another source, _NotReproducibleError where the header names no pass or the
+        remote lists other units by now.
         """
         fill, source = content.fill, self._source
         if not {"source", "plan", "length", "spans"} <= fill.keys():
-            raise _NotAgainError("it does not say where its samples came from")
+            raise _NotReproducibleError("it does not say where its samples came from")
         if fill["source"] != source.fingerprint:
             raise ConfigError(f"the epoch was trained on {fill['source']}, not on {source.fingerprint}")
         plan = PassPlan.from_json(fill["plan"])
-        if not self.names_same(plan):
-            raise _NotAgainError("the remote lists other files than when it was sampled")
+        if not self.has_same_units(plan):
+            raise _NotReproducibleError("the remote lists other files than when it was sampled")
         return plan
 
     def _source_of(self, plan: PassPlan) -> Source:
@@ -277,7 +285,7 @@ class _Maker:
             self._divided[plan] = divisible.divided(parts)
         return self._divided[plan]
 
-    def names_same(self, plan: PassPlan) -> bool:
+    def has_same_units(self, plan: PassPlan) -> bool:
         """Return whether the units of a pass are those of the source, or the first of them."""
         source = self._source_of(plan)
         same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
@@ -293,16 +301,18 @@ class _Maker:
             if plan.is_drawn:
                 path = order_file(self._cache.directory, plan.ordinal)
                 if not os.path.exists(path):
-                    raise _NotAgainError(f"what the {plan.kind} drew for its pass is not kept any more")
+                    raise _NotReproducibleError(
+                        f"what the {plan.kind} drew for its pass is not kept any more"
+                    )
                 drawn = np.load(path, mmap_mode="r")
             if plan.kind == "weighted" and self._weights is None:
-                raise _NotAgainError("its pass was weighted: give the weights of the units (weights=)")
+                raise _NotReproducibleError("its pass was weighted: give the weights of the units (weights=)")
             weights = self._weights if plan.kind == "weighted" else None
             order = self._orders[plan] = UnitOrder(plan, weights, drawn)
         return order
 
     def parts_of(self, content: Content) -> Iterator[tuple[int, int, int]]:
-        """Parts of units in a shard, in its order: (unit, first offset, the offset after the last)."""
+        """The parts of units in a shard, in order: (unit, first offset, offset after the last)."""
         order = self.order_of(self.plan_of(content))
         for position, offset, last, until in content.fill["spans"]:
             stop = last + (until > 0)
@@ -311,24 +321,25 @@ class _Maker:
                 yield unit, offset if place == position else 0, until if place == last else END
 
     def make(self, content: Content) -> ShardContent:
-        """The shard, read again; raises _NotAgainError if it differs."""
+        """The shard, read again; raises _NotReproducibleError if it differs."""
         plan = self.plan_of(content)
         packer, known = Packer(), self._cache.schema
         parts = [self._pool.submit(self._read, plan, *part) for part in self.parts_of(content)]
         try:
             for key, sample in itertools.chain.from_iterable(part.result() for part in parts):
-                if not _is_of(content, key):
+                if not _belongs_to(content, key):
                     continue
-                with contextlib.suppress(SampleError, SchemaMismatchError):  # skipped then, and now
+                # A sample that is skipped now was skipped then.
+                with contextlib.suppress(SampleError, SchemaMismatchError):
                     packer.add(key, to_record(sample), known)
         finally:
             for part in parts:
                 part.cancel()
         if not packer.num_samples:
-            raise _NotAgainError("the source gives none of its samples any more")
+            raise _NotReproducibleError("the source gives none of its samples any more")
         made = packer.content(content.fill)
         if content_hash(made) != content.hash:
-            raise _NotAgainError(
+            raise _NotReproducibleError(
                 f"it came back different ({packer.num_samples} samples): the remote has changed, or the source or the "
                 "transform (give the same --transform) is not deterministic"
             )
@@ -352,7 +363,7 @@ class _Maker:
             try:
                 key, sample = next(reading)
             except (StopIteration, SampleError):
-                return  # a damaged unit ended here then, too
+                return  # a damaged unit ended here at the first reading, too
             if offset < first:
                 continue
             sample = self._transformed(sample, functools.partial(sample_generator, plan, unit, offset))
@@ -363,11 +374,11 @@ class _Maker:
         """`sample` after the transform; None if it was dropped or failed."""
         try:
             return sample if self._transform is None else self._transform(sample, generator)
-        except (Exception, SystemExit):  # noqa: BLE001  skipped by the worker as well, whatever it was
+        except (Exception, SystemExit):  # noqa: BLE001  the worker skips the sample, too
             return None
 
 
-def _is_of(content: Content, key: str) -> bool:
+def _belongs_to(content: Content, key: str) -> bool:
     """Return whether the sample with this key was in the shard, which may hold one split alone."""
     fill = content.fill
     if "holdout" not in fill:

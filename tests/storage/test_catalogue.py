@@ -33,6 +33,13 @@ def can_write(path: str) -> bool:
     return answer == "yes"
 
 
+def test_a_pass_after_earlier_ones_has_an_id_above_zero(cache: Cache) -> None:
+    with cache.catalogue.transaction() as tables:
+        assert tables.earlier_pass("{}", 10) == -1
+        assert tables.insert_pass('{"ordinal":1}', 10, 0) == 1
+        assert tables.insert_pass('{"ordinal":2}', None, 0) == 2
+
+
 def test_a_transaction_is_all_or_nothing(cache: Cache) -> None:
     def fail_half_way() -> None:
         with cache.catalogue.transaction() as tables:

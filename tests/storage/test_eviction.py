@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from cachestream.errors import ConfigError
 from cachestream.schema import ShardRow
 from cachestream.storage import reservations
 from cachestream.storage.cache import Cache
-from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, describe_shortage, in_order
+from cachestream.storage.eviction import ORDERS, check_policy, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.locks import lock_file
 from cachestream.storage.reservations import Owner
 from cachestream.storage.snapshots import StandingSnapshots
@@ -45,38 +44,12 @@ rows = st.lists(
     max_size=12,
 )
 
-# What each policy says of two shards: does the first go before the second?
-GOES_FIRST: dict[str, Callable[[ShardRow, ShardRow], bool]] = {
-    "lru": lambda a, b: (a.last_used, a.id) < (b.last_used, b.id),
-    "fifo": lambda a, b: a.id < b.id,
-    "least-fresh": lambda a, b: (-a.uses, a.last_used, a.id) < (-b.uses, b.last_used, b.id),
+SORT_KEYS: dict[str, Callable[[ShardRow], tuple[int, ...]]] = {
+    "lru": lambda row: (row.last_used, row.id),
+    "fifo": lambda row: (row.id,),
+    "least-fresh": lambda row: (-row.uses, row.last_used, row.id),
+    "none": lambda row: (row.id,),
 }
-
-
-@pytest.mark.parametrize("policy", sorted(GOES_FIRST))
-def test_every_pair_of_small_rows_goes_in_the_order_the_policy_promises(policy: str) -> None:
-    """Exhaustive: two shards with any uses and times below 3."""
-    values = list(itertools.product(range(3), repeat=2))
-    for (uses, last_used), (other_uses, other_last_used) in itertools.product(values, repeat=2):
-        pair = [ShardRow(2, 1, 1, uses, last_used), ShardRow(1, 1, 1, other_uses, other_last_used)]
-        first, second = in_order(policy, pair)
-        assert GOES_FIRST[policy](first, second)
-
-
-@pytest.mark.parametrize("policy", sorted(GOES_FIRST))
-@given(rows=rows)
-def test_the_order_is_a_permutation_in_which_every_neighbour_goes_first(
-    policy: str, rows: list[ShardRow]
-) -> None:
-    ordered = in_order(policy, rows)
-    assert sorted(row.id for row in ordered) == sorted(row.id for row in rows)
-    assert all(itertools.starmap(GOES_FIRST[policy], itertools.pairwise(ordered)))
-    assert ordered == in_order(policy, rows[::-1]), "the order does not depend on how the rows came"
-
-
-@given(rows=rows)
-def test_the_policy_none_gives_nothing(rows: list[ShardRow]) -> None:
-    assert in_order("none", rows) == []
 
 
 @given(rows=rows, need_bytes=st.integers(-5, 3 * 10**9))
@@ -101,9 +74,9 @@ def test_choosing_reads_no_further_than_it_must() -> None:
     assert [row.id for row in victims] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "least-fresh"])
+@pytest.mark.parametrize("policy", list(ORDERS))
 @given(rows=rows)
-def test_the_catalogue_sorts_as_the_pure_policy_does(
+def test_the_catalogue_sorts_as_the_policy_promises(
     policy: str, rows: list[ShardRow], sorting_cache: Cache
 ) -> None:
     with sorting_cache.catalogue.transaction() as tables:
@@ -111,9 +84,10 @@ def test_the_catalogue_sorts_as_the_pure_policy_does(
     if rows:
         insert_rows(sorting_cache, rows)
     with sorting_cache.catalogue.reading() as tables:
-        assert list(tables.shards(policy)) == in_order(policy, rows)
+        ordered = sorted(rows, key=SORT_KEYS[policy])
+        assert list(tables.shards(policy)) == ordered
         (ids,) = tables.shard_columns("id", policy=policy)
-        assert ids.tolist() == [row.id for row in in_order(policy, rows)]
+        assert ids.tolist() == [row.id for row in ordered]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +115,7 @@ ROWS = tuple(ShardRow(i, 10, 1, 0, 0) for i in range(1, 5))
 def test_a_function_may_return_rows_or_ids_in_anything_that_can_be_gone_through(
     answer: Any, ids: list[int]
 ) -> None:
-    assert [row.id for row in in_order(lambda _: answer, ROWS)] == ids
+    assert [row.id for row in chosen_by(lambda _: answer, ROWS)] == ids
 
 
 @pytest.mark.parametrize(
@@ -160,7 +134,7 @@ def test_a_function_may_return_rows_or_ids_in_anything_that_can_be_gone_through(
 )
 def test_nonsense_from_a_function_is_refused_and_says_what_is_wanted(answer: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"the eviction function .*{words}"):
-        in_order(lambda _: answer, ROWS)
+        chosen_by(lambda _: answer, ROWS)
 
 
 def test_a_function_that_raises_is_named_and_its_error_kept() -> None:
@@ -168,7 +142,7 @@ def test_a_function_that_raises_is_named_and_its_error_kept() -> None:
         raise KeyError("epoch")
 
     with pytest.raises(ConfigError, match="the eviction function failed: KeyError: 'epoch'") as caught:
-        in_order(policy, ROWS)
+        chosen_by(policy, ROWS)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -181,7 +155,7 @@ def test_a_function_cannot_change_what_it_is_given() -> None:
             rows[0].uses = 5  # type: ignore[misc]
         return rows
 
-    in_order(policy, list(ROWS))
+    chosen_by(policy, list(ROWS))
     assert isinstance(seen[0], tuple)
 
 

@@ -190,7 +190,7 @@ def test_training_goes_on_from_the_last_snapshot_while_none_can_be_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        snapshots, "_STANDS_S", -1.0
+        snapshots, "_REUSE_S", -1.0
     )  # it need not be written anew for ten seconds, or none would fail
     with Cache(small_disk / "cache", size_limit="4MB", min_free=0) as cache:
         for first in (0, 8):
