@@ -422,11 +422,11 @@ def test_a_shard_that_cannot_be_read_is_corrupt(cache: Cache, monkeypatch: pytes
     publish(cache, content(0))
     publish(cache, content(3))
 
-    def fail(self: FileMap) -> None:
+    def fail(self: FileMap, start: int, stop: int) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileMap, "read_all", fail)
+        patch.setattr(FileMap, "bring_in", fail)
         assert len(cache.verify().corrupt) == 2
     real = os.pread
 
