@@ -458,8 +458,7 @@ def test_damaged_metadata_of_a_column_chunk_do_not_end_the_process(tmp_path: Pat
     pq.write_table(pa.table({"l": [[1], [2, 3]] * 50}), tmp_path / "a.parquet")
     whole = bytearray((tmp_path / "a.parquet").read_bytes())
     histogram = whole.find(b"\x26\xc8\x01\x64")  # of repetition levels: two values, 100 and 50
-    if histogram < 0:
-        pytest.skip("this pyarrow writes no size statistics")
+    assert histogram > 0, "pyarrow writes no size statistics, which are damaged here: damage something else"
     whole[histogram : histogram + 4] = b"\x36\x02\x02\x02"  # three values
     (tmp_path / "a.parquet").write_bytes(whole)
     read = f"""
