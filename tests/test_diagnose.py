@@ -324,6 +324,20 @@ def test_what_cannot_be_used_is_counted_and_told(tmp_path: Path) -> None:
         look(tmp_path / "broken.png")
 
 
+def test_what_fails_is_counted_once_where_the_only_unit_is_read_again() -> None:
+    class OneBad:
+        """One unit of three samples, the first of which cannot be stored."""
+
+        fingerprint = "one bad"
+        num_units = 1
+
+        def read(self, unit: int, _rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+            yield "bad", {"x": object()}
+            yield from ((str(number), {"x": np.zeros(10)}) for number in range(2))
+
+    assert look(OneBad()).skipped == 1
+
+
 def test_a_transform_that_always_fails_says_so_without_secrets() -> None:
     with pytest.raises(SourceError, match=r"no usable sample .*ValueError: not with me") as caught:
         look(Numbers(), fail)

@@ -88,10 +88,13 @@ def diagnose(
     if not alone.num_samples:
         reason = first.failure or "check the path, --format, that the remote answers and the transform ends"
         raise SourceError(f"{shown}: no usable sample in {alone.seconds:.1f} s; {reason}")
-    if not units:
+    if is_read_again := not units:
         units.extend(order)
     probe = Probe(source, units, transform)
     run = probe.run(seconds / 2)
+    skipped, failure = probe.skipped, first.failure or probe.failure
+    if not is_read_again:
+        skipped += first.skipped
     alone, probe = (run, probe) if run.num_samples else (alone, first)
     reads = _reads_at_once(alone, probe.packer, num_units, workers)
     on_progress(f"reading {reads} units at once, for {seconds / 2:.3g} s")
@@ -105,7 +108,6 @@ def diagnose(
     is_listing, has_transform = growing is not None, transform is not None
     measured = alone, together, written, delivered, device
     stages = Stages(list_s, num_units, is_listing, has_transform, *measured, cores, workers)
-    skipped, failure = first.skipped + probe.skipped, first.failure or probe.failure
     return Findings(shown, stages, judge(stages), notes, skipped, failure)
 
 

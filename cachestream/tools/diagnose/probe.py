@@ -74,6 +74,7 @@ class Probe:
         ]
         metering.install(self._on_fetched, self._on_asking)
         begun_s, busy_s = _now()
+        self._finishing = not seconds  # before the threads begin, which may else read several samples
         try:
             for thread in threads:
                 thread.start()
