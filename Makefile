@@ -4,16 +4,19 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
+# The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
+WORKERS     ?= 4
 DEMO_ARGS   ?=
 PEERS_VENV  ?= .venv-peers
-PEERS_ARGS  ?=
-ACCURACY_ARGS ?=
+BENCH_ARGS    ?= --save
+PEERS_ARGS    ?= --save
+ACCURACY_ARGS ?= --save
 
 # What an installed copy is made from: pip builds the part in C when it installs.
 MADE_FROM := pyproject.toml constraints.txt setup.py cachestream/training/batches/_gather.c
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pytest soak sanitize bench bench-peers bench-accuracy clean
+.PHONY: help demo test check pytest soak sanitize bench results bench-peers bench-accuracy clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,10 +32,10 @@ check: $(VENV)/.ready-dev  ## lint, formatting, types
 	$(BIN)/mypy
 
 pytest: $(VENV)/.ready-dev  ## the tests alone (PYTEST_ARGS="tests/storage -k limit")
-	$(BIN)/python -m pytest -n 2 --reruns 1 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --reruns 1 $(PYTEST_ARGS)
 
-soak: $(VENV)/.ready-dev  ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+soak: $(VENV)/.ready-dev  ## the tests that take minutes, more examples of all others, and planted faults
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough $(PYTEST_ARGS)
 
 # In a copy of the package: what is built here must not be what the other targets run with.
 SANITIZED := build/sanitized
@@ -47,8 +50,11 @@ sanitize: $(VENV)/.ready-dev  ## test the part in C under gcc's address and unde
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
 	  $(abspath $(BIN))/python -m pytest -n 2 tests/training $(PYTEST_ARGS)
 
-bench: $(VENV)/.ready-dev  ## measure this machine (see benchmarks/RESULTS.md)
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/.ready-dev  ## measure this machine (BENCH_ARGS="warm small --rounds 1"); then make results
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+results: $(VENV)/.ready-dev  ## make benchmarks/RESULTS.md from what was measured
+	$(BIN)/python -m benchmarks.page
 
 bench-peers: $(PEERS_VENV)/.ready-peers  ## measure other loaders beside ours (PEERS_ARGS="--rounds 1 --only LitData,Epoch")
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(PEERS_ARGS)

@@ -1,1 +1,1 @@
-"""What cachestream reaches on this machine: `python -m benchmarks` (or `make bench`)."""
+"""Benchmarks of cachestream on this machine: `python -m benchmarks` (or `make bench`)."""

@@ -1,32 +1,46 @@
-"""All measurements of this machine, three rounds in turns, as a table of medians: `make bench`."""
+"""Measure this machine: `python -m benchmarks [NAME ...] [--rounds 3] [--save]` (or `make bench`).
+
+Without names all benchmarks but those of other loaders. Prints the median and the spread of every figure; with --save they
+are kept in benchmarks/results/NAME.json after every run, from which `make results` makes the page.
+"""
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import sys
-from typing import Final
 
-from benchmarks.measure import run_rounds, table
-
-MEASUREMENTS: Final = {
-    "warm batches, 8192 × 128 KiB, batch 64": ["-m", "benchmarks.warm"],
-    "fill from local .npy files, 2 processes": ["-m", "benchmarks.fill", "files", "2"],
-    "fill from a function, 2 processes": ["-m", "benchmarks.fill", "function", "2"],
-    "fill from S3 with 50 ms latency, 40 MB/s, 4 processes": ["-m", "benchmarks.remote"],
-    "from nothing over S3 at 40 MiB/s, 60 s": ["-m", "benchmarks.cold"],
-    "60,000 samples of 784 bytes, batch 256": ["-m", "benchmarks.small"],
-    "2,000 photographs, decoded once": ["-m", "benchmarks.photographs"],
-    "pure Python beside 1 GB/s": ["-m", "benchmarks.interpreter"],
-    "10,000 shards": ["-m", "benchmarks.scale"],
-    "1,000 epochs": ["-m", "benchmarks.scale", "epochs"],
-    "two ranks": ["-m", "benchmarks.ranks"],
-    "fields whose shape varies": ["-m", "benchmarks.ragged"],
-    "shuffling within a window": ["-m", "benchmarks.locality", "quality"],
-}
+from benchmarks.measure import run_rounds
+from benchmarks.record import save
+from benchmarks.registry import BENCHMARKS
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    sys.stdout.write(table(run_rounds(MEASUREMENTS, rounds)) + "\n")
+    names = [name for name, benchmark in BENCHMARKS.items() if not benchmark.command]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this machine.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    wanted = options.names or names
+    timeout_s = max(BENCHMARKS[name].timeout_s for name in wanted)
+    commands = {name: ["-m", f"benchmarks.{name}"] for name in wanted}
+    found = run_rounds(
+        commands,
+        options.rounds,
+        timeout_s=timeout_s,
+        keep_going=True,
+        on_run=save if options.save else lambda _name, _figures: None,
+    )
+    for name, figures in found.items():
+        for figure, values in figures.items():
+            print(
+                f"{name}: {figure}: {statistics.median(values):.4g}  ({min(values):.4g} to {max(values):.4g})"
+            )
+    if failed := set(wanted) - set(found):
+        sys.exit(f"failed: {', '.join(sorted(failed))}")
 
 
 if __name__ == "__main__":

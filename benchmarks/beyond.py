@@ -1,7 +1,7 @@
-"""A cache larger than memory: `python -m benchmarks.beyond [bytes of a sample] [rounds]`, as root.
+"""A cache larger than memory: `python -m benchmarks.beyond [bytes of a sample]`, as root.
 
 A cache of 3 GB is read by a process that a control group allows 1 GB of memory, page cache included: shuffled fully, within
-windows, and in order by the EpochLoader, shuffled by a DataLoader; beside a memmap of the same samples that is batched by
+a window, and in order by the EpochLoader, shuffled by a DataLoader; beside a memmap of the same samples that is batched by
 hand. Each is timed for 10 s, after twice the memory has been read, or 10 s. Told are samples a second, and how many bytes
 were read from the disk for each byte delivered. Every batch is checked. It needs Linux, and room for 6 GB.
 """
@@ -31,8 +31,7 @@ SHARD_BYTES: Final = 32_000_000
 BATCH_BYTES: Final = 4 << 20
 SECONDS: Final = 10.0
 GROUPS: Final = Path("/sys/fs/cgroup")
-# Shares of the memory that a window takes.
-WINDOWS: Final = (0.25, 0.1, 0.02)
+WINDOW: Final = 0.1  # of the memory
 
 
 @contextmanager
@@ -80,7 +79,7 @@ def drop(folder: Path) -> None:
 
 
 def bytes_read() -> int:
-    """What this process has had read from the disk."""
+    """Bytes that this process has read from the disk so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"])
 
@@ -128,11 +127,10 @@ def from_memmap(path: Path, sample_bytes: int) -> Iterator[torch.Tensor]:
             yield torch.from_numpy(rows[order[start : start + batch]])
 
 
-def main(sample_bytes: int = 131_072, rounds: int = 3) -> None:
-    samples = int(MEMORY_BYTES / sample_bytes)
+def main(sample_bytes: int = 131_072) -> None:
     ways: dict[str, dict[str, Any] | None] = {
         "full": {},
-        **{f"window_{share:g}": {"locality": int(share * samples)} for share in WINDOWS},
+        "window": {"locality": int(WINDOW * MEMORY_BYTES / sample_bytes)},
         "none": {"shuffle": False},
         "DataLoader": None,
     }
@@ -144,10 +142,8 @@ def main(sample_bytes: int = 131_072, rounds: int = 3) -> None:
             name: [*me, str(group), str(folder / "cache"), json.dumps(way)] for name, way in ways.items()
         }
         commands["memmap"] = [*me, str(group), str(folder / "rows.npy")]
-        found = run_rounds(commands, rounds)
-    emit(
-        **{f"{name}_{figure}": value for name, figures in found.items() for figure, value in figures.items()}
-    )
+        found = run_rounds(commands, 1)
+    emit(**{f"{name}_{figure}": one for name, figures in found.items() for figure, [one] in figures.items()})
 
 
 def child(sample_bytes: int, group: str, where: str, way: str | None = None) -> None:

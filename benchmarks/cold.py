@@ -26,7 +26,7 @@ COMPUTE_S = 0.025
 
 
 def train(loader: cs.EpochLoader, begun_s: float, seconds: float) -> tuple[float, int, float]:
-    """When the first batch came, the steps made, and the seconds spent waiting after the first."""
+    """Seconds to the first batch, the steps made, and the seconds spent waiting after the first."""
     first_s, steps, waited_s = 0.0, 0, 0.0
     while True:
         asked_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What epoch 1 holds of 100 tars: `python -m benchmarks.diversity`.
+"""Diversity of the first epoch over 100 tars: `python -m benchmarks.diversity`.
 
 Each tar holds 200 samples of one class, as tars written class by class do: the worst case. Epoch 1
 is drawn from the first 1,000 samples that arrive, through a bandwidth of 20 MB/s, in three ways:
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cachestream as cs
-from benchmarks.measure import scratch, table
+from benchmarks.measure import emit, scratch
 from cachestream.testing.observing import cached_keys
 
 TARS = 100
@@ -45,19 +45,23 @@ def first_epoch(tars: Path, cache_path: Path, order: str, samples_per_visit: int
         cache.wait(FIRST, timeout_s=60)
         took_s = time.perf_counter() - begun_s
         keys = [*cached_keys(cache)][:FIRST]
-    return {"distinct_tars_and_classes": len({key.partition("#")[0] for key in keys}), "seconds": took_s}
+    return {"distinct_tars": len({key.partition("#")[0] for key in keys}), "seconds": took_s}
 
 
 def main() -> None:
+    ways: dict[str, tuple[str, int | None]] = {
+        "sequential": ("sequential", None),
+        "shuffled": ("shuffle", None),
+        "visits": ("shuffle", 20),
+    }
     with scratch() as folder:
         write_tars(folder / "tars")
-        ways: dict[str, tuple[str, int | None]] = {
-            "one after the other": ("sequential", None),
-            "shuffled tars": ("shuffle", None),
-            "visits of 20 samples": ("shuffle", 20),
+        found = {
+            f"{name}_{figure}": value
+            for name, way in ways.items()
+            for figure, value in first_epoch(folder / "tars", folder / name, *way).items()
         }
-        results = {name: first_epoch(folder / "tars", folder / name, *way) for name, way in ways.items()}
-    print(table(results))
+    emit(**found)
 
 
 if __name__ == "__main__":

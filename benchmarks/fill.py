@@ -1,15 +1,13 @@
-"""How fast a local source is cached: `python -m benchmarks.fill [files|function] [processes]`.
+"""Filling a cache from local files, and from a function: `python -m benchmarks.fill`.
 
-Raw float32 arrays of 128 KiB, 1 GiB in all. "steady" is from the first 64 samples to the last,
-"with_start" from the call of start_worker. "disk" is what one plain write with fsync reaches just before, the
-second time: a virtual machine gets memory that it has not used for a while from its host page by page, and the
-first write to such pages runs at a fifth of the speed (measured), whoever writes.
+Raw float32 arrays of 128 KiB, 1 GiB in all, two processes; from the first 64 samples to the last. "disk" is one plain
+write with fsync just before, the second time: a virtual machine gets memory that it has not used for a while from its host
+page by page, and the first write to such pages runs at a fifth of the speed (measured), whoever writes.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from benchmarks.measure import emit, scratch
 
 SAMPLES = 8192
 FLOATS = 32 * 1024
+PROCESSES = 2
 
 
 def write_arrays(folder: Path, samples: int = SAMPLES) -> None:
@@ -33,7 +32,7 @@ def write_arrays(folder: Path, samples: int = SAMPLES) -> None:
 
 
 def plain_write_mb_per_s(folder: Path) -> float:
-    """What one process writes to fresh files of 64 MB, fsync included, in memory that is warm."""
+    """Speed of one process that writes fresh files of 64 MB, fsync included, from warm memory."""
     data, files = bytes(64 << 20), 2 * SAMPLES * FLOATS * 4 // (64 << 20)
     took_s = 0.0
     for _ in range(2):
@@ -59,28 +58,29 @@ def windows() -> object:
     return window
 
 
-def main(kind: str, processes: int) -> None:
+def fill(folder: Path, what: object) -> tuple[float, float]:
+    """Seconds to the first samples, and MB/s from there on."""
+    source = cs.open_source(what)
+    begun_s = time.perf_counter()
+    with (
+        cs.Cache(folder, size_limit="4GB") as cache,
+        cs.start_worker(cache, source, num_workers=PROCESSES),
+    ):
+        first = cache.wait(64, timeout_s=60)
+        first_s = time.perf_counter()
+        last = cache.wait(SAMPLES * 95 // 100, timeout_s=120)
+        took_s = time.perf_counter() - first_s
+    return first_s - begun_s, (last - first) * FLOATS * 4 / 1e6 / took_s
+
+
+def main() -> None:
     with scratch() as folder:
-        if kind == "files":
-            write_arrays(folder / "remote")
-        source = cs.open_source(str(folder / "remote")) if kind == "files" else cs.open_source(windows())
-        cache = cs.Cache(folder / "cache", size_limit="4GB")
+        write_arrays(folder / "remote")
         disk = plain_write_mb_per_s(folder)
-        begun_s = time.perf_counter()
-        with cs.start_worker(cache, source, num_workers=processes):
-            first = cache.wait(64, timeout_s=60)
-            first_s = time.perf_counter()
-            last = cache.wait(SAMPLES * 95 // 100, timeout_s=120)
-            last_s = time.perf_counter()
-        sample_mb = FLOATS * 4 / 1e6
-        emit(
-            disk_mb_per_s=disk,
-            first_samples_s=first_s - begun_s,
-            steady_mb_per_s=(last - first) * sample_mb / (last_s - first_s),
-            with_start_mb_per_s=last * sample_mb / (last_s - begun_s),
-        )
+        first_s, files = fill(folder / "files", str(folder / "remote"))
+        _, function = fill(folder / "function", windows())
+    emit(disk_mb_per_s=disk, first_samples_s=first_s, files_mb_per_s=files, function_mb_per_s=function)
 
 
 if __name__ == "__main__":
-    kind, processes = [*sys.argv[1:], *["files", "2"][len(sys.argv) - 1 :]]
-    main(kind, int(processes))
+    main()

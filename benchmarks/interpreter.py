@@ -1,4 +1,4 @@
-"""Whether the trainer's own Python keeps its speed: `python -m benchmarks.interpreter`.
+"""The speed that the trainer's own Python keeps: `python -m benchmarks.interpreter`.
 
 A loop in pure Python that takes a batch of 8 MiB every 8.4 ms, 1 GB/s: from the loader, and as views of a tensor in memory,
 which is the same loop without a loader; and both against the loop that takes nothing. Shares of the speed in turns of a

@@ -7,17 +7,19 @@ where that is enough. The EpochLoader gets them from a cache that was filled wit
 
 from __future__ import annotations
 
+import io
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 import cachestream as cs
-from benchmarks.decode import photograph
 from benchmarks.measure import emit, scratch
 from cachestream.sources.decode.images import ImageOptions, decode_image
 
@@ -26,6 +28,18 @@ DISTINCT: Final = 50
 BATCH: Final = 64
 SIZE: Final = 224
 EPOCHS: Final = 5
+
+
+def photograph(width: int, height: int, seed: int) -> bytes:
+    """A JPEG of smooth colours with noise."""
+    rng = np.random.default_rng(seed)
+    smooth = Image.fromarray(rng.integers(0, 256, (30, 40, 3), np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+    noisy = np.asarray(smooth).astype(np.int16) + rng.normal(0, 6, (height, width, 3)).astype(np.int16)
+    stream = io.BytesIO()
+    Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8)).save(stream, "JPEG", quality=90)
+    return stream.getvalue()
 
 
 class Decoding(Dataset[Any]):
@@ -60,7 +74,7 @@ def images_per_s(epoch: Callable[[], Iterable[torch.Tensor]]) -> float:
 
 
 def sums(epoch: Iterable[torch.Tensor]) -> list[int]:
-    """What tells the images of an epoch, in any order."""
+    """A number for each image of an epoch, sorted: the same for the same images in any order."""
     return sorted(int(image.long().sum()) for batch in epoch for image in batch)
 
 

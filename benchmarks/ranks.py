@@ -39,7 +39,7 @@ def copy_some(source: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> in
 
 
 def timed(work: Any) -> tuple[float, float, int]:
-    """When `work` began and ended, and the bytes it tells; all ranks begin together."""
+    """Begin and end of `work`, and the bytes that it moved; all ranks begin together."""
     torch.distributed.barrier()
     begun_s = time.monotonic()
     moved = work()

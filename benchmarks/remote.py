@@ -1,4 +1,4 @@
-"""How much of a slow, distant remote's bandwidth the filling uses: `python -m benchmarks.remote`.
+"""The share of a distant remote's bandwidth that the filling uses: `python -m benchmarks.remote`.
 
 A real S3 server (rclone) behind a network that adds 50 ms to every request and passes 40 MB/s in all;
 objects of 100 KB, four sampling processes. The share is taken over the samples cached between 2 s and

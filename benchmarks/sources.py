@@ -1,23 +1,23 @@
-"""How fast each source fills a cache, beside its library that reads the same: `python -m benchmarks.sources [part …]`.
+"""Speed of filling from each source, beside its library that reads the same: `python -m benchmarks.sources [WORD …]`.
 
-A part is words of a row: `python -m benchmarks.sources tar s3 --processes 1,2`. Rows are formats × places: a local disk, a real
-S3 server (rclone) on this machine, and the same with 50 ms of latency. "fill" is one sampling process (more in
-further columns), from the first quarter of the samples to 90 %, decoded, packed, checksummed and on the disk; "directly"
-is one process that reads the samples with the format's own library, through s3fs where they are remote, for at most
-three seconds, and keeps nothing.
+The words are of the rows to measure. Rows are formats, columns are places: a local disk, a real S3 server (rclone) on this
+machine, and the same with 50 ms of latency. Filling is by one sampling process, from the first quarter of the samples to
+90 %, decoded, packed, checksummed and on the disk. Beside it one process reads the samples with the format's own library,
+through s3fs where they are remote, for at most three seconds: keeps nothing, or pickles them into files, synced.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import os
 import pickle
 import struct
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -35,7 +35,9 @@ from tfrecord import example_pb2
 from tfrecord.reader import extract_feature_dict
 
 import cachestream as cs
-from benchmarks.places import open_places
+from benchmarks.measure import emit, scratch
+from tests.support.proxy import run_proxy
+from tests.support.s3 import S3Server, run_s3_server
 
 DIRECT_S: Final = 3.0
 FILL_TIMEOUT_S: Final = 60.0
@@ -44,7 +46,7 @@ LATENCY_S: Final = 0.05
 BLOB_BYTES: Final = 50_000
 SIDE, WINDOW, CHUNK = 4096, 256, 128
 RNG: Final = np.random.default_rng(0)
-PLACES: Final = {"local": None, "s3": 0.0, "s3 with 50 ms": LATENCY_S}
+PLACES: Final = {"local": None, "S3": 0.0, "S3, 50 ms": LATENCY_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +229,34 @@ CASES: Final = {
 # --- how it is measured ------------------------------------------------------------------------
 
 
+class Places:
+    """One folder of data, as a path and as a bucket; `scratch` is a folder for the rest."""
+
+    def __init__(self, stack: ExitStack, scratch: Path, server: S3Server) -> None:
+        self.scratch = scratch
+        self.data = server.bucket("data")
+        self._stack = stack
+        self._server = server
+
+    def at(self, latency_s: float | None) -> tuple[str, dict[str, Any]]:
+        """The URL of the data and its storage options: the path (None), or the bucket, behind a latency if above 0."""
+        if latency_s is None:
+            return str(self.data), {}
+        if not latency_s:
+            return "s3://data", self._server.storage_options
+        proxy = self._stack.enter_context(run_proxy(self._server.port, latency_s=latency_s))
+        return "s3://data", self._server.options_through(proxy.port)
+
+
+@contextmanager
+def open_places() -> Iterator[Places]:
+    """An empty folder that the server shows, until the end."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        server = stack.enter_context(run_s3_server(folder / "s3", fresh=False))
+        yield Places(stack, folder, server)
+
+
 def warm(folder: Path, nbytes: int) -> None:
     """Have the host give this machine its memory: the first write to pages not used for a while is slow."""
     data = bytes(64 << 20)
@@ -237,11 +267,11 @@ def warm(folder: Path, nbytes: int) -> None:
             path.unlink()
 
 
-def fill_per_s(case: Case, source: Any, folder: Path, processes: int) -> float:
-    """Samples a second that `processes` cache."""
+def fill_per_s(case: Case, source: Any, folder: Path) -> float:
+    """Samples a second that one process caches."""
     warm(folder, case.samples * case.nbytes * 5 // 4)
-    with cs.Cache(folder / f"cache-{processes}", size_limit="4GB") as cache:
-        with cs.start_worker(cache, source, num_workers=processes):
+    with cs.Cache(folder / "cache", size_limit="4GB") as cache:
+        with cs.start_worker(cache, source, num_workers=1):
             first = cache.wait(case.samples // 4, timeout_s=FILL_TIMEOUT_S)
             first_s = time.perf_counter()
             last = cache.wait(case.samples * 9 // 10, timeout_s=FILL_TIMEOUT_S)
@@ -288,10 +318,9 @@ class Files:
         self._file.close()
 
 
-def measure(case: Case, url: str, options: dict[str, Any], folder: Path, processes: list[int]) -> str:
+def measure(case: Case, url: str, options: dict[str, Any], folder: Path) -> dict[str, float]:
     files = fsspec.filesystem("s3" if options else "file", **options)
-    source = case.ours(url, options)
-    fills = [fill_per_s(case, source, folder, count) for count in processes]
+    fill = fill_per_s(case, case.ours(url, options), folder)
     path = url.removeprefix("s3://")
     direct = direct_per_s(case, files, path, lambda _: None)
     warm(folder, case.samples * case.nbytes * 5 // 4)
@@ -300,38 +329,24 @@ def measure(case: Case, url: str, options: dict[str, Any], folder: Path, process
     kept.close()
     for written in folder.glob("kept*"):
         written.unlink()
-    mb = case.nbytes / 1e6
-    cells = [f"{rate * mb:,.0f} | {rate:,.0f}" for rate in (direct, keeping, fills[0])]
-    cells += [
-        f"{fills[0] / direct:.2f}",
-        f"{fills[0] / keeping:.2f}",
-        *(f"{rate * mb:,.0f}" for rate in fills[1:]),
-    ]
-    return " | ".join(cells)
+    return {"MB/s": fill * case.nbytes / 1e6, "to kept": fill / keeping, "to not kept": fill / direct}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How fast each source fills, beside its library.")
-    parser.add_argument("words", nargs="*", help="of the rows to measure")
-    parser.add_argument("--processes", default="1", help="such as 1,2: a column for each")
-    arguments = parser.parse_args()
-    words, processes = arguments.words, [int(count) for count in arguments.processes.split(",")]
-    more = "".join(f" {count} processes, MB/s |" for count in processes[1:])
-    rates = " | ".join(f"{what}, MB/s | samples/s" for what in ("directly", "kept", "fill"))
-    print(f"| source | place | {rates} | to directly | to kept |{more}")
-    print("|-" * (10 + len(processes[1:])) + "|")
+def main(words: list[str]) -> None:
+    found: dict[str, float] = {}
     for name, case in CASES.items():
-        rows = [(name, place) for place in PLACES if all(word in f"{name} {place}" for word in words)]
-        if not rows:
+        places_of = [place for place in PLACES if all(word in f"{name} {place}" for word in words)]
+        if not places_of:
             continue
         with open_places() as places:
             case.write(places.data)
-            for _, place in rows:
+            for place in places_of:
                 url, options = places.at(PLACES[place])
-                row = measure(case, url, options, places.scratch, processes)
-                print(f"| {name} | {place} | {row} |", flush=True)
+                for figure, value in measure(case, url, options, places.scratch).items():
+                    found[f"{name} / {place}, {figure}"] = value
+    emit(**found)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
-    main()
+    main(sys.argv[1:])

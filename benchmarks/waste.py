@@ -1,18 +1,18 @@
-"""What of that which is fetched is trained on, by how fast filling is: the plot of the guide's page on epochs.
+"""The share of the fetched samples that is trained on, by the speed of filling: `python -m benchmarks.waste`.
 
 A cache holds a fifth of the remote, and a trainer takes 50 ms a step. The speed of filling is set by a pause before each
-sample, and given in caches' worth that a filler alone would fetch in an epoch: `python -m benchmarks.waste [PLOT]`.
+sample, and given in caches' worth that a filler alone would fetch in an epoch.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from matplotlib.figure import Figure
 
 import cachestream as cs
 from benchmarks.measure import emit, scratch
@@ -25,6 +25,7 @@ BATCH: Final = 32
 PROCESSES: Final = 2
 SECONDS: Final = 20.0
 RATIOS: Final = (0.1, 0.5, 2.0, 8.0)
+PLOT: Final = Path(__file__).parents[1] / "docs" / "waste.png"
 
 
 class Numbers:
@@ -42,7 +43,7 @@ class Numbers:
 
 
 def trained_share(ratio: float) -> float:
-    """Of what was fetched, and is not waiting for its first epoch, what was trained on; `ratio` is the speed of filling."""
+    """The share of the fetched samples that was trained on, without those that still wait for an epoch."""
     pause_s = PROCESSES * STEP_S / BATCH / ratio
     limit_bytes = CACHED * (SAMPLE_BYTES + 60) + 700_000
     trained: dict[int, int] = {}
@@ -64,23 +65,24 @@ def trained_share(ratio: float) -> float:
     return sum(trained.values()) / (fetched - idle)
 
 
-def draw(shares: dict[float, float], path: Path) -> None:
-    from matplotlib.figure import Figure
-
+def draw(figures: Mapping[str, float]) -> None:
+    """Draw what `main` emits, for the guide."""
+    shares = [100 * figures[_name(ratio)] for ratio in RATIOS]
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.semilogx(list(shares), [100 * share for share in shares.values()], "o-", color="#0072B2")
+    axes.semilogx(RATIOS, shares, "o-", color="#0072B2")
     axes.set(
         ylim=(0, 105),
         xlabel="caches fetched in an epoch, if nothing waited",
         ylabel="fetched and trained on (%)",
     )
     axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=120)
+    figure.savefig(PLOT, dpi=120)
+
+
+def _name(ratio: float) -> str:
+    return f"trained_share_at_{ratio:g}"
 
 
 if __name__ == "__main__":
-    found = {ratio: trained_share(ratio) for ratio in RATIOS}
-    emit(**{f"trained_share_at_{ratio:g}": share for ratio, share in found.items()})
-    if sys.argv[1:]:
-        draw(found, Path(sys.argv[1]))
+    emit(**{_name(ratio): trained_share(ratio) for ratio in RATIOS})

@@ -33,13 +33,11 @@ if TYPE_CHECKING:
     from cachestream.sources.arrays import ArraySource
     from cachestream.sources.arrow_files import ArrowSource
     from cachestream.sources.base import Source
-    from cachestream.sources.datasets import DatasetSource, IterableSource
+    from cachestream.sources.datasets import CallableSource, DatasetSource, IterableSource
     from cachestream.sources.decode.images import ImageOptions
     from cachestream.sources.files import FileSource
-    from cachestream.sources.functions import CallableSource
     from cachestream.sources.lines import LinesSource
-    from cachestream.sources.mix import mix
-    from cachestream.sources.open import open_source
+    from cachestream.sources.open import mix, open_source
     from cachestream.sources.parquet import ParquetSource
     from cachestream.sources.peers.litdata import LitDataSource
     from cachestream.sources.peers.mds import MDSSource
@@ -104,7 +102,7 @@ _HOMES: Final[dict[str, str]] = {
     "ArraySource": "sources.arrays",
     "ArrowSource": "sources.arrow_files",
     "Cache": "storage.cache",
-    "CallableSource": "sources.functions",
+    "CallableSource": "sources.datasets",
     "DatasetSource": "sources.datasets",
     "EpochDataset": "training.dataset",
     "EpochLoader": "training.loader",
@@ -123,7 +121,7 @@ _HOMES: Final[dict[str, str]] = {
     "Worker": "worker.worker",
     "collate": "training.batches.collate",
     "metrics": "integrations.metrics",
-    "mix": "sources.mix",
+    "mix": "sources.open",
     "open_source": "sources.open",
     "start_worker": "worker.worker",
     "stream": "streaming",

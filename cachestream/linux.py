@@ -14,10 +14,12 @@ import errno
 import mmap
 import os
 import re
+import signal
 import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +43,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _SYS_PROCESS_MADVISE: Final = 440  # on all architectures
 _MAX_RANGES: Final = 1024  # of one call (IOV_MAX)
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 class FileMap:
@@ -288,3 +291,43 @@ def _open_subfolder(folder: int, name: str) -> int:
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, f"{name}: {os.strerror(errno.ELOOP)}") from error
         raise
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get the signal `number` when the parent ends, in whatever way."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of descendants whose own parent ends (a subreaper); False where that is refused."""
+    return bool(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0)
+
+
+def name_process(name: str) -> None:
+    """Set the name that `ps` and `top` show, the first 15 characters of it."""
+    _libc.prctl(_PR_SET_NAME, name.encode())
+
+
+def is_there(pid: int) -> bool:
+    """True if there is a process `pid`, or any process in the group that it led.
+
+    A new process may not lead its group yet.
+    """
+    for look in (os.kill, os.killpg):
+        try:
+            look(pid, 0)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            pass
+        return True
+    return False
+
+
+def is_stopped(pid: int) -> bool:
+    """True if the process is stopped (by SIGSTOP or a debugger)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in (b"T", b"t")

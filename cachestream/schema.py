@@ -7,6 +7,7 @@ its split is the same on every run, node and resume, whatever is cached.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -93,6 +94,16 @@ class Field:
     ndim: int
     shape: tuple[int, ...] | None
 
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype that carries the values: bfloat16 travels as the bits of uint16."""
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one sample's value; 0 if its shape varies."""
+        return 0 if self.shape is None else math.prod(self.shape) * self.numpy_dtype.itemsize
+
     def merge(self, other: Field, *, widen: bool = False) -> Field:
         """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError if there is
         none.
@@ -132,6 +143,11 @@ class Schema:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(field.name for field in self.fields)
+
+    @property
+    def has_integers(self) -> bool:
+        """True if a field holds integers of 64 bits, as Python's are stored."""
+        return any(field.dtype == "int64" for field in self.fields)
 
     def merge(self, other: Schema, *, widen: bool = False) -> Schema:
         """The schema that covers both: a shape that differs becomes ragged, and integers floats if `widen`.

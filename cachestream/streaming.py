@@ -13,7 +13,7 @@ from cachestream.sources.open import SOURCE_OPTIONS, Unopened, open_source
 from cachestream.storage.cache import Cache
 from cachestream.training.loader import EpochLoader
 from cachestream.training.ranks import find_share, is_elastic
-from cachestream.worker.options import WorkerOptions
+from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
 
 _CACHE_OPTIONS: Final = ("min_free", "eviction")

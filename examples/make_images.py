@@ -9,4 +9,5 @@ from pathlib import Path
 from cachestream.demo.data import make_remote
 
 if __name__ == "__main__":
-    print(make_remote(Path(sys.argv[1]), num_samples=6000, num_held_out=540))
+    size_bytes = make_remote(Path(sys.argv[1]), num_samples=6000, num_held_out=540)
+    print(f"{size_bytes:,} bytes of views in {sys.argv[1]}/train, and others in {sys.argv[1]}/held-out")

@@ -16,11 +16,14 @@ from typing import Final
 import hypothesis
 import pytest
 
+from cachestream.transport import bounds
+
 pytest_plugins = [name for name in ("tests.support.fixtures",) if importlib.util.find_spec(name)]
 
 # The machine is shared and slow at times: a deadline an example would fail for that alone.
-hypothesis.settings.register_profile("cachestream", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("cachestream")
+hypothesis.settings.register_profile("quick", deadline=None, print_blob=True, max_examples=30)
+hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=300)
+hypothesis.settings.load_profile("quick")
 
 # Started by nohup, or behind "&" in a script, all processes here would ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,7 +34,13 @@ WIND_DOWN_S: Final = 30.0
 LASTING_THREADS: Final = ("fsspecIO", "asyncio_", "pytest_timeout", "pin_memory_dummy")
 LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")
 # One of these begun last leaves the other processes of a run with nothing to do for a minute or two.
-LONGEST: Final = ("test_kills.py", "test_matrix.py", "test_examples.py", "test_demo.py", "test_docs.py")
+LONGEST: Final = (
+    "test_kills.py",
+    "test_demo.py",
+    "test_examples.py",
+    "test_matrix.py",
+    "test_worker_silence.py",
+)
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 MAX_RERUNS: Final = 3  # docs/decisions/0015
 
@@ -94,6 +103,13 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         pause.wait(0.02)
     kinds = "; ".join(f"{what}: {sorted(names)}" for what, names in left.items() if names)
     pytest.fail(f"{request.node.name} left behind {kinds}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def forgets_the_bound_of_the_last_source() -> Iterator[None]:
+    """Reset the bound for one object, which stays with the thread that read a source last: the tests'."""
+    yield
+    bounds.enter(bounds.DEFAULT_BYTES)
 
 
 def _threads() -> set[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cachestream as cs
+from cachestream.testing import checks
 from cachestream.testing.checks import CHECKS, SourceChecks, check_source
 from tests.support.s3 import S3Server
 
@@ -63,7 +64,16 @@ def write_tars(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "made_by", [files, tars, visits_to_tars, dataset, function, counted_function], ids=lambda f: f.__name__
+    "made_by",
+    [
+        files,
+        pytest.param(tars, marks=pytest.mark.slow),
+        visits_to_tars,
+        dataset,
+        function,
+        counted_function,
+    ],
+    ids=lambda f: f.__name__,
 )
 def test_our_sources_keep_the_protocol(
     made_by: Callable[[Path], Callable[[], cs.Source]], tmp_path: Path
@@ -265,7 +275,11 @@ def test_a_good_source_of_the_users_own_passes_and_so_does_each_check_alone() ->
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_source_that_breaks_a_promise_is_told_what_to_mend(bad: Any, message: str) -> None:
+def test_a_source_that_breaks_a_promise_is_told_what_to_mend(
+    bad: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bad is Hoarder:
+        monkeypatch.setattr(checks, "_WIND_DOWN_S", 0.5)
     with pytest.raises(AssertionError, match=message) as caught:
         check_source(bad, secrets=["hunter2"])
     assert "hunter2" not in str(caught.value)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.forked import fork_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "augment.py"
@@ -24,16 +24,10 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE), run_name="example")
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_example_says_what_the_augmentations_cost() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE), *SMALL],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = fork_script(EXAMPLE, SMALL, cwd=ROOT, environment=environment, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r" [0-9,]+ images/s$", done.stdout, re.MULTILINE)) == 2
 

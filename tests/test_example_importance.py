@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+
+from tests.support.forked import fork_script
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_example_compares_weights_with_uniform_sampling_and_says_which_wins() -> None:
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        str(ROOT / "examples" / "importance.py"),
-        "--seeds",
-        "2",
-        "--epochs",
-        "2",
-    ]
-    done = subprocess.run(
-        command,
+    done = fork_script(
+        ROOT / "examples" / "importance.py",
+        ("--seeds", 2, "--epochs", 2),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
     )
     assert done.returncode == 0, done.stderr
     accuracies = {

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from tests.support.forked import fork_script
+
+pytestmark = pytest.mark.usefixtures("forked")
 ROOT: Final = Path(__file__).parents[1]
 EXAMPLES: Final = ("dataset_and_function", "manifest", "parquet_table", "tfrecords")
 
 
 def last_line(name: str, folder: Path) -> str:
     """What the example prints at its end, run in an empty folder."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py")],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = fork_script(ROOT / "examples" / f"{name}.py", cwd=folder, environment=environment, timeout_s=300)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout.splitlines()[-1]
 

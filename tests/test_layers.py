@@ -40,7 +40,7 @@ ONLY: Final[dict[str, tuple[str, ...]]] = {
 }
 # `Cache.snapshot` returns a class of a layer above: see docs/decisions/0002.
 TYPES_FROM_ABOVE: Final = {("storage.cache", "training")}
-MAY_IMPORT_THE_PACKAGE: Final = ("storage.cache", "cli", "demo", "tools", "integrations")
+MAY_IMPORT_THE_PACKAGE: Final = ("storage.cache", "sources.open", "cli", "demo", "tools", "integrations")
 
 
 @dataclass(frozen=True, slots=True)

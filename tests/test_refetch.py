@@ -191,7 +191,7 @@ def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path
     command = [
         sys.executable,
         "-m",
-        "cachestream.cli.app",
+        "cachestream",
         "refetch",
         str(tmp_path / "run"),
         str(files),

@@ -1,21 +1,22 @@
-"""Every loader side by side: `python -m benchmarks.peers [--rounds 3] [--workloads A,B] [--only TEXT,…] [--scale 1]`.
+"""Every loader side by side: `python -m benchmarks.peers [--rounds 3] [--workloads A,B] [--only TEXT,…] [--scale 1] [--save]`.
 
 A: 8192 samples of 128 KiB float32, shuffled, batch 64. B: 60,000 samples of 784 uint8 and a label, batch 256. Both
 warm: local files in the page cache. Every figure comes from a process of its own, the loaders take turns, the median
-of the rounds counts; a loader that cannot run, or delivers something else than was written, is "failed".
+of the rounds counts; a loader that cannot run, or delivers something else than was written, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.measure import run_rounds, scratch
+from benchmarks.page import matrix
 from benchmarks.peers.entries import ENTRIES, Entry
-from benchmarks.peers.report import Results, markdown
+from benchmarks.peers.report import Rates, figures_of
+from benchmarks.record import save
 
 __all__ = ["measure"]
 
@@ -26,10 +27,8 @@ def _command(task: str, module: str, work: str, scale: float, folder: Path, *mor
     return ["-m", "benchmarks.peers.one", task, module, work, str(scale), str(folder / work / module), *more]
 
 
-def measure(
-    entries: Iterable[Entry], works: Iterable[str], rounds: int, scale: float, folder: Path
-) -> Results:
-    """Samples a second by (title, workload, workers); what failed is absent."""
+def measure(entries: Iterable[Entry], works: Iterable[str], rounds: int, scale: float, folder: Path) -> Rates:
+    """Samples a second in each round by (title, workload, workers); what failed is absent."""
     entries, works = list(entries), list(works)
     modules = dict.fromkeys(entry.module for entry in entries)
     prepared = run_rounds(
@@ -72,14 +71,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workloads", default="A,B")
     parser.add_argument("--only", default="", help="parts of the names of loaders, separated by commas")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the samples")
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results")
     options = parser.parse_args(arguments)
     works, parts = options.workloads.split(","), options.only.split(",")
     entries = [entry for entry in ENTRIES if any(part in entry.title for part in parts)]
     with scratch() as folder:
-        results = measure(entries, works, options.rounds, options.scale, folder)
-    sys.stdout.write(markdown(entries, works, results) + "\n")
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    sys.stdout.write(f"\n{options.rounds} rounds; {os.cpu_count()} cores; load at the end {load}.\n")
+        rates = measure(entries, works, options.rounds, options.scale, folder)
+    figures = figures_of(entries, works, rates)
+    print("\n".join(matrix(figures)), end="\n\n")
+    for name, values in figures.items():
+        if " / " not in name:
+            print(f"{name}: {statistics.median(values):.3g}")
+    if options.save:
+        print(f"wrote {save('peers', figures)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is compared: each loader with the settings that it is tried at."""
+"""The loaders that are compared, each with the settings that it is tried at."""
 
 from __future__ import annotations
 

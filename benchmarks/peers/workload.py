@@ -1,4 +1,4 @@
-"""What is delivered: samples that hold their own number, so that every delivery can be verified."""
+"""The workloads: samples that hold their own number, so that every delivery can be verified."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Epochs(Protocol):
 
 
 class Peer(Protocol):
-    """What a module of this folder offers."""
+    """Interface of the modules of this folder."""
 
     def prepare(self, folder: Path, work: Workload) -> None:
         """Write the samples of `work` into the empty `folder`, in the format that is read fastest."""
@@ -55,11 +55,11 @@ class Workload:
 
     @property
     def shard_samples(self) -> int:
-        """How many samples a shard of the usual size holds."""
+        """Samples in a shard of the usual size."""
         return max(1, SHARD_BYTES // self.sample_bytes)
 
     def value(self, number: int) -> int:
-        """What sample `number` is filled with."""
+        """The value that fills sample `number`."""
         return number % 251 if self.dtype == "uint8" else number
 
     def sample(self, number: int) -> tuple[Any, ...]:
@@ -117,12 +117,7 @@ WORKLOADS: Final = {
 
 
 def scaled(name: str, scale: float) -> Workload:
-    """Workload `name` with a share of its samples; "sizeN" has samples of N bytes, 512 MiB in all."""
-    if name.startswith("size"):
-        nbytes = int(name.removeprefix("size"))
-        batch = min(512, max(4, (8 << 20) // nbytes))
-        samples = max(batch, int((512 << 20) * scale) // nbytes)
-        return Workload(name, samples, nbytes // 4, "float32", batch, labelled=False)
+    """Workload `name` with a share of its samples."""
     work = WORKLOADS[name]
     samples = max(work.batch, int(work.samples * scale))
     return Workload(name, samples, work.length, work.dtype, work.batch, work.labelled)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +19,9 @@ import cachestream
 from cachestream.cli import display
 from cachestream.cli.arguments import (
     CacheArgument,
-    Commands,
     CropOption,
     FormatOption,
     JsonOption,
-    OrderOption,
-    PartitionOption,
     ResizeOption,
     SizeLimitOption,
     SourceArgument,
@@ -36,7 +32,7 @@ from cachestream.cli.arguments import (
     load,
     source_of,
 )
-from cachestream.cli.main import PROBLEM, run
+from cachestream.cli.main import PROBLEM
 from cachestream.config import format_size, parse_size
 from cachestream.errors import ConfigError
 from cachestream.storage.cache import Cache
@@ -46,12 +42,11 @@ from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import read_history
 from cachestream.tools.plots import plot_growth
 from cachestream.transport.remote_errors import redact
-from cachestream.worker.options import WorkerOptions
+from cachestream.worker.launch import WorkerOptions
 from cachestream.worker.worker import Worker, start_worker
 
 app = typer.Typer(
     name="cachestream",
-    cls=Commands,
     help="A growing local sample cache for PyTorch training on remote data.",
     no_args_is_help=True,
     add_completion=False,
@@ -59,11 +54,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"auto_envvar_prefix": "CACHESTREAM", "help_option_names": ["-h", "--help"]},
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; `arguments` are those of the process unless given."""
-    run(app, arguments)
 
 
 def _show_version(wanted: bool) -> None:
@@ -92,19 +82,13 @@ def _open(path: str) -> Cache:
     """The cache at `path`, which must be there: a mistyped path should not make a new one."""
     directory = Directory(os.path.realpath(os.path.expanduser(path)))
     with translated_disk_errors(directory.root, "looking for a cache"):
-        is_there = any(map(_exists, (directory.catalogue, directory.settings)))
-    if not is_there:
-        raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
+        for file in (directory.catalogue, directory.settings):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.stat(file)  # unlike os.path.exists raises where this user has no access
+                break
+        else:
+            raise ConfigError(f"{path} holds no cache; 'cachestream worker SOURCE {path}' makes one")
     return Cache(path)
-
-
-def _exists(path: str) -> bool:
-    """Return whether `path` exists. Raises OSError where this user has no access."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 @app.command()
@@ -120,11 +104,15 @@ def worker(
     shard_size: Annotated[
         str | None, typer.Option(help="The size of a full shard; by default 64MB, or less in a small cache.")
     ] = None,
-    order: OrderOption = "shuffle",
+    order: Annotated[
+        str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
+    ] = "shuffle",
     seed: Annotated[int, typer.Option(help="The seed of the order and of random transforms.")] = 0,
     bandwidth_limit: Annotated[str | None, typer.Option(help='Such as "40MB/s".')] = None,
     when_full: Annotated[str, typer.Option(help="evict, wait or stop.")] = "evict",
-    partition: PartitionOption = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
+    ] = None,
     holdout: Annotated[
         float | None, typer.Option(help="The share of the samples that is held out of training.")
     ] = None,
@@ -137,8 +125,8 @@ def worker(
 ) -> None:
     """Fill CACHE from SOURCE.
 
-    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it; with
-    --detach in the background, until it is stopped. Started again, it goes on where it stopped.
+    Runs until all of SOURCE was read once, or Ctrl-C, also while a full CACHE waits for epochs to use it;
+    with --detach in the background, until it is stopped. Started again, it goes on where it stopped.
     """
     function = None if transform is None else load(transform, "--transform")
     opened = source_of(source, source_option, storage_option, format=format, resize=resize, crop=crop)
@@ -176,7 +164,9 @@ def _follow(started: Worker, filled: Cache) -> None:
 @app.command()
 def stop(
     cache: CacheArgument,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")] = 5.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", envvar="CACHESTREAM_STOP_TIMEOUT", min=0.0, help="Seconds.")
+    ] = 5.0,
 ) -> None:
     """Stop the worker of CACHE.
 
@@ -193,16 +183,21 @@ def stop(
 @app.command()
 def status(
     cache: CacheArgument,
-    as_json: JsonOption = False,
+    json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
+    interval_s: Annotated[
+        float,
+        typer.Option(
+            "--interval", envvar="CACHESTREAM_STATUS_INTERVAL", min=0.1, help="Seconds between looks."
+        ),
+    ] = 1.0,
 ) -> None:
     """Show what CACHE holds and what its worker does."""
     with _open(cache) as filled:
         if watch:
-            display.watch(filled, interval_s, as_json=as_json)
+            display.watch(filled, interval_s, as_json=json)
         else:
-            display.show(filled.status(), as_json=as_json)
+            display.show(filled.status(), as_json=json)
 
 
 @app.command()
@@ -263,7 +258,7 @@ def clear(cache: CacheArgument) -> None:
 def verify(
     cache: CacheArgument,
     repair: Annotated[bool, typer.Option("--repair", help="Put damaged shards aside.")] = False,
-    as_json: JsonOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Check CACHE for damage.
 
@@ -272,7 +267,7 @@ def verify(
     with _open(cache) as filled:
         with display.progress("verifying") as advance:
             report = filled.verify(repair=repair, on_progress=advance)
-        display.show_verification(report, as_json=as_json)
+        display.show_verification(report, as_json=json)
         if not report.ok:
             raise typer.Exit(PROBLEM)
 
@@ -334,7 +329,7 @@ def bench(
     batch_transform: Annotated[
         str | None, typer.Option(help="module:function, run on whole batches, as in training.")
     ] = None,
-    as_json: JsonOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Measure the loader over CACHE.
 
@@ -343,7 +338,7 @@ def bench(
     function = None if batch_transform is None else load(batch_transform, "--batch-transform")
     with _open(cache) as filled:
         report = _import_late("tools.bench").bench(filled, batch_size, seconds, function)
-    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+    display.show(report, as_json=json)
 
 
 @app.command()
@@ -361,7 +356,7 @@ def diagnose(
     format: FormatOption = None,  # noqa: A002  the name gives the flag, and its name in the environment
     resize: ResizeOption = None,
     crop: CropOption = None,
-    as_json: JsonOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Find what holds up filling a cache from SOURCE.
 
@@ -374,7 +369,7 @@ def diagnose(
     found = _import_late("tools.diagnose.diagnose").diagnose(
         redact(source), opener, function, **limits, on_progress=display.say
     )
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    display.show(found, as_json=json)
 
 
 @app.command()
@@ -396,7 +391,3 @@ def demo(
 def _import_late(name: str) -> Any:
     """Import a module that loads torch, for which the other commands should not wait."""
     return importlib.import_module(f"cachestream.{name}")
-
-
-if __name__ == "__main__":
-    main()

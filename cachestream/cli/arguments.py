@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
 
 from cachestream.errors import ConfigError
 from cachestream.sources.open import open_source
@@ -86,31 +85,11 @@ def _pixels(name: str, text: str) -> int | tuple[int, int]:
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
 
 
-class Commands(TyperGroup):
-    """Commands whose options have the names of their flags in the environment: CACHESTREAM_STATUS_JSON for
-    --json.
-    """
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        for name, command in self.commands.items():
-            for option in command.params:
-                if option.param_type_name == "option":
-                    flag = max(option.opts, key=len).removeprefix("--")
-                    option.envvar = f"cachestream_{name}_{flag}".replace("-", "_").upper()
-
-
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SOURCE", help="URL, path or wildcard; or module:name of a source.")
 ]
 CacheArgument = Annotated[
     str, typer.Argument(metavar="CACHE", envvar="CACHESTREAM_CACHE", help="The cache's directory.")
-]
-OrderOption = Annotated[
-    str, typer.Option(help="shuffle or sequential; or module:name of weights, a sampler, a curriculum.")
-]
-PartitionOption = Annotated[
-    str | None, typer.Option(metavar="I/N", help="Only the share of node I of N, counted from 0.")
 ]
 StorageOption = Annotated[
     list[str] | None, typer.Option(help="KEY=VALUE for the storage driver, such as anon=true; repeatable.")

@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -28,10 +27,13 @@ from rich.text import Text
 
 from cachestream.config import format_size
 from cachestream.errors import WorkerTimeoutError
-from cachestream.storage.cache import Cache
-from cachestream.storage.status import CacheStatus, VerifyReport, WorkerStatus, describe_skipped
-from cachestream.storage.telemetry import Totals
-from cachestream.worker.worker import Worker
+from cachestream.storage.status import CacheStatus, WorkerStatus, describe_skipped
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+    from cachestream.storage.recovery import VerifyReport
+    from cachestream.storage.telemetry import Totals
+    from cachestream.worker.worker import Worker
 
 _STYLES: Final = {"filling": "green", "complete": "cyan", "full": "yellow", "failed": "bold red"}
 _REASONS_SHOWN: Final = 5
@@ -142,7 +144,7 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
         yield "", Text(status.disk_message, "red")
     if status.remote_message:
         yield "", Text(status.remote_message, "yellow")
-    yield "cache", _WithBar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
+    yield "cache", _with_bar(status.size_bytes / max(status.size_limit, 1), _sizes(status))
     held_out = "" if status.holdout is None else f", {status.held_out_samples:,} of them held out"
     yield (
         "samples",
@@ -164,28 +166,10 @@ def _lines(status: CacheStatus, rates: Rates | None) -> Iterable[tuple[str, Rend
         yield "source", status.source
 
 
-@dataclass(frozen=True, slots=True)
-class _WithBar:
-    """`text` beside a bar that is full to `share`; alone where there is no room for both."""
-
-    share: float
-    text: str
-
-    @property
-    def _width(self) -> int:
-        return _BAR_WIDTH + _GAP + len(self.text)
-
-    def __rich_measure__(self, _console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(min(len(self.text), options.max_width), min(self._width, options.max_width))
-
-    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._width > options.max_width:
-            yield Text(self.text)
-            return
-        row = Table.grid(padding=(0, _GAP))
-        bar = ProgressBar(total=1.0, completed=min(max(self.share, 0.0), 1.0), width=_BAR_WIDTH)
-        row.add_row(bar, Text(self.text))
-        yield row
+def _with_bar(share: float, text: str) -> RenderableType:
+    """`text` beside a bar that is full to `share`, or below the bar where there is no room for both."""
+    bar = ProgressBar(total=1.0, completed=min(max(share, 0.0), 1.0), width=_BAR_WIDTH)
+    return Columns([bar, Text(text)], padding=(0, _GAP))
 
 
 def _sizes(status: CacheStatus) -> str:
@@ -204,7 +188,7 @@ def _progress(status: CacheStatus) -> RenderableType:
     units = f" of {status.num_units:,} units" if status.num_units is not None else ""
     left_s = remaining_s(status)
     left = f", about {describe_duration(left_s)} left" if left_s is not None else ""
-    return _WithBar(status.pass_done, f"{status.pass_done:.1%}{units}{left}")
+    return _with_bar(status.pass_done, f"{status.pass_done:.1%}{units}{left}")
 
 
 def _epochs(status: CacheStatus) -> str:
@@ -263,19 +247,27 @@ def _write(line: str) -> None:
     sys.stdout.flush()
 
 
-def show(status: CacheStatus, *, as_json: bool = False) -> None:
-    """Show the status of a cache once."""
+class Report(Protocol):
+    """A result that is shown as text or as JSON."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def show(report: Report, *, as_json: bool = False) -> None:
+    """Show a report, or the status of a cache, once."""
     if as_json:
-        _write(json.dumps(status.to_dict(), indent=2))
+        _write(json.dumps(report.to_dict(), indent=2))
+    elif isinstance(report, CacheStatus):
+        _console().print(status_view(report))
     else:
-        _console().print(status_view(status))
+        _write(str(report))
 
 
 def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
     """Show the status every `interval_s` until Ctrl-C: redrawn on a terminal, otherwise a line (of JSON) each
     time.
     """
-    rates, console, pause = RateWindow(), _console(), threading.Event()
+    rates, console = RateWindow(), _console()
     draws = not as_json and _can_draw(console)
     live = Live(console=console, auto_refresh=False)
     with suppress(KeyboardInterrupt), live if draws else nullcontext():
@@ -286,16 +278,7 @@ def watch(cache: Cache, interval_s: float, *, as_json: bool = False) -> None:
                 live.update(status_view(status, now), refresh=True)
             else:
                 _write(json.dumps(status.to_dict()) if as_json else one_line(status, now))
-            pause.wait(interval_s)
-
-
-def say_result(status: CacheStatus) -> None:
-    """Show the result of filling, with the reason where samples are missing."""
-    say(one_line(status))
-    if told := describe_skipped(status.failures):
-        say(f"{told}; all reasons: cachestream status {status.path}")
-    elif status.fill_state == "complete" and status.fill_message:
-        say(status.fill_message)
+            time.sleep(interval_s)
 
 
 def follow(worker: Worker) -> None:
@@ -336,6 +319,15 @@ def _has_ended(worker: Worker, timeout_s: float) -> bool:
 def say(line: str) -> None:
     """Print one line on stderr."""
     _console(stderr=True).print(line, soft_wrap=True)
+
+
+def say_result(status: CacheStatus) -> None:
+    """Show the result of filling, with the reason where samples are missing."""
+    say(one_line(status))
+    if told := describe_skipped(status.failures):
+        say(f"{told}; all reasons: cachestream status {status.path}")
+    elif status.fill_state == "complete" and status.fill_message:
+        say(status.fill_message)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from cachestream.errors import CacheStreamError, ConfigError
 from cachestream.worker.processes import have_standard_files
@@ -28,21 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; `arguments` are those of the process unless given."""
     have_standard_files()
     # A signal that is ignored, as under nohup, stays ignored.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    heeds_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heeds_interrupts:
         signal.signal(signal.SIGINT, _exit_at_once)
-    run(importlib.import_module("cachestream.cli.app").app, arguments)
-
-
-def run(app: Callable[[list[str] | None], Any], arguments: Sequence[str] | None = None) -> None:
-    """Call `app` with the arguments, and exit; what it raises becomes a line on stderr and an exit code."""
-    have_standard_files()
+    app = importlib.import_module("cachestream.cli.app").app
     _make_outputs_writable()
     signal.signal(signal.SIGTERM, _on_terminate)
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     # Only this logger: storage drivers log where they found credentials.
     logging.getLogger("cachestream").setLevel(logging.INFO)
     try:
-        if signal.getsignal(signal.SIGINT) is _exit_at_once:
+        if heeds_interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         app(None if arguments is None else list(arguments))
     except CacheStreamError as error:

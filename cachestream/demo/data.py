@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,8 @@ from PIL import Image
 
 from cachestream.errors import ConfigError
 
+TRAIN: Final = "train"
+HELD_OUT: Final = "held-out"
 SIDE: Final = 48  # pixels of the views that are cached
 PHOTOGRAPHS: Final = (
     "astronaut.png", "brick.png", "camera.png", "cell.png", "chelsea.png", "coffee.png", "coins.png",
@@ -35,33 +36,24 @@ JPEG_QUALITY: Final = 90
 _THREADS: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DemoData:
-    """The folder to sample, and one with further views to measure accuracy on; `size_bytes` of the first."""
-
-    url: str
-    held_out: str
-    num_samples: int
-    size_bytes: int
-
-
-def make_remote(root: Path, num_samples: int, num_held_out: int) -> DemoData:
+def make_remote(root: Path, num_samples: int, num_held_out: int) -> int:
     """Write `num_samples` views to `root`/train and `num_held_out` others to `root`/held-out, the same each
-    time.
+    time; returns the bytes of the first.
 
     Raises ConfigError without scikit-image, and for fewer samples than places.
     """
     if min(num_samples, num_held_out) < PLACES:
         raise ConfigError(f"the demo needs at least {PLACES} samples, one for each place; give more")
     photographs = _photographs()
-    train, held_out = root / "train", root / "held-out"
-    for folder, place in itertools.product((train, held_out), range(PLACES)):
-        (folder / _place_name(place)).mkdir(parents=True)
+    for folder, place in itertools.product((TRAIN, HELD_OUT), range(PLACES)):
+        (root / folder / _place_name(place)).mkdir(parents=True)
+
+    def write(number: int) -> int:
+        return _write_view(photographs, root / (TRAIN if number < num_samples else HELD_OUT), number)
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        sizes = list(threads.map(lambda number: _write_view(photographs, train, number), range(num_samples)))
-        others = range(num_samples, num_samples + num_held_out)
-        list(threads.map(lambda number: _write_view(photographs, held_out, number), others))
-    return DemoData(str(train), str(held_out), num_samples, sum(sizes))
+        sizes = list(threads.map(write, range(num_samples + num_held_out)))
+    return sum(sizes[:num_samples])
 
 
 def shrink(sample: Mapping[str, Any]) -> dict[str, Any]:

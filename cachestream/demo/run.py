@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,25 +10,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
-from cachestream.demo.data import PLACES, SIDE, DemoData, make_remote
-from cachestream.demo.messages import RANKS, EpochDone, Settings, decode, encode
+from cachestream.demo.data import PLACES, SIDE, make_remote
 from cachestream.errors import ConfigError, EpochError, WorkerError
 from cachestream.storage.cache import Cache
-from cachestream.storage.layout import Directory
-from cachestream.storage.status import CacheStatus, VerifyReport
+from cachestream.storage.recovery import VerifyReport
+from cachestream.storage.status import CacheStatus
 from cachestream.storage.telemetry import read_history
 from cachestream.tools.plots import plot_growth
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+RANKS: Final = 2
+CACHE: Final = "cache"
 PLOT: Final = "demo.png"
 LOG: Final = "ranks.log"
 _TITLE: Final = "cachestream demo: two ranks train on a growing, limited cache of a slow remote"
@@ -57,6 +59,31 @@ class Size:
         return int(self.num_samples * self.cached_share * _SAMPLE_BYTES)
 
 
+@dataclass(frozen=True, slots=True)
+class EpochDone:
+    """One epoch of all ranks together.
+
+    `samples` were trained on; at the end the cache holds `cached` ones, and `seen` is the share of the remote
+    that was cached at some time. `wait`: the share of the epoch's `seconds` that the first rank waited for
+    data. `time_s` is since 1970.
+    """
+
+    epoch: int
+    samples: int
+    cached: int
+    seen: float
+    seconds: float
+    wait: float
+    accuracy: float
+    time_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.epoch:5}{self.samples:9,}{self.cached:8,}{self.seen:13.0%}"
+            f"{self.samples / self.seconds:11,.0f}{self.wait:7.1%}{self.accuracy:10.1%}"
+        )
+
+
 def run(
     output: str | os.PathLike[str] = "demo-output", *, keep: bool = False, size: Size | None = None
 ) -> int:
@@ -74,10 +101,14 @@ def run(
         raise ConfigError(
             f"the folder for the plot cannot be made: {error}; give another with --output"
         ) from error
-    with _workplace(keep) as work:
+    work = Path(tempfile.mkdtemp(prefix="cachestream-demo-"))
+    try:
         _say(f"remote   making {size.num_samples:,} JPEG views of {PLACES} places in photographs …")
-        remote = make_remote(work, size.num_samples, size.num_held_out)
-        problems = _train(work, folder, remote, size)
+        bandwidth = int(make_remote(work, size.num_samples, size.num_held_out) / size.fetch_s)
+        problems = _train(work, folder, bandwidth, size)
+    finally:
+        if not keep:
+            shutil.rmtree(work)
     if keep:
         _say(f"Remote and cache are kept in {work}.")
     for problem in problems:
@@ -90,52 +121,28 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-@contextmanager
-def _workplace(keep: bool) -> Iterator[Path]:
-    """A folder on a local disk for remote and cache."""
-    work = Path(tempfile.mkdtemp(prefix="cachestream-demo-"))
-    try:
-        yield work
-    finally:
-        if not keep:
-            shutil.rmtree(work)
-
-
-def _train(work: Path, folder: Path, remote: DemoData, size: Size) -> list[str]:
+def _train(work: Path, folder: Path, bandwidth_bytes_per_s: int, size: Size) -> list[str]:
     """Train, draw and tell the result; returns what went wrong."""
-    bandwidth = int(remote.size_bytes / size.fetch_s)
-    settings = Settings(
-        remote=remote.url,
-        held_out=remote.held_out,
-        cache=str(work / "cache"),
-        shard_bytes=size.limit_bytes // 24,
-        bandwidth_bytes_per_s=bandwidth,
-        epochs=size.epochs,
-        epoch_s=size.epoch_s,
-        min_samples=size.min_samples,
-    )
-    limit, whole = format_size(size.limit_bytes), format_size(remote.num_samples * _SAMPLE_BYTES)
-    _say(f"         {format_size(remote.size_bytes)}, limited to {format_size(bandwidth)}/s")
+    limit, whole = format_size(size.limit_bytes), format_size(size.num_samples * _SAMPLE_BYTES)
+    remote, speed = format_size(bandwidth_bytes_per_s * size.fetch_s), format_size(bandwidth_bytes_per_s)
+    _say(f"         {remote}, limited to {speed}/s")
     _say(f"cache    limited to {limit}; all of it, decoded, would take {whole}")
     _say(f"ranks    starting {RANKS} …\n")
     epochs: list[EpochDone] = []
-    with Cache(settings.cache, size.limit_bytes, min_free="100MB") as cache:
+    with Cache(work / CACHE, size.limit_bytes, min_free="100MB") as cache:
         try:
             with (
                 LimitWatch(cache.path, size.limit_bytes) as watch,
-                closing(train_ranks(settings, folder / LOG, work / "torchrun")) as done,
+                closing(train_ranks(work, size, bandwidth_bytes_per_s, folder / LOG)) as done,
             ):
                 for event in done:
                     if not epochs:
                         _say(_HEADING)
                     epochs.append(event)
-                    _say(
-                        f"{event.epoch:5}{event.samples:9,}{event.cached:8,}{event.seen:13.0%}"
-                        f"{event.samples / event.seconds:11,.0f}{event.wait:7.1%}{event.accuracy:10.1%}"
-                    )
+                    _say(str(event))
         finally:
             _wait_for_worker(cache)
-        history = read_history(Directory(cache.path).worker_file("history"))
+        history = read_history(cache.directory.worker_file("history"))
         accuracy = [(event.time_s, event.accuracy) for event in epochs]
         plot_growth(history, folder / PLOT, _TITLE, accuracy)
         status = cache.status()
@@ -166,8 +173,10 @@ def problems(status: CacheStatus, report: VerifyReport, watch: LimitWatch) -> li
     return found
 
 
-def train_ranks(settings: Settings, log: Path, scratch: Path) -> Generator[EpochDone, None, None]:
-    """Yield the epochs of ranks under torchrun, which has the folder `scratch`; their stderr goes to `log`.
+def train_ranks(
+    work: Path, size: Size, bandwidth_bytes_per_s: int, log: Path
+) -> Generator[EpochDone, None, None]:
+    """Yield the epochs of ranks under torchrun, which work in the folder `work`; their stderr goes to `log`.
 
     Closing the generator ends them. They get a session of their own: Ctrl-C then reaches this process alone,
     and they end in order. If this process is killed, the first rank's next report fails, and torchrun ends
@@ -177,8 +186,8 @@ def train_ranks(settings: Settings, log: Path, scratch: Path) -> Generator[Epoch
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(RANKS), "--log-dir", str(scratch)),
-        *("-m", "cachestream.demo.train", encode(settings)),
+        *("--nproc-per-node", str(RANKS), "--log-dir", str(work / "torchrun")),
+        *("-m", "cachestream.demo.train", str(work), json.dumps(asdict(size)), str(bandwidth_bytes_per_s)),
     ]
     failures = []
     with (
@@ -195,11 +204,12 @@ def train_ranks(settings: Settings, log: Path, scratch: Path) -> Generator[Epoch
         try:
             assert ranks.stdout is not None
             for line in ranks.stdout:
-                values = decode(line)
-                if "failure" in values:
-                    failures.append(values["failure"])
-                elif values:
-                    yield EpochDone(**values)
+                if line.startswith("{"):  # other lines are of libraries
+                    values = json.loads(line)
+                    if "failure" in values:
+                        failures.append(values["failure"])
+                    else:
+                        yield EpochDone(**values)
             if code := ranks.wait(_END_S):
                 reasons = "; ".join(failures) or f"exit code {code}"
                 raise EpochError(f"the demo's ranks failed: {reasons}; see {log}")

@@ -1,7 +1,7 @@
-"""Program of each rank of the demo: `torchrun --nproc-per-node 2 -m cachestream.demo.train SETTINGS`.
+"""Program of each rank of the demo: `torchrun --nproc-per-node 2 -m cachestream.demo.train FOLDER SIZE BANDWIDTH`.
 
 All ranks run the same code; cachestream starts one worker for them, and they agree on every epoch. The first
-rank reports each epoch on stdout, and a rank that fails its reason.
+rank reports each epoch as a line of JSON on stdout, and a rank that fails its reason.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,19 +23,20 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import cachestream as cs
-from cachestream.demo.data import SIDE, shrink
-from cachestream.demo.messages import RANKS, EpochDone, Settings, decode, encode
-from cachestream.demo.network import augment, make_network, normalise
+from cachestream.demo.data import HELD_OUT, PLACES, SIDE, TRAIN, shrink
+from cachestream.demo.run import CACHE, RANKS, EpochDone, Size
 
 _MEASURED_STEPS: Final = 30
 _WARM_UP_STEPS: Final = 6
 _FEWEST_STEPS: Final = 10
 _LEARNING_RATE: Final = 4e-3
+_BATCH: Final = 64
+_SHIFT: Final = 5  # pixels
 
 Step = Callable[[Tensor, Tensor], None]
 
 
-def main(arguments: list[str]) -> None:
+def main(folder: str, size: str, bandwidth_bytes_per_s: str) -> None:
     gpus = torch.cuda.device_count()
     dist.init_process_group("nccl" if gpus >= RANKS else "gloo")
     torch.set_num_threads(max(1, min(4, len(os.sched_getaffinity(0)) // RANKS)))
@@ -42,55 +45,48 @@ def main(arguments: list[str]) -> None:
         if gpus:
             device = torch.device("cuda", dist.get_node_local_rank() % gpus)
             torch.cuda.set_device(device)
-        _train(Settings(**decode(arguments[0])), device)
+        _train(Path(folder), Size(**json.loads(size)), int(bandwidth_bytes_per_s), device)
     except Exception as error:
-        _report(json.dumps({"failure": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"}))
+        _report({"failure": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"})
         raise
     finally:
         dist.destroy_process_group()
 
 
-def _report(line: str) -> None:
-    sys.stdout.write(line + "\n")
+def _report(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
-def _train(settings: Settings, device: torch.device) -> None:
-    images, labels = _held_out(settings.held_out, device)
-    at_once = settings.batch_size * RANKS
+def _train(folder: Path, size: Size, bandwidth_bytes_per_s: int, device: torch.device) -> None:
+    images, labels = _held_out(str(folder / HELD_OUT), device)
     # Epochs of one length, on slow machines and fast ones.
-    steps = max(_FEWEST_STEPS, round(_steps_per_s(settings.batch_size, device) * settings.epoch_s))
-    network, step = _trainer(device, settings.epochs * steps)
-    cache = cs.Cache(settings.cache)
-    with (
-        cs.start_worker(
-            cache,
-            settings.remote,
-            num_workers=2,
-            transform=shrink,
-            shard_size=settings.shard_bytes,
-            bandwidth_limit=settings.bandwidth_bytes_per_s,
-        ),
-        cs.EpochLoader(
-            cache,
-            settings.batch_size,
-            epoch_size=steps * at_once,
-            min_samples=settings.min_samples,
-            batch_transform=augment,
-            device=device,
-        ) as loader,
-    ):
-        for epoch in range(1, settings.epochs + 1):
+    steps = max(_FEWEST_STEPS, round(_steps_per_s(device) * size.epoch_s))
+    network, step = _trainer(device, size.epochs * steps)
+    with cs.stream(
+        str(folder / TRAIN),
+        cache=folder / CACHE,
+        batch_size=_BATCH,
+        num_workers=2,
+        transform=shrink,
+        shard_size=size.limit_bytes // 24,
+        bandwidth_limit=bandwidth_bytes_per_s,
+        epoch_size=steps * _BATCH * RANKS,
+        min_samples=size.min_samples,
+        batch_transform=augment,
+        device=device,
+    ) as loader:
+        for epoch in range(1, size.epochs + 1):
             waited_s, began_s = loader.stats.wait_s, time.perf_counter()
             for batch in loader:
                 step(batch["image"], batch["label"])
             _finish_work(device)
             seconds = time.perf_counter() - began_s
             if dist.get_rank() == 0:
-                status = cache.status()
+                status = loader.cache.status()
                 done = EpochDone(
                     epoch=epoch,
-                    samples=steps * at_once,
+                    samples=steps * _BATCH * RANKS,
                     cached=status.num_samples,
                     seen=1.0 if status.pass_number > 1 else status.pass_done or 0.0,
                     seconds=seconds,
@@ -98,7 +94,39 @@ def _train(settings: Settings, device: torch.device) -> None:
                     accuracy=_accuracy(network, images, labels),
                     time_s=time.time(),
                 )
-                _report(encode(done))
+                _report(asdict(done))
+
+
+def make_network(width: int = 32) -> nn.Sequential:
+    """A small convolutional network: float32 `[B, 3, SIDE, SIDE]` to `[B, PLACES]`."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for factor in (1, 2, 4, 4):
+        layers += [
+            nn.Conv2d(channels, factor * width, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(factor * width),
+            nn.ReLU(inplace=True),
+        ]
+        channels = factor * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, PLACES))
+
+
+def normalise(images: Tensor) -> Tensor:
+    """uint8 `[B, 3, H, W]` to float32 of zero mean and unit variance in each image."""
+    values = images.float()
+    over = (1, 2, 3)
+    mean, deviation = values.mean(over, keepdim=True), values.std(over, keepdim=True)
+    return values.sub_(mean).div_(deviation + 8)
+
+
+def augment(batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    """The demo's batch_transform, run in the loader's thread: a random shift of the batch, then
+    normalised.
+    """
+    pad = (_SHIFT,) * 4
+    images = functional.pad(normalise(batch["image"]), pad, mode="replicate")
+    left, top = torch.randint(0, 2 * _SHIFT + 1, (2,), device=generator.device, generator=generator).tolist()
+    return {"image": images[..., top : top + SIDE, left : left + SIDE], "label": batch["label"]}
 
 
 def _trainer(device: torch.device, total_steps: int) -> tuple[nn.Module, Step]:
@@ -121,11 +149,11 @@ def _trainer(device: torch.device, total_steps: int) -> tuple[nn.Module, Step]:
     return network, step
 
 
-def _steps_per_s(batch_size: int, device: torch.device) -> float:
+def _steps_per_s(device: torch.device) -> float:
     """Training steps a second without waiting for data, the mean of all ranks."""
     _, step = _trainer(device, _WARM_UP_STEPS + _MEASURED_STEPS)
-    images = torch.randn(batch_size, 3, SIDE, SIDE, device=device)
-    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    images = torch.randn(_BATCH, 3, SIDE, SIDE, device=device)
+    labels = torch.zeros(_BATCH, dtype=torch.int64, device=device)
     for _ in range(_WARM_UP_STEPS):
         step(images, labels)
     _finish_work(device)
@@ -160,4 +188,4 @@ def _finish_work(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,5 +1,4 @@
-"""Hugging Face Accelerate: a loader that its gradient accumulation, `gather_for_metrics` and checkpoints
-know.
+"""Hugging Face Accelerate: a loader that its accumulation, `gather_for_metrics` and checkpoints know.
 
 `accelerator.prepare(loader)` returns an EpochLoader unchanged: the loader has divided the samples among the
 ranks already. But Accelerate then does not know when an epoch ends.
@@ -17,10 +16,7 @@ from accelerate.utils import send_to_device
 from cachestream.errors import ConfigError
 from cachestream.training.loader import EpochLoader
 
-__all__ = [
-    "PreparedLoader",
-    "prepare_loader",
-]
+__all__ = ["PreparedLoader", "prepare_loader"]
 
 
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader) -> PreparedLoader:

@@ -10,12 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule
 
 from cachestream.integrations.lightning_hooks import DataHooks, EpochHooks, MetricsHooks
 
-__all__ = [
-    "CacheCallback",
-    "CacheDataModule",
-    "MetricsCallback",
-    "callbacks",
-]
+__all__ = ["CacheCallback", "CacheDataModule", "MetricsCallback", "callbacks"]
 
 
 class CacheCallback(EpochHooks, Callback):
@@ -23,9 +18,7 @@ class CacheCallback(EpochHooks, Callback):
 
 
 class MetricsCallback(MetricsHooks, Callback):
-    """Logs `cs.metrics` of the training loader every `every_n_steps` batches, and at the end of
-    every epoch.
-    """
+    """Logs `cs.metrics` of the training loader every `every_n_steps` batches and at the end of epochs."""
 
 
 class CacheDataModule(DataHooks, LightningDataModule):

@@ -14,13 +14,6 @@ from typing import Any, Final
 from cachestream.integrations.metrics import metrics
 from cachestream.training.loader import EpochLoader
 
-__all__ = [
-    "DataHooks",
-    "EpochHooks",
-    "MetricsHooks",
-]
-
-
 _FUNCTIONS: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
@@ -50,10 +43,8 @@ class EpochHooks:
             _keep_batches(trainer.fit_loop, trainer.limit_train_batches)
             return
         for loader in loaders:
-            if loader.batches_done:
-                iter(
-                    loader
-                )  # Lightning left it after its last batch; it calls iter() once more for this epoch
+            if loader.batches_done:  # Lightning left it after its last batch; it calls iter() once more
+                iter(loader)
         if loaders:
             _measure(trainer)
 
@@ -67,14 +58,12 @@ def _keep_batches(loop: Any, limit: int | float) -> None:
 
     Otherwise every epoch of an EpochLoader would be drawn anew.
     """
-    combined = loop._combined_loader
-    if any(isinstance(loader, EpochLoader) for loader in combined.flattened):
-        combined.flattened = [
-            list(itertools.islice(loader, _limited(len(loader), limit)))
-            if isinstance(loader, EpochLoader)
-            else loader
-            for loader in combined.flattened
-        ]
+    loaders = list(loop._combined_loader.flattened)
+    ours = [place for place, loader in enumerate(loaders) if isinstance(loader, EpochLoader)]
+    for place in ours:
+        loaders[place] = list(itertools.islice(loaders[place], _limited(len(loaders[place]), limit)))
+    if ours:
+        loop._combined_loader.flattened = loaders
         iter(loop._data_fetcher)
 
 
@@ -87,8 +76,7 @@ def _loaders(trainer: Any) -> list[EpochLoader]:
 
 def _measure(trainer: Any) -> None:
     """Give the fit loop the lengths of the epoch to come, as it measured those of the first one."""
-    loop = trainer.fit_loop
-    combined = loop._combined_loader
+    loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader
     combined.limits = limits = [
         _limited(len(loader), trainer.limit_train_batches) if isinstance(loader, EpochLoader) else limit
         for loader, limit in zip(combined.flattened, combined.limits, strict=True)
@@ -132,8 +120,8 @@ class DataHooks:
 
     Args:
         train, val, test: a loader, or a function that makes one: it is called in each process that trains (also
-            under the spawn strategies), where the ranks know each other. What a function made is closed after the
-            run; a later run's goes on at the state that it had.
+            under the spawn strategies), where the ranks know each other. What a function made is closed after
+            the run; a later run's goes on at the state that it had.
     """
 
     trainer: Any
@@ -155,13 +143,11 @@ class DataHooks:
             # Where this package is used without being installed, and so its entry point is not there.
             self.trainer.callbacks = [self.callback(), *self.trainer.callbacks]
         for name in _FUNCTIONS.get(stage, ()):
-            source = self.sources[name]
-            if name in self.loaders or source is None:
-                continue
-            loader: Any = source() if callable(source) else source
-            self.loaders[name] = loader
-            if name in self._states:
-                loader.load_state_dict(self._states.pop(name))
+            source: Any = self.sources[name]
+            if name not in self.loaders and source is not None:
+                self.loaders[name] = loader = source() if callable(source) else source
+                if name in self._states:
+                    loader.load_state_dict(self._states.pop(name))
 
     def teardown(self, stage: str) -> None:
         for name in _FUNCTIONS.get(stage, ()):

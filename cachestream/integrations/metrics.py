@@ -1,6 +1,4 @@
-"""The numbers of a loader and of its cache as one flat dict, for TensorBoard, Weights & Biases
-and the like.
-"""
+"""The numbers of a loader and its cache as one flat dict, for TensorBoard, Weights & Biases and the like."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
     from cachestream.training.loader import EpochLoader
 
-__all__ = [
-    "metrics",
-]
+__all__ = ["metrics"]
 
 
 def metrics(

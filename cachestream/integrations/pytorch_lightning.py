@@ -1,8 +1,4 @@
-"""PyTorch Lightning, as `import pytorch_lightning`: a data module, and callbacks.
-
-`trainer.fit(model, loader)` needs none of it: an entry point of this package adds `CacheCallback` to every
-Trainer. It does nothing in a Trainer that trains from something else.
-"""
+"""PyTorch Lightning, as `import pytorch_lightning`: the same as `integrations.lightning`, of its classes."""
 
 from __future__ import annotations
 
@@ -10,12 +6,7 @@ from pytorch_lightning import Callback, LightningDataModule
 
 from cachestream.integrations.lightning_hooks import DataHooks, EpochHooks, MetricsHooks
 
-__all__ = [
-    "CacheCallback",
-    "CacheDataModule",
-    "MetricsCallback",
-    "callbacks",
-]
+__all__ = ["CacheCallback", "CacheDataModule", "MetricsCallback", "callbacks"]
 
 
 class CacheCallback(EpochHooks, Callback):
@@ -23,9 +14,7 @@ class CacheCallback(EpochHooks, Callback):
 
 
 class MetricsCallback(MetricsHooks, Callback):
-    """Logs `cs.metrics` of the training loader every `every_n_steps` batches, and at the end of
-    every epoch.
-    """
+    """Logs `cs.metrics` of the training loader every `every_n_steps` batches and at the end of epochs."""
 
 
 class CacheDataModule(DataHooks, LightningDataModule):

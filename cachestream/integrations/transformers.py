@@ -16,11 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from cachestream.errors import ConfigError
 from cachestream.training.loader import EpochLoader
 
-__all__ = [
-    "CacheCallback",
-    "CacheTrainer",
-]
-
+__all__ = ["CacheCallback", "CacheTrainer"]
 
 _FILE: Final = "cachestream.json"
 

@@ -1,24 +1,39 @@
-"""The files that a source reads, listed once: their paths, their keys, and their names in messages."""
+"""The files that URLs stand for, listed at once or page by page: their paths, keys, and names in messages."""
 
 from __future__ import annotations
 
 import copy
+import glob
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import xxhash
+from fsspec.utils import get_protocol, glob_translate
 
-from cachestream.config import check_count, whole_number
+from cachestream.config import check_count
 from cachestream.errors import ConfigError, SourceError
-from cachestream.listing.manifest import Labels, LabelsBuilder, Manifest, first_url, path_of
-from cachestream.listing.names import AnyNames, Names, NamesBuilder
+from cachestream.listing.manifest import Labels, Manifest, read_manifest, start_of
+from cachestream.listing.names import Names, NamesBuilder
 from cachestream.listing.pages import PAGE_NAMES, Page, Pages, UnorderedError, open_pages
-from cachestream.listing.patterns import extension_of, kind_of, list_files
-from cachestream.listing.walk import GoneError, Walk, open_walk
+from cachestream.listing.patterns import (
+    MAGIC,
+    WEB_MAGIC,
+    common_root,
+    expand_braces,
+    extension_of,
+    kind_of,
+    local_path,
+    parent_of,
+    visible,
+)
+from cachestream.listing.walk import GoneError, LocalFolders, Walk, in_order, open_walk
 from cachestream.transport.remote import Remote
-from cachestream.transport.remote_errors import public_name, redact
+from cachestream.transport.remote_errors import map_errors, public_name, redact
 
 Url = str | os.PathLike[str]
 FirstNames = int | Literal["auto"] | None
@@ -27,27 +42,24 @@ _SAMPLED_NAMES: Final = 10_000
 _completion_lock = threading.Lock()
 
 
-def whole_units(num_units: Any, owner: str = "") -> int | None:
-    """Return the number of units as an int, or None for an endless source.
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of a list: `names` below `root`, and the `labels` of a manifest.
 
-    Raises ConfigError for anything but None and whole numbers from 1 on.
+    There are four ways to come by the names, and `rest` tells whether they are all:
+
+        all at once ─────────────┐             list_files: several URLs, ranges, or first_names=None
+        from a manifest ─────────┤
+                                 ├──▶ closed   rest is None
+        by another process ──────┤                 ▲          over(names): as far as it has listed them
+                                 │                 │
+        the first pages ─────────┴──▶ open ────────┘          complete(): rest lists what comes after them
     """
-    if num_units is None:
-        return None
-    count = whole_number(num_units)
-    if count is None or count < 1:
-        raise ConfigError(
-            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units "
-            "there is nothing to read), or None for an endless source"
-        )
-    return count
 
-
-def check_unit(source: object, unit: int, num_units: int | None) -> None:
-    """Raise SourceError unless `unit` is one of `num_units` (None: endless)."""
-    if unit < 0 or (num_units is not None and unit >= num_units):
-        last = "" if num_units is None else f" to {num_units - 1:,}"
-        raise SourceError(f"{source!r} has no unit {unit}: its units are numbered from 0{last}")
+    root: str = field(repr=False)  # may hold a password
+    names: Names
+    rest: Pages | Walk | None = None
+    labels: Labels | None = None
 
 
 class FileList:
@@ -58,8 +70,8 @@ class FileList:
     thread-safe.
 
     `first_names`: the number of names to list at first where files are listed page by page ("auto": as many
-    as take little time there). If there are more, the list `is_open`: `more` lists the rest, possibly in
-    another process, and the first access to any of it lists all of it here.
+    as take little time there). If there are more, the list `is_open` (see `Listing`): `more` lists the rest,
+    possibly in another process, and `complete` lists it here.
 
     Raises ConfigError for URLs or options that cannot work, SourceError for what is missing, empty
     or forbidden, and SourceUnavailableError for a remote that does not answer.
@@ -79,107 +91,138 @@ class FileList:
     ) -> None:
         if first_names is not None and first_names != "auto":
             first_names = check_count("first_names", first_names)
-        self._wanted = wanted = _as_extensions(extensions)
+        self._wanted = _as_extensions(extensions)
         self._kind = ""
         # Names were found in folders or by wildcards, without extensions= to choose among them.
         self.is_searched = False
-        self._pages: Pages | Walk | None = None
-        self._names: AnyNames
-        self._secret_names: Names | None = None
-        self.labels: Labels | None = None
         if isinstance(urls, Manifest):
             if urls.label is not None and not labelled:
                 raise ConfigError(f"{owner} has labels of its own; leave out label= of the manifest")
             self.shown = urls.shown
-            self.remote = Remote(first_url(urls, storage_options), storage_options)
-            self._root, self._names, self.labels = self._read_manifest(urls, storage_options, wanted)
-            self.identity = (*urls.identity, *_filters(wanted, True))
+            self.remote = Remote(start_of(urls, storage_options), storage_options)
+            root, names, labels = read_manifest(urls, self.remote, storage_options, self._wanted)
+            self._listing = Listing(root, names, labels=labels)
+            self.identity = (*urls.identity, *_filters(self._wanted, True))
         else:
             patterns = _as_list(urls, owner)
             self.is_searched = extensions is None and not all(map(_is_a_file, patterns))
             self.remote = Remote(patterns[0], storage_options)
             more = f" and {len(patterns) - 1:,} more" if len(patterns) > 1 else ""
             self.shown = redact(patterns[0]) + more
-            self._root, self._names = self._list(patterns, preferred, recursive, first_names)
-            self.identity = _identity(self.remote, patterns, wanted, recursive)
-        if self.remote.is_web and any("?" in name or "@" in name for name in self._names):
-            self._secret_names = Names(self._names)
-            self._names = Names(map(public_name, self._names))
-        scheme = "" if self.remote.is_local or "://" in self._root else f"{self.remote.protocol}://"
-        self._shown_root = redact(scheme + self._root)
+            first = None if first_names is None else self._first_pages(patterns, recursive, first_names)
+            self._listing = first or self._list_all(patterns, preferred, recursive)
+            self.identity = _identity(self.remote, patterns, self._wanted, recursive)
+        self._secret_names: Names | None = None
+        if self.remote.is_web and any("?" in name or "@" in name for name in self.names):
+            self._secret_names = self.names
+            self._listing = replace(self._listing, names=Names(map(public_name, self.names)))
+        root = self._listing.root
+        scheme = "" if self.remote.is_local or "://" in root else f"{self.remote.protocol}://"
+        self._shown_root = redact(scheme + root)
+
+    def _list_all(self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool) -> Listing:
+        root, all_paths = list_files(self.remote, patterns, recursive)
+        paths, wanted = all_paths, self._wanted
+        if wanted:
+            paths = [path for path in paths if redact(path).lower().endswith(wanted)]
+            if not paths:
+                raise SourceError(
+                    f"{self.shown}: none of {len(all_paths):,} files ends in {', '.join(wanted)}; "
+                    "check extensions="
+                )
+        elif preferred:
+            paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
+        return Listing(root, Names(path[len(root) :] for path in paths))
+
+    def _first_pages(
+        self, patterns: Sequence[str], recursive: bool, first_names: int | Literal["auto"]
+    ) -> Listing | None:
+        """Return the first names, or all if these are few; None without names, and where there are no pages."""
+        pages = open_pages(self.remote, patterns, recursive) or open_walk(self.remote, patterns, recursive)
+        if pages is None:
+            return None
+        wanted, page_names = pages.usual_first(), PAGE_NAMES
+        if first_names != "auto":
+            wanted, page_names = first_names, min(PAGE_NAMES, first_names)
+        found: list[str] = []
+        rest: Pages | Walk | None = None
+        try:
+            for page in pages.after("", page_names):
+                found += self._filtered(page.names)
+                if not page.is_last and len(found) >= wanted:
+                    rest = pages
+                    break
+        except (UnorderedError, GoneError):
+            return None
+        return Listing(pages.root, Names(found), rest) if found else None
+
+    def _filtered(self, names: list[str]) -> list[str]:
+        if self._wanted:
+            return [name for name in names if redact(name).lower().endswith(self._wanted)]
+        if self._kind:
+            return [name for name in names if kind_of(extension_of(self.key_of(name))) == self._kind]
+        return names
+
+    # --- the names
+
+    @property
+    def names(self) -> Names:
+        """The names below the root; those known so far while the list is open."""
+        return self._listing.names
+
+    @property
+    def labels(self) -> Labels | None:
+        """The labels that a manifest gives."""
+        return self._listing.labels
 
     @property
     def digest(self) -> str:
-        """A digest of all files in their order, and of their labels."""
+        """A digest of the known files in their order, and of their labels."""
         return self.names.digest + ("" if self.labels is None else self.labels.digest)
 
-    @property
-    def names(self) -> AnyNames:
-        """All names below the root. An open list is completed first."""
-        self.complete()
-        return self._names
+    def __len__(self) -> int:
+        return len(self.names)
 
     @property
     def is_open(self) -> bool:
         """True while only the first names are known."""
-        return self._pages is not None
-
-    @property
-    def first(self) -> AnyNames:
-        """The names known so far."""
-        return self._names
+        return self._listing.rest is not None
 
     def more(self, last: str) -> Iterator[Page]:
         """Yield the names of an open list that come after the name `last`, page by page."""
-        assert self._pages is not None
-        for page in self._pages.after(last):
+        assert self._listing.rest is not None
+        for page in self._listing.rest.after(last):
             yield Page(self._filtered(page.names), page.is_last)
 
-    def over(self, names: AnyNames) -> FileList:
+    def over(self, names: Names) -> FileList:
         """Return the same files with `names` as their listing, which another process has made."""
         made = copy.copy(self)
-        made._names, made._pages = names, None
+        made._listing = replace(self._listing, names=names, rest=None)
         return made
-
-    def folders(self, accepts: Callable[[str], bool]) -> frozenset[str]:
-        """Return the names of the folders that hold files for whose keys `accepts` is true; "" for the root.
-
-        Of an open list, which stays open, these are the folders of the known files, and those beside the
-        folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
-        deeper ones, are not found.
-        """
-        found = set[str]()
-        for name in self._names:
-            if (folder := name.rpartition("/")[0]) not in found and accepts(self._key_of(name)):
-                found.add(folder)
-        if self._pages is not None:
-            uppermost, last = min(found, key=lambda one: (one.count("/"), one), default=""), self._names[-1]
-            beside = self._pages.folders_in(uppermost[: uppermost.rfind("/") + 1])
-            found |= {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}
-        return frozenset(folder.rpartition("/")[2] for folder in found)
 
     def complete(self) -> None:
         """List the rest of an open list."""
-        if not self.is_open:
-            return
         with _completion_lock:
-            if self._pages is None:
-                return  # another thread was first
+            if not self.is_open:
+                return
             names = NamesBuilder()
-            for name in self._names:
+            for name in self.names:
                 names.add(name)
-            for page in self.more(self._names[-1]):
+            for page in self.more(self.names[-1]):
                 for name in page.names:
                     names.add(name)
-            self._names, self._pages = names.names(), None
+            self._listing = replace(self._listing, names=names.names(), rest=None)
 
-    def some_extensions(self) -> Iterator[str]:
-        """Return the extensions of the known names, or of an even sample of them if there are many."""
-        names = self._names
-        return (
-            extension_of(self._key_of(names[i]))
-            for i in range(0, len(names), max(1, len(names) // _SAMPLED_NAMES))
-        )
+    def folders_ahead(self, parent: str) -> set[str]:
+        """Return the folders in `parent` ("a/", or "" for the root) that an open list has yet to list or end."""
+        last, rest = self.names[-1], self._listing.rest
+        beside = [] if rest is None else rest.folders_in(parent)
+        return {folder[:-1] for folder in beside if folder > last or last.startswith(folder)}
+
+    def kinds(self) -> Counter[str]:
+        """Count the kinds of the known files, or of an even sample of them if there are many."""
+        sampled = range(0, len(self), max(1, len(self) // _SAMPLED_NAMES))
+        return Counter(kind_of(extension_of(self.key(index))) for index in sampled)
 
     def keep_only(self, kind: str) -> tuple[int, str]:
         """Leave out files that are not decoded as `kind`, among the names to come as well.
@@ -187,92 +230,29 @@ class FileList:
         Return the number of known files left out, and the key of the first of them.
         """
         self._kind = kind
-        known = list(self._names)
+        known = list(self.names)
         kept = self._filtered(known)
         if len(kept) == len(known):
             return 0, ""
-        self._names, among = Names(kept), set(kept)
-        return len(known) - len(kept), self._key_of(next(name for name in known if name not in among))
+        among = set(kept)
+        if self._secret_names is not None:
+            pairs = zip(self._secret_names, known, strict=True)
+            self._secret_names = Names(secret for secret, name in pairs if name in among)
+        self._listing = replace(self._listing, names=Names(kept))
+        return len(known) - len(kept), self.key_of(next(name for name in known if name not in among))
 
-    def _filtered(self, names: list[str]) -> list[str]:
-        if self._wanted:
-            return [name for name in names if redact(name).lower().endswith(self._wanted)]
-        if self._kind:
-            return [name for name in names if kind_of(extension_of(self._key_of(name))) == self._kind]
-        return names
-
-    def _read_manifest(
-        self, manifest: Manifest, storage_options: Mapping[str, Any] | None, wanted: tuple[str, ...]
-    ) -> tuple[str, Names, Labels | None]:
-        """Return the common root of the files in a manifest, their names below it, and their labels."""
-        path, names, labels = path_of(self.remote), NamesBuilder(), LabelsBuilder()
-        for url, label in manifest.rows(storage_options):
-            if not wanted or redact(url).lower().endswith(wanted):
-                names.add(path(url))
-                if manifest.label is not None:
-                    labels.add(label)
-        if not len(names):
-            raise SourceError(
-                f"{self.shown}: no file of the manifest ends in {', '.join(wanted)}; check extensions="
-            )
-        root = "" if names.folder.endswith("://") else names.folder  # not up to a URL's scheme alone
-        return root, names.names(root), None if manifest.label is None else labels.labels()
-
-    def _list(
-        self, patterns: Sequence[str], preferred: tuple[str, ...], recursive: bool, first_names: FirstNames
-    ) -> tuple[str, Names]:
-        if first_names is not None:
-            pages = open_pages(self.remote, patterns, recursive) or open_walk(
-                self.remote, patterns, recursive
-            )
-            if pages is not None and (found := self._first_pages(pages, first_names)) is not None:
-                return pages.root, found
-        listing = list_files(self.remote, patterns, recursive)
-        paths, wanted = listing.paths, self._wanted
-        if wanted:
-            paths = [path for path in paths if redact(path).lower().endswith(wanted)]
-            if not paths:
-                raise SourceError(
-                    f"{self.shown}: none of {len(listing.paths):,} files ends in {', '.join(wanted)}; "
-                    "check extensions="
-                )
-        elif preferred:
-            paths = [path for path in paths if redact(path).lower().endswith(preferred)] or paths
-        length = len(listing.root)
-        return listing.root, Names(path[length:] for path in paths)
-
-    def _first_pages(self, pages: Pages | Walk, first_names: int | Literal["auto"]) -> Names | None:
-        """Return the first names and leave the list open; all names if these are few; None without names."""
-        wanted, page_names = pages.usual_first, PAGE_NAMES
-        if first_names != "auto":
-            wanted, page_names = first_names, min(PAGE_NAMES, first_names)
-        found: list[str] = []
-        try:
-            for page in pages.after("", page_names):
-                found += self._filtered(page.names)
-                if not page.is_last and len(found) >= wanted:
-                    self._pages = pages
-                    break
-        except (UnorderedError, GoneError):
-            return None
-        return Names(found) if found else None
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def name(self, index: int) -> str:
-        """Return the path of file `index` below the root, without the secrets of its URL."""
-        return self._names[index] if index < len(self._names) else self.names[index]
+    # --- one file
 
     def path(self, index: int) -> str:
         """Return the path of file `index` for the driver; may hold secrets."""
-        return self._root + (self.name(index) if self._secret_names is None else self._secret_names[index])
+        return self._listing.root + (self._secret_names or self.names)[index]
 
     def key(self, index: int) -> str:
         """Return the path of file `index` below the common root of all, without a query."""
-        return self._key_of(self.name(index))
+        return self.key_of(self.names[index])
 
-    def _key_of(self, name: str) -> str:
+    def key_of(self, name: str) -> str:
+        """Return the key of the file with this name below the root."""
         if self.remote.is_web:
             name = name.partition("?")[0]
         if "?" in name or "://" in name:
@@ -282,11 +262,6 @@ class FileList:
     def where(self, index: int) -> str:
         """Return the path of file `index` as shown in messages."""
         return self._shown_root + self.key(index)
-
-
-def folder_of(name: str) -> str:
-    """Return the name of the folder that holds the file `name`; "" for the root."""
-    return name.rpartition("/")[0].rpartition("/")[2]
 
 
 def _is_a_file(url: str) -> bool:
@@ -328,3 +303,103 @@ def _filters(wanted: tuple[str, ...], recursive: bool) -> tuple[str, ...]:
     """Return the parts of a fingerprint that name the filters."""
     parts = [f"extensions={','.join(wanted)}"] if wanted else []
     return (*parts, *(() if recursive else ("flat",)))
+
+
+# --- listing at once ---------------------------------------------------------------------------
+
+
+def list_files(remote: Remote, urls: Sequence[str], recursive: bool = True) -> tuple[str, list[str]]:
+    """Return the root of the files that `urls` (of one protocol) name, and their paths, sorted and unique.
+
+    The root ends in "/", or is "". Hidden files in folders are left out.
+
+    Raises SourceError for files and folders that are missing, empty or forbidden, SourceUnavailableError for
+    a remote that does not answer, ConfigError for URLs of several protocols.
+    """
+    for url in urls:
+        if get_protocol(url) != remote.protocol:
+            raise ConfigError(
+                f"{redact(urls[0])} and {redact(url)}: all URLs of one source must have the same scheme"
+            )
+    # The name of a local file may contain braces.
+    expanded = [
+        (url, [url] if remote.is_local and os.path.exists(local_path(url)) else expand_braces(url))
+        for url in urls
+    ]
+    find = _find_local if remote.is_local else _RemoteFinder(remote).find
+    roots: set[str] = set()
+    paths: list[str] = []
+    for url, alternatives in expanded:
+        known = len(paths)
+        for one in alternatives:
+            with map_errors(redact(one), secrets=remote.secrets):
+                root, found = find(one, recursive, bool(roots))
+            roots.add(root)
+            paths.extend(found)
+        if len(paths) == known:
+            raise SourceError(f"{redact(url)}: no files found; check the path or the pattern")
+    return common_root(roots), sorted(set(paths))
+
+
+def _find_local(url: str, recursive: bool, _trusted: bool) -> tuple[str, list[str]]:
+    """Return the root and the files of one URL."""
+    path = local_path(url)
+    if os.path.isdir(path):
+        root = path.rstrip("/") + "/"
+        folders = LocalFolders(root)
+        runs = (names for names, _ in in_order(folders)) if recursive else [folders("").files]
+        return root, [root + name for names in runs for name in names]
+    if os.path.exists(path):
+        return parent_of(path), [path]
+    magic = MAGIC.search(path)
+    if magic is None:
+        raise SourceError(f"{path}: no such file or folder; check the path")
+    return parent_of(path[: magic.start()]), list(filter(os.path.isfile, glob.iglob(path, recursive=True)))
+
+
+class _RemoteFinder:
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._filesystem, self._first_path = remote.open_for_listing()
+        self._magic = WEB_MAGIC if remote.is_web else MAGIC
+
+    def find(self, url: str, recursive: bool, trusted: bool) -> tuple[str, list[str]]:
+        """Return the root and the files of one URL; a `trusted` URL of a file is not looked up."""
+        path = self._first_path if "::" in url else str(self._filesystem._strip_protocol(url))
+        bare = path.partition("?")[0]
+        if self._remote.is_web and not self._magic.search(bare):
+            # The file is not looked up, as a signed URL may allow GET alone.
+            return self._folder(path, recursive) if path.endswith("/") else (parent_of(bare), [path])
+        if self._remote.is_s3 and (not bare or MAGIC.search(bare.partition("/")[0])):
+            raise SourceError("an S3 URL names one bucket: s3://bucket/…")
+        magic = self._magic.search(path)
+        if magic is not None:
+            found = self._matching(path)
+            return parent_of(path if found == [path] else path[: magic.start()]), found
+        if trusted and extension_of(path):
+            return parent_of(path), [path]
+        if url.endswith("/") or not path:
+            return self._folder(path, recursive)
+        if not extension_of(path) and (below := self._folder(path, recursive))[1] not in ([], [path]):
+            return below
+        info = self._filesystem.info(path)
+        return self._folder(path, recursive) if info["type"] == "directory" else (parent_of(path), [path])
+
+    def _folder(self, path: str, recursive: bool) -> tuple[str, list[str]]:
+        root = path.rstrip("/") + "/" if path.strip("/") else ""
+        if self._remote.is_s3:  # the `find` of s3fs would keep a record of 2 kB for each file
+            found = Pages.of(self._remote, path, recursive).paths()
+        else:
+            found = self._filesystem.find(path, maxdepth=None if recursive else 1)
+        return root, visible(root, found, recursive)
+
+    def _matching(self, pattern: str) -> list[str]:
+        """Return the files that match; only the file with the name `pattern` if there is one."""
+        if self._remote.is_s3:
+            fits = re.compile(glob_translate(pattern)).match
+            found = Pages.of(self._remote, pattern, recursive=True).paths()
+            return [pattern] if pattern in found else [one for one in found if fits(one) and one[-1:] != "/"]
+        if self._filesystem.isfile(pattern):
+            return [pattern]
+        entries = self._filesystem.glob(pattern, detail=True)
+        return [path for path, info in entries.items() if info["type"] != "directory"]

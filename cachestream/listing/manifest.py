@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
+import io
 import math
 import os
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import fsspec
@@ -24,6 +23,8 @@ from fsspec.utils import get_protocol
 
 from cachestream.config import require
 from cachestream.errors import ConfigError, SourceError
+from cachestream.listing.names import Names, NamesBuilder
+from cachestream.listing.patterns import local_path, parent_of
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -64,33 +65,20 @@ class LabelsBuilder:
 
     def labels(self) -> Labels:
         """Return all labels: numbers if all are written as such, else their ranks among the sorted texts."""
-        known = list(self._numbers)
-        index = np.frombuffer(self._values, np.int64)
-        for kind in (np.int64, np.float64):
-            numbers = _as_numbers(known, kind)
-            if numbers is not None:
-                return Labels(numbers[index], ())
+        known, index = list(self._numbers), np.frombuffer(self._values, np.int64)
+        for kind, read in NUMBER_TYPES:
+            with suppress(ValueError, TypeError, OverflowError):  # not all are written as such numbers
+                return Labels(np.array([read(value) for value in known], kind)[index], ())
         texts = list(map(str, known))
         names = sorted(set(texts))
         places = {name: place for place, name in enumerate(names)}
         return Labels(np.array([places[text] for text in texts], np.int64)[index], tuple(names))
 
 
-def _as_numbers(values: list[Any], kind: type[np.int64 | np.float64]) -> npt.NDArray[Any] | None:
-    """Return `values` as an array of `kind`, or None if one of them is not written as such a number."""
-    read = parse_int if kind is np.int64 else parse_float
-    if kind is np.int64 and any(isinstance(value, float) for value in values):
-        return None
-    try:
-        return np.array([read(value) for value in values], kind)
-    except (ValueError, TypeError, OverflowError):
-        return None
-
-
 def parse_int(value: Any) -> int:
     """Return `value` as an int. Raises ValueError unless it is written as one: "007" and "1_0" are names."""
     number = int(value)
-    if number != value and str(number) != value:
+    if isinstance(value, float) or (number != value and str(number) != value):
         raise ValueError(value)
     return number
 
@@ -103,6 +91,12 @@ def parse_float(value: Any) -> float:
     return number
 
 
+# In the order in which texts are tried.
+NUMBER_TYPES: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = (
+    (int, parse_int),
+    (float, parse_float),
+)
+
 Row = tuple[str, Any]  # a URL, and its label or None
 
 _URL_COLUMNS: Final = ("url", "path", "file", "filename", "file_name", "uri", "key", "image")
@@ -110,7 +104,6 @@ _PARQUET: Final = (".parquet", ".pq")
 _TABLES: Final = {".csv": ",", ".tsv": "\t"}
 _OBJECTS: Final = (".json", ".jsonl", ".ndjson")
 _ROWS_PER_BATCH: Final = 65_536
-_BYTES_PER_READ: Final = 1 << 20
 _LONGEST_LINE: Final = 1 << 20
 
 
@@ -176,7 +169,7 @@ class Manifest:
     def __iter__(self) -> Iterator[str]:
         return (url for url, _ in self.rows())
 
-    def rows(self, storage_options: Mapping[str, Any] | None = None) -> Iterator[Row]:
+    def rows(self, storage_options: Mapping[str, Any] | None = None) -> Generator[Row, None, None]:
         """Yield every URL with its label (a number, a text, or None); the list is never in memory.
 
         `storage_options` are those of the data. Raises ConfigError for missing columns, and the errors of
@@ -215,16 +208,13 @@ class Manifest:
         return where[: where.rfind("/") + 1]
 
     def _entries(self, file: Any) -> Iterator[Row]:
-        ending = self._ending
-        if ending.endswith(_PARQUET):
+        if self._ending.endswith(_PARQUET):
             return self._parquet(file)
-        lines = codecs.iterdecode(
-            iter(partial(file.read, _BYTES_PER_READ), b""), "utf-8-sig", "surrogateescape"
-        )
-        delimiter = _TABLES.get(ending.removesuffix(".gz")[-4:])
-        return (
-            _text(lines) if delimiter is None else self._table(csv.reader(_lines(lines), delimiter=delimiter))
-        )
+        delimiter = _TABLES.get(self._ending.removesuffix(".gz")[-4:])
+        if delimiter is not None:
+            return self._table(csv.reader(_lines(file), delimiter=delimiter))
+        names = (line.strip() for line in _lines(file))
+        return ((name, None) for name in names if name and not name.startswith("#"))
 
     def _table(self, rows: Iterator[list[str]]) -> Iterator[Row]:
         try:
@@ -273,34 +263,23 @@ class Manifest:
         return names.index(column), -1 if self.label is None else names.index(self.label)
 
 
-def _text(lines: Iterator[str]) -> Iterator[Row]:
-    for line in _lines(lines):
-        name = line.strip()
-        if name and not name.startswith("#"):
-            yield name, None
-
-
-def _lines(chunks: Iterator[str]) -> Iterator[str]:
-    """Return the lines of a text, ended by line feeds alone: other line separators may be part of a name."""
-    rest = ""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split("\n")
-        yield from (line + "\n" for line in whole)
-        if len(rest) >= _LONGEST_LINE:
+def _lines(text: io.TextIOWrapper) -> Iterator[str]:
+    while line := text.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE:
             raise SourceError(f"a line of {_LONGEST_LINE:,} characters and more: this is no manifest")
-    if rest:
-        yield rest
+        yield line
 
 
 @contextmanager
 def _opened(remote: Remote, ending: str) -> Iterator[Any]:
+    """Open a list: Parquet as bytes, others as text, whose lines end with line feeds alone."""
     filesystem, path = remote.open_for_listing()
-    with filesystem.open(path, "rb") as raw:
-        if ending.endswith(".gz"):
-            with gzip.open(raw) as unpacked:
-                yield unpacked
+    with filesystem.open(path, "rb") as raw, gzip.open(raw) if ending.endswith(".gz") else raw as file:
+        if ending.endswith(_PARQUET):
+            yield file
         else:
-            yield raw
+            with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n") as text:
+                yield text
 
 
 def _is_local(url: str) -> bool:
@@ -329,11 +308,49 @@ def _join_to(base: str, shown: str) -> Callable[[str], str]:
     return joined
 
 
-def path_of(remote: Remote) -> Callable[[str], str]:
-    """Return a function that turns a URL into a path for the driver of `remote`.
+def start_of(manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the first URL of a manifest. Raises SourceError if there is none."""
+    with closing(manifest.rows(storage_options)) as rows:
+        for url, _ in rows:
+            return url
+    raise SourceError(f"{manifest.shown}: the manifest names no files")
 
-    The function raises ConfigError for a URL of another scheme.
+
+def read_manifest(
+    manifest: Manifest,
+    remote: Remote,
+    storage_options: Mapping[str, Any] | None,
+    wanted: tuple[str, ...],
+) -> tuple[str, Names, Labels | None]:
+    """Return the deepest folder that holds all files of a manifest, their names below it, and their labels.
+
+    `wanted` are the endings of the files to keep; () for all. Raises ConfigError for a URL of another scheme
+    than that of `remote`.
     """
+    path_of, root = _driver_paths(remote), ""
+    names, labels = NamesBuilder(), LabelsBuilder()
+    with closing(manifest.rows(storage_options)) as rows:
+        for url, label in rows:
+            if wanted and not redact(url).lower().endswith(wanted):
+                continue
+            path = path_of(url)
+            if not len(names):
+                root = parent_of(path.partition("?")[0])
+            while not path.startswith(root):
+                root = parent_of(root[:-1])
+            names.add(path)
+            if manifest.label is not None:
+                labels.add(label)
+    if not len(names):
+        raise SourceError(
+            f"{manifest.shown}: no file of the manifest ends in {', '.join(wanted)}; check extensions="
+        )
+    root = "" if root.endswith("://") else root  # not up to a URL's scheme alone
+    return root, names.names(root), None if manifest.label is None else labels.labels()
+
+
+def _driver_paths(remote: Remote) -> Callable[[str], str]:
+    """Return a function that turns a URL into a path for the driver of `remote`."""
     scheme = f"{remote.protocol}://"
     strip = None if remote.is_web else fsspec.get_filesystem_class(remote.protocol)._strip_protocol
     is_local = remote.is_local
@@ -343,19 +360,8 @@ def path_of(remote: Remote) -> Callable[[str], str]:
         if not same and (get_protocol(url) != remote.protocol or "::" in url):
             raise ConfigError(f"{redact(url)}: all URLs of one source must have the same scheme, {scheme}")
         if is_local:
-            local = url.removeprefix("file://").removeprefix("local://")
-            return os.path.abspath(os.path.expanduser(local)) if "/." in local or local[:1] != "/" else local
+            plain = url.removeprefix("file://").removeprefix("local://")
+            return local_path(plain) if "/." in plain or plain[:1] != "/" else plain
         return url if strip is None else str(strip(url))
 
     return path
-
-
-def first_url(manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the first URL of a manifest. Raises SourceError if there is none."""
-    rows = manifest.rows(storage_options)
-    try:
-        for url, _ in rows:
-            return url
-    finally:
-        rows.close()  # type: ignore[attr-defined]
-    raise SourceError(f"{manifest.shown}: the manifest names no files")

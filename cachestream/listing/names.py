@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pickle import PickleBuffer
 from typing import Any, Final, overload
 
@@ -35,7 +35,7 @@ class Names(Sequence[str]):
     through reference counts. File names that are not UTF-8 pass through (surrogateescape).
     """
 
-    __slots__ = ("_block", "_offsets")
+    __slots__ = ("_held",)
 
     def __init__(self, names: Iterable[str]) -> None:
         encoded = list(map(os.fsencode, names))
@@ -45,7 +45,7 @@ class Names(Sequence[str]):
 
     def _hold(self, block: bytes | memoryview, offsets: IntArray) -> None:
         offsets.flags.writeable = False
-        self._block, self._offsets = block, offsets
+        self._held = block, offsets  # one tuple: stored names are replaced while other threads read them
 
     @classmethod
     def of_block(cls, block: bytes | memoryview, offsets: IntArray) -> Names:
@@ -56,11 +56,11 @@ class Names(Sequence[str]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """With protocol 5 the bytes of the names are an out-of-band buffer, which processes can share."""
-        block = PickleBuffer(self._block) if protocol >= 5 else bytes(self._block)
-        return Names.of_block, (block, self._offsets)
+        block, offsets = self._held
+        return Names.of_block, (PickleBuffer(block) if protocol >= 5 else bytes(block), offsets)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._held[1]) - 1
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -69,33 +69,37 @@ class Names(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | Sequence[str]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        block, offsets = self._held
         if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(f"name {index} of {len(self)}")
-        start, stop = self._offsets[index : index + 2].tolist()
-        return os.fsdecode(bytes(self._block[start:stop]))
+            index += len(offsets) - 1
+        if not 0 <= index < len(offsets) - 1:
+            raise IndexError(f"name {index} of {len(offsets) - 1}")
+        start, stop = offsets[index : index + 2].tolist()
+        return os.fsdecode(bytes(block[start:stop]))
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, len(self), _NAMES_PER_BATCH):
-            for start, stop in pairwise(self._offsets[first : first + _NAMES_PER_BATCH + 1].tolist()):
-                yield os.fsdecode(bytes(self._block[start:stop]))
+        block, offsets = self._held
+        for first in range(0, len(offsets) - 1, _NAMES_PER_BATCH):
+            for start, stop in pairwise(offsets[first : first + _NAMES_PER_BATCH + 1].tolist()):
+                yield os.fsdecode(bytes(block[start:stop]))
 
     @property
     def nbytes(self) -> int:
         """The size of the names in memory."""
-        return len(self._block) + int(self._offsets.nbytes)
+        return len(self._held[0]) + int(self._held[1].nbytes)
 
     @property
     def digest(self) -> str:
         """xxh3 (64 bits, hexadecimal) of all names in their order."""
-        return self.digest_of(len(self))
+        return self.digest_of(len(self)) or ""
 
-    def digest_of(self, count: int) -> str:
-        """Return the digest of the first `count` names."""
-        offsets = self._offsets[: count + 1]
-        state = xxhash.xxh3_64(np.ascontiguousarray(offsets).data)
-        state.update(memoryview(self._block)[: int(offsets[-1])])
+    def digest_of(self, count: int) -> str | None:
+        """Return the digest of the first `count` names; None if there are fewer."""
+        block, offsets = self._held
+        if count >= len(offsets):
+            return None
+        state = xxhash.xxh3_64(np.ascontiguousarray(offsets[: count + 1]).data)
+        state.update(memoryview(block)[: int(offsets[count])])
         return state.hexdigest()
 
     def __repr__(self) -> str:
@@ -108,29 +112,13 @@ class NamesBuilder:
     def __init__(self) -> None:
         self._block = bytearray()
         self._offsets = array("q", [0])
-        self._least = self._greatest = b""
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def add(self, name: str) -> None:
-        encoded = os.fsencode(name)
-        if not len(self):
-            self._least = self._greatest = encoded
-        elif encoded < self._least:
-            self._least = encoded
-        elif encoded > self._greatest:
-            self._greatest = encoded
-        self._block += encoded
+        self._block += os.fsencode(name)
         self._offsets.append(len(self._block))
-
-    @property
-    def folder(self) -> str:
-        """The folder that all names begin with, up to its "/"; a query after "?" is no part of it."""
-        pairs = zip(self._least, self._greatest, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        common = self._least[:same].partition(b"?")[0]
-        return os.fsdecode(common[: common.rfind(b"/") + 1])
 
     def names(self, root: str = "") -> Names:
         """Return the names without `root`, with which all must begin. Leaves the builder empty."""
@@ -182,73 +170,50 @@ def file_names(stem: str) -> tuple[str, str]:
     return f"{stem}.names", f"{stem}.ends"
 
 
-class StoredNames(Sequence[str]):
+class StoredNames(Names):
     """The stored names of the mark at `path`, as many as there were at the last call of `look` or `reach`.
 
     All processes share one copy in memory, that of the page cache. Picklable.
     """
 
+    __slots__ = ("_mark", "path")
+
     def __init__(self, path: str) -> None:
+        super().__init__(())
         self.path = path
-        self._names = Names([])
         self._mark: Mark | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return StoredNames, (self.path,)
 
     def look(self) -> Mark | None:
         """Read the mark, map the names that it counts, and return it."""
         mark = read_mark(self.path)
         if mark is not None and mark != self._mark:
-            self._names = _map(os.path.dirname(self.path), mark)
+            self._hold(*_map(os.path.dirname(self.path), mark))
             self._mark = mark
         return mark
 
     def reach(self, count: int) -> None:
         """Map at least `count` names. Raises SourceError if there are fewer."""
-        if count > len(self._names):
+        if count > len(self):
             self.look()
-        if count > len(self._names):
+        if count > len(self):
             raise SourceError(
-                f"{self.path}: {len(self._names):,} names are listed and {count:,} were; "
-                "start the worker again"
+                f"{self.path}: {len(self):,} names are listed and {count:,} were; start the worker again"
             )
-
-    def digest_of(self, count: int) -> str | None:
-        """Return the digest of the first `count` names, as that of `Names`; None if there are fewer."""
-        return self._names.digest_of(count) if count <= len(self._names) else None
-
-    @property
-    def digest(self) -> str:
-        """The digest of the mapped names."""
-        return self._names.digest
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        return self._names[index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
 
     def __repr__(self) -> str:
         return f"<StoredNames {self.path}: {len(self):,}>"
 
 
-AnyNames = Names | StoredNames
-
-
-def _map(folder: str, mark: Mark) -> Names:
+def _map(folder: str, mark: Mark) -> tuple[memoryview, IntArray]:
+    """Return the bytes of the names that `mark` counts, and their offsets."""
     names, ends = (os.path.join(folder, name) for name in file_names(mark.stem))
     offsets = np.frombuffer(_mapped(ends, (mark.count + 1) * _OFFSET_BYTES), "<i8")
     if offsets[0] != 0 or offsets[-1] != mark.size_bytes:
         raise SourceError(f"{ends}: the stored listing is damaged; run 'cachestream clear' on this cache")
-    return Names.of_block(_mapped(names, mark.size_bytes), offsets)
+    return _mapped(names, mark.size_bytes), offsets
 
 
 def _mapped(path: str, size_bytes: int) -> memoryview:

@@ -11,7 +11,7 @@ from fsspec import get_filesystem_class
 from fsspec.utils import glob_translate
 
 from cachestream.errors import SourceError
-from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, s3_delimiter, visible
+from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, parent_of, visible
 from cachestream.transport.remote import Remote, run
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -47,9 +47,21 @@ class Pages:
     recursive: bool
     folder_pattern: str = ""
 
-    @property
+    @classmethod
+    def of(cls, remote: Remote, path: str, recursive: bool) -> Pages:
+        """Return the pages of the folder or wildcard `path` ("bucket/folder"); a wildcard finds all it says."""
+        magic = MAGIC.search(path)
+        if magic is None:
+            root = path.rstrip("/") + "/"
+            return cls(remote, root, root, "" if recursive else "/", "", recursive)
+        wild, (folder, _, last) = path[magic.start() :], path.rpartition("/")
+        delimiter = "" if "/" in wild or "**" in wild else "/"  # "/": all matches lie in one folder
+        below = "" if "**" in last else glob_translate(folder)
+        prefix = path[: magic.start()]
+        return cls(remote, parent_of(prefix), prefix, delimiter, glob_translate(path), recursive, below)
+
     def usual_first(self) -> int:
-        """The number of names to list before the first sample. With 1, a single page is listed."""
+        """Return the number of names to list before the first sample. With 1, a single page is listed."""
         return 1
 
     def after(self, last: str, page_names: int = PAGE_NAMES) -> Iterator[Page]:
@@ -69,6 +81,15 @@ class Pages:
                 )
             start = keys[-1] if keys else start
             yield Page(keep([f"{bucket}/{one}" for one in keys]), not answer.get("IsTruncated"))
+
+    def paths(self) -> list[str]:
+        """Return the paths of all objects below the prefix, as the store orders them."""
+        bucket, _, key = self.prefix.partition("/")
+        return [
+            f"{bucket}/{entry['Key']}"
+            for answer in self.answers(key, self.delimiter, "", PAGE_NAMES)
+            for entry in answer.get("Contents", ())
+        ]
 
     def folders_in(self, parent: str) -> list[str]:
         """Return the folders ("a/b/") directly in `parent` ("a/", or "" for the root) whose files may match.
@@ -141,16 +162,8 @@ def open_pages(remote: Remote, urls: Sequence[str], recursive: bool) -> Pages | 
     path = str(get_filesystem_class(remote.protocol)._strip_protocol(urls[0]))
     if remote.has_versions or not path or MAGIC.search(path.partition("/")[0]):
         return None
-    magic = MAGIC.search(path)
-    if magic is not None:
-        prefix = path[: magic.start()]
-        delimiter = s3_delimiter(path, magic.start())
-        root = prefix[: prefix.rfind("/") + 1]
-        folder, _, last = path.rpartition("/")
-        below = "" if "**" in last else glob_translate(folder)
-        pages = Pages(remote, root, prefix, delimiter, glob_translate(path), recursive, below)
-        return None if pages.holds(path) else pages  # an object whose name contains wildcard signs
-    if extension_of(path) and not urls[0].endswith("/"):
+    is_wild = MAGIC.search(path) is not None
+    if not is_wild and extension_of(path) and not urls[0].endswith("/"):
         return None  # most likely a file
-    root = path.rstrip("/") + "/"
-    return Pages(remote, root, root, "" if recursive else "/", "", recursive)
+    pages = Pages.of(remote, path, recursive)
+    return None if is_wild and pages.holds(path) else pages  # an object whose name contains wildcard signs

@@ -6,10 +6,11 @@ import asyncio
 import concurrent.futures
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import groupby, islice
+from typing import Any, Final, NamedTuple
 
 from fsspec import get_filesystem_class
 from fsspec.utils import glob_translate
@@ -17,21 +18,107 @@ from fsspec.utils import glob_translate
 from cachestream.errors import SourceUnavailableError
 from cachestream.linux import filesystem_of, is_network_filesystem
 from cachestream.listing.pages import Page
-from cachestream.listing.patterns import (
-    MAGIC,
-    Folder,
-    LocalFolders,
-    expand_braces,
-    extension_of,
-    in_order,
-    local_path,
-)
+from cachestream.listing.patterns import MAGIC, expand_braces, extension_of, local_path, parent_of
+from cachestream.transport import metering
 from cachestream.transport.remote import Caller, Remote, result_of
 from cachestream.transport.remote_errors import map_errors, redact
 
 FOLDER_TIMEOUT_S: Final = 300.0
 FIRST_OF_DISKS: Final = 1_000_000  # a disk of this machine lists so many in 2 to 3 s
 FIRST_OF_OTHERS: Final = 1000
+MOST_FOLLOWING: Final = 16
+_ENTRIES_PER_HEARTBEAT: Final = 8192
+_CACHE_FILES: Final = frozenset({"cache.json", "catalogue.sqlite"})
+
+
+class Folder(NamedTuple):
+    """The contents of a folder: the names of files and of folders; `is_there` is false if it is gone."""
+
+    files: list[str]
+    subfolders: list[str]
+    is_there: bool = True
+
+
+Listed = Callable[[str, Sequence[str]], Folder]
+
+
+def in_order(listed: Listed, last: str = "") -> Iterator[tuple[list[str], bool]]:
+    """Yield the paths below the root that come after `last`, in order, in runs of files of one folder.
+
+    Each run comes with whether it is certainly the last. `listed(folder, following)` returns the contents of
+    `folder` ("" is the root, others end in "/"); `following` are the folders that will be requested next, as
+    far as they are known. Folders before `last` are not requested.
+    """
+    pending: list[str | list[str]] = [""]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            folders = (next_one for next_one in reversed(pending) if isinstance(next_one, str))
+            pending += reversed(_items(one, listed(one, list(islice(folders, MOST_FOLLOWING))), last))
+        else:
+            yield one, not pending
+
+
+def _items(folder: str, holds: Folder, last: str) -> list[str | list[str]]:
+    """Return the folders and runs of files of `folder` that come after `last`, in the order of paths."""
+    # Folders are sorted with their "/", as "a.txt" comes before "a/b", and "a0" after it.
+    paths = sorted(
+        [folder + name for name in holds.files] + [f"{folder}{name}/" for name in holds.subfolders]
+    )
+    if last.startswith(folder):
+        paths = [path for path in paths if path > last or (path[-1] == "/" and last.startswith(path))]
+    if not holds.subfolders:
+        return [paths] if paths else []
+    items: list[str | list[str]] = []
+    for is_folder, run in groupby(paths, lambda path: path[-1] == "/"):
+        together = list(run)
+        items += together if is_folder else [together]
+    return items
+
+
+class LocalFolders:
+    """A lister of the folders below `root` ("/data/"), without hidden files and folders, and without caches.
+
+    Links to folders are followed unless their target is found by its own path, or is a folder above the link.
+    This depends on the target alone, so that a listing can be resumed anywhere.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._real = os.path.realpath(root).rstrip("/") + "/"
+
+    def __call__(self, folder: str, _following: Sequence[str] = ()) -> Folder:
+        """Return the contents of `folder`, in no order. Raises OSError."""
+        files, subfolders = list[str](), list[str]()
+        try:
+            with os.scandir((self._root + folder).rstrip("/") or "/") as entries:
+                for number, entry in enumerate(entries):
+                    if not number % _ENTRIES_PER_HEARTBEAT:
+                        metering.fetched(0)
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_file():
+                        files.append(entry.name)
+                    elif entry.is_dir() and (not entry.is_symlink() or self._is_followed(folder, entry.path)):
+                        subfolders.append(entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return Folder([], [], is_there=False)
+        if folder and "shards" in subfolders and _CACHE_FILES.issubset(files):
+            return Folder([], [])
+        return Folder(files, subfolders)
+
+    def _is_followed(self, folder: str, link: str) -> bool:
+        target = os.path.realpath(link).rstrip("/") + "/"
+        if target.startswith(self._real) and "/." not in target[len(self._real) - 1 :]:
+            return False
+        return not any(above.startswith(target) for above in self._ancestors(folder))
+
+    def _ancestors(self, folder: str) -> Iterable[str]:
+        """Return the real paths of the root, of the folders above `folder`, and of `folder`."""
+        yield self._real
+        for end, letter in enumerate(folder, 1):
+            if letter == "/":
+                yield os.path.realpath(self._root + folder[:end]).rstrip("/") + "/"
 
 
 class GoneError(SourceUnavailableError):
@@ -50,9 +137,8 @@ class Walk:
     root: str
     pattern: str = ""
 
-    @property
     def usual_first(self) -> int:
-        """The number of names to list before the first sample: as many as take little time."""
+        """Return the number of names to list before the first sample: as many as take little time."""
         if self.remote.is_local and not is_network_filesystem(filesystem_of(os.path.realpath(self.root))):
             return FIRST_OF_DISKS
         return FIRST_OF_OTHERS
@@ -183,7 +269,7 @@ def open_walk(remote: Remote, urls: Sequence[str], recursive: bool) -> Walk | No
         if not recursive or (extension_of(path) and not urls[0].endswith("/")):
             return None  # a single folder, or most likely a file
         return Walk(remote, path.rstrip("/") + "/")
-    root = path[: path.rfind("/", 0, magic.start()) + 1]
+    root = parent_of(path[: magic.start()])
     pattern = path[len(root) :]
     if not root.strip("/") or "/" not in pattern or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
         return None

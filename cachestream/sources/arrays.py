@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,139 +13,18 @@ import xxhash
 from fsspec.utils import get_protocol
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceUnavailableError
-from cachestream.listing.file_list import Url, check_unit, whole_units
-from cachestream.listing.locate import HDF5_ENDINGS, Located, is_zarr, locate, split_dataset
-from cachestream.sources.hdf5 import Hdf5Array
-from cachestream.sources.npy import NpyArray
-from cachestream.sources.windows import Sizes, WindowGrid, window_of
-from cachestream.sources.zarr import ZarrArray
+from cachestream.listing.file_list import Url
+from cachestream.listing.patterns import split_dataset
+from cachestream.sources.array_files import Located, Stack, locate, open_stack
+from cachestream.sources.base import check_unit, whole_units
+from cachestream.sources.windows import Window, WindowOptions
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
-Window = int | Sequence[int | None]
 Urls = Url | Sequence[Url]
 
-ARRAY_ENDINGS: Final = (".npy", ".zarr", *HDF5_ENDINGS)
 OPENED_AT_ONCE: Final = 16
 _OWN_FIELDS: Final = ("start", "index")
-
-_STORABLE: Final = frozenset(
-    np.dtype(name)
-    for name in (
-        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-)
-
-
-class ArrayFile(Protocol):
-    """An array that can be read in windows. Picklable; `read` may be called from several threads."""
-
-    shown: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunks: tuple[int, ...] | None
-
-    def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
-        """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowOptions:
-    """The options of `ArraySource` for where windows lie."""
-
-    window: Window | Mapping[str, Window]
-    stride: int | Sequence[int] | Literal["chunks"]
-    jitter: int | Sequence[int] | None
-
-    def sizes_of(self, name: str, array: ArrayFile) -> Sizes:
-        """Return the window's size along each axis of `array`; None: the whole axis."""
-        window = self.window[name] if isinstance(self.window, Mapping) else self.window
-        return window_of(window, len(array.shape), array.shown)
-
-    def grid(
-        self, sizes: tuple[int, ...], lengths: tuple[int, ...], chunks: tuple[int, ...] | None
-    ) -> WindowGrid:
-        """Return the window positions along the cut axes; `chunks` are the chunk lengths along them."""
-        stride = self.stride
-        if stride == "chunks":
-            if chunks is None:
-                raise ConfigError("stride='chunks': the array has no chunks; give a number")
-            stride = chunks
-        return WindowGrid.of(lengths, sizes, stride, self.jitter)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stack:
-    """Arrays that are read at the same positions: by name, with the size of a window in each."""
-
-    arrays: Mapping[str, ArrayFile]
-    sizes: Mapping[str, Sizes]
-    grid: WindowGrid
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        return {
-            name: f"{array.dtype.newbyteorder('=')}[{len(array.shape)}d]"
-            for name, array in self.arrays.items()
-        }
-
-    def read(self, name: str, place: Sequence[int]) -> npt.NDArray[Any]:
-        """Return the window of array `name` that begins at `place` along the cut axes."""
-        array = self.arrays[name]
-        cut = iter(place)
-        start, size = [], []
-        for one, length in zip(self.sizes[name], array.shape, strict=True):
-            start.append(0 if one is None else next(cut))
-            size.append(length if one is None else one)
-        return array.read(start, size)
-
-
-def open_stack(files: Mapping[str, Located], cut: WindowOptions) -> Stack:
-    """Open the arrays at `files`. Raises ConfigError if the windows of `cut` do not fit them."""
-    arrays = {name: _open(file) for name, file in files.items()}
-    sizes = {name: cut.sizes_of(name, array) for name, array in arrays.items()}
-    axes = {name: [axis for axis, one in enumerate(sizes[name]) if one is not None] for name in arrays}
-    first_name, first = next(iter(arrays.items()))
-    for name, array in arrays.items():
-        mine = [(array.shape[axis], sizes[name][axis]) for axis in axes[name]]
-        others = [(first.shape[axis], sizes[first_name][axis]) for axis in axes[first_name]]
-        if mine != others:
-            raise ConfigError(
-                f"{first.shown} {first.shape} and {array.shown} {array.shape}: the cut axes must have the "
-                f"same lengths and windows; here they are {_describe_axes(others)} and "
-                f"{_describe_axes(mine)}; give window= by name"
-            )
-    lengths = tuple(first.shape[axis] for axis in axes[first_name])
-    window = tuple(one for one in sizes[first_name] if one is not None)
-    chunks = None if first.chunks is None else tuple(first.chunks[axis] for axis in axes[first_name])
-    grid = cut.grid(window, lengths, chunks)
-    if not grid.count:
-        raise ConfigError(f"{first.shown} {first.shape} is smaller than the window {window}")
-    return Stack(arrays, sizes, grid)
-
-
-def _describe_axes(axes: Sequence[tuple[int, int | None]]) -> str:
-    return ", ".join(f"{size} of {length}" for length, size in axes)
-
-
-def _open(file: Located) -> ArrayFile:
-    with map_errors(file.shown, secrets=file.remote.secrets):
-        array: ArrayFile
-        if is_zarr(file.path):
-            array = ZarrArray(file.remote, file.path, file.shown)
-        elif file.path.partition("?")[0].lower().endswith(HDF5_ENDINGS):
-            array = Hdf5Array(file.remote, file.path, file.shown, file.dataset)
-        elif file.path.partition("?")[0].lower().endswith(".npy"):
-            array = NpyArray(file.remote, file.path, file.shown)
-        else:
-            raise ConfigError(f"{file.shown}: ArraySource reads .npy, .zarr and {', '.join(HDF5_ENDINGS)}")
-    # The kind is checked first: numpy's newer dtypes, such as variable-length strings, have no byte order.
-    if array.dtype.kind not in "biufc" or array.dtype.newbyteorder("=") not in _STORABLE:
-        raise ConfigError(f"{array.shown}: has dtype {array.dtype}; windows are of numbers or bools")
-    if not array.shape:
-        raise ConfigError(f"{array.shown}: is a single value, which has no windows")
-    return array
 
 
 class ArraySource:

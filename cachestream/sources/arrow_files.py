@@ -10,18 +10,17 @@ import numpy as np
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url, check_unit
+from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
-from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
-from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.listing.patterns import ARROW_ENDINGS
+from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
+from cachestream.sources.decode.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
-from cachestream.transport.file_object import StreamFile
-from cachestream.transport.network_stream import open_stream
+from cachestream.transport.object import open_stream
 from cachestream.transport.remote_errors import classify
-from cachestream.transport.stream import Stream
+from cachestream.transport.stream import Stream, StreamFile
 
-ARROW_ENDINGS: Final = (".arrow",)
 BATCH_BYTES: Final = 8 << 20
 _SPLITS: Final = "dataset_dict.json"
 _STATES: Final = ("state.json", "dataset_info.json", _SPLITS)
@@ -58,7 +57,7 @@ class ArrowSource:
         self._decode_images = decode_images
         self._files = FileList(urls, storage_options, owner="ArrowSource")
         self._units = self._data_files()
-        self.first_names = Names(self._files.name(index) for index in self._units)
+        self.first_names = Names(self._files.names[index] for index in self._units)
         self.listing_digest = self.first_names.digest
         shown = [] if columns is None else [f"columns={self._chosen}"]
         shown += [] if decode_images is True else [f"decode_images={decode_images}"]
@@ -117,6 +116,7 @@ class ArrowSource:
             reader = require("pyarrow.ipc", "parquet", "Arrow files").open_stream(StreamFile(stream))
             columns, names = self._columns_of(arrow, reader.schema, where)
             for batch in reader:
+                batch.validate(full=True)  # offsets that lead out of their buffer would be followed
                 step = max(1, batch.num_rows * BATCH_BYTES // max(1, batch.nbytes))
                 for start in range(0, batch.num_rows, step):
                     part = batch.slice(start, step).select(names)
@@ -154,11 +154,3 @@ class ArrowSource:
 
     def __repr__(self) -> str:
         return f"<ArrowSource {self._files.shown}, {self.num_units:,} files>"
-
-
-def is_saved_dataset(keys: Iterable[str]) -> bool:
-    """Return whether a folder with the first and last files `keys` was written by `save_to_disk`."""
-    names = [posixpath.basename(key) for key in keys]
-    return any(name in _STATES for name in names) and all(
-        name in _STATES or name.endswith(ARROW_ENDINGS) for name in names
-    )

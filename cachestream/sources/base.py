@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import SampleError
-from cachestream.listing.names import AnyNames, Names, StoredNames
+from cachestream.config import whole_number
+from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.listing.names import Names, StoredNames
 
 if TYPE_CHECKING:
     from cachestream.listing.pages import Page
 
 
-MANY_UNITS: Final = 64
-EXPANSION: Final = 2
 MAX_REASON: Final = 800
 
 
@@ -26,7 +25,9 @@ class Source(Protocol):
     """Remote data as numbered units, each read on its own, in any order, in any process.
 
     A unit is fetched as a whole: a file, a tar, a row group, a window. A source is picklable, and `read` may
-    be called from several threads at once.
+    be called from several threads at once. No attribute of it asks the remote.
+
+    The protocols below are for what else some sources can do; a source has those whose members it has.
     """
 
     @property
@@ -68,7 +69,7 @@ class Rows:
 
 
 @runtime_checkable
-class RowsSource(Source, Protocol):
+class ColumnarSource(Source, Protocol):
     """A source that can also yield samples in columns, which is many times as fast for small ones."""
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, Any]]:
@@ -79,47 +80,155 @@ class RowsSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
 class DivisibleSource(Source, Protocol):
-    """A source of large units that can be read in parts, so that a small cache holds parts of many units.
+    """A source of files that can be read in parts. Its units are then numbered in rounds.
 
-    The units of a divided source come in `rounds`, each of which has one part of every whole unit.
+    Each round has about the same share of every file.
     """
 
     @property
-    def rounds(self) -> int:
-        """The number of parts that each whole unit is read in; 1 if units are read whole."""
+    def round_ends(self) -> tuple[int, ...]:
+        """The number of units up to the end of each round; empty if files are read whole."""
         ...
 
-    def part_limit(self) -> tuple[int, int]:
-        """Return the bytes of a typical unit, and the maximum number of parts (1: it cannot be divided)."""
+    def parts_for(self, limit_bytes: int) -> int:
+        """Return the fewest parts with which a cache of `limit_bytes` holds samples of many files.
+
+        1 if files are better read whole, or cannot be read in parts.
+        """
         ...
 
     def divided(self, parts: int) -> DivisibleSource:
-        """Return the same samples, with each unit in this number of parts."""
+        """Return a source of the same samples, with each file read in `parts`."""
         ...
 
 
-def as_divisible(source: Any) -> DivisibleSource | None:
-    """Return `source` if its units can be read in parts, else None."""
-    # Before Python 3.12, isinstance would evaluate num_units, and so list the source to its end.
-    if callable(getattr(source, "divided", None)):
-        found: DivisibleSource = source
-        return found
-    return None
+@runtime_checkable
+class LabelledSource(Source, Protocol):
+    """A source whose samples have a label that is the index of a name."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names, by label; () for labels of another kind."""
+        ...
 
 
-def parts_for_diversity(limit_bytes: int, num_units: int, unit_bytes: int, most: int) -> int:
-    """Return the fewest parts per unit, up to `most`, so that `limit_bytes` hold parts of `MANY_UNITS` units.
+@runtime_checkable
+class ListedSource(Source, Protocol):
+    """A source whose units were listed, and differ if it is opened when other data are there."""
 
-    `EXPANSION` allows for samples that are larger than in their unit (decoded images), and for the last round
-    in the cache, which is seldom whole, as rounds are shuffled.
+    @property
+    def listing_digest(self) -> str:
+        """A digest of all units known so far: the same for the same units in the same order."""
+        ...
+
+
+@runtime_checkable
+class NamedSource(ListedSource, Protocol):
+    """A listed source whose units have names, by which a unit is known again when others come or go."""
+
+    @property
+    def first_names(self) -> Names:
+        """The names of the units known so far."""
+        ...
+
+
+@runtime_checkable
+class IncrementalSource(NamedSource, Protocol):
+    """A source of named units, of which only the first may be known yet: unit i is that of name i.
+
+    While it `is_listing`, `num_units` is None. A worker does not `complete` the listing: a process of its own
+    lists into the cache, and the worker reads `over` the stored listing.
     """
-    wanted = EXPANSION * unit_bytes * min(num_units, MANY_UNITS)
-    return max(1, min(most, -(-wanted // max(1, limit_bytes)))) if num_units > 1 else 1
+
+    @property
+    def is_listing(self) -> bool:
+        """True if there are more names than the first ones."""
+        ...
+
+    def more_names(self, last: str) -> Iterator[Page]:
+        """Yield the names after `last`, page by page. Raises SourceError and SourceUnavailableError."""
+        ...
+
+    def complete(self) -> None:
+        """List the rest here and now. Raises as `more_names`."""
+        ...
+
+    def over(self, names: Names) -> Source:
+        """Return the same source over a listing that another process makes, as far as that has come."""
+        ...
+
+
+def is_source(value: Any) -> bool:
+    """Return whether `value` is a source itself; a class of sources has the same attributes."""
+    return isinstance(value, Source) and not isinstance(value, type)
+
+
+def as_incremental(source: Source) -> IncrementalSource | None:
+    """Return `source` if its listing is not complete, else None."""
+    return source if isinstance(source, IncrementalSource) and source.is_listing else None
+
+
+def units_of(source: Source) -> int | None:
+    """Return the number of all units, for which the listing is completed; None for an endless source."""
+    if (incremental := as_incremental(source)) is not None:
+        incremental.complete()
+    return source.num_units
+
+
+def listing_digest_of(source: Source) -> str:
+    """Return the digest of what `source` has listed; "" for a source that lists nothing."""
+    return str(source.listing_digest) if isinstance(source, ListedSource) else ""
+
+
+def names_of(source: Source) -> Names | None:
+    """Return the names of the units of `source` known so far; None if they have no names."""
+    return source.first_names if isinstance(source, NamedSource) else None
+
+
+def stored_names(source: Source) -> StoredNames | None:
+    """Return the stored listing that `source` takes its names from, or None."""
+    names = names_of(source)
+    return names if isinstance(names, StoredNames) else None
+
+
+def has_units(source: Source, count: int | None, listing: str) -> bool:
+    """Return whether the first `count` units of `source`, or all of it, have the digest `listing`."""
+    if source.num_units == count and listing_digest_of(source) == listing:
+        return True
+    names = names_of(source)
+    return names is not None and count is not None and names.digest_of(count) == listing
+
+
+# --- for the `read` of sources -----------------------------------------------------------------
+
+
+def whole_units(num_units: Any, owner: str = "") -> int | None:
+    """Return the number of units as an int, or None for an endless source.
+
+    Raises ConfigError for anything but None and whole numbers from 1 on.
+    """
+    if num_units is None:
+        return None
+    count = whole_number(num_units)
+    if count is None or count < 1:
+        raise ConfigError(
+            f"{owner and f'{owner}: '}num_units={num_units!r}: must be a whole number, 1 or more (without units "
+            "there is nothing to read), or None for an endless source"
+        )
+    return count
+
+
+def check_unit(source: object, unit: int, num_units: int | None) -> None:
+    """Raise SourceError unless `unit` is one of `num_units` (None: endless)."""
+    if unit < 0 or (num_units is not None and unit >= num_units):
+        last = "" if num_units is None else f" to {num_units - 1:,}"
+        raise SourceError(f"{source!r} has no unit {unit}: its units are numbered from 0{last}")
 
 
 def one_by_one(found: Iterable[Rows | tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the samples of `RowsSource.read_rows` one by one, as `Source.read` does."""
+    """Yield the samples of `ColumnarSource.read_rows` one by one, as `Source.read` does."""
     for item in found:
         if isinstance(item, Rows):
             yield from item.samples
@@ -150,58 +259,3 @@ class Problems:
             error = SampleError(f"{self._where}: {self._count:,} problems, the first: {self._first}")
             error.lost = self._count
             raise error
-
-
-@runtime_checkable
-class GrowingSource(Source, Protocol):
-    """A source of named units, of which only the first may be known yet: unit i is that of name i.
-
-    Evaluating `num_units` lists the rest at once. A worker does not do so: a process of its own lists into
-    the cache, and the worker reads `over` the stored listing.
-    """
-
-    @property
-    def is_listing(self) -> bool:
-        """True if there are more names than the first ones."""
-        ...
-
-    @property
-    def first_names(self) -> AnyNames:
-        """The names listed so far."""
-        ...
-
-    def more_names(self, last: str) -> Iterator[Page]:
-        """Yield the names after `last`, page by page. Raises SourceError and SourceUnavailableError."""
-        ...
-
-    def over(self, names: AnyNames) -> Source:
-        """Return the same source over a listing that another process makes, as far as that has come."""
-        ...
-
-
-def as_growing(source: Any) -> GrowingSource | None:
-    """Return `source` if its listing is not complete, else None."""
-    # Before Python 3.12, isinstance would evaluate num_units, and so list the source to its end.
-    if getattr(source, "is_listing", False) and callable(getattr(source, "over", None)):
-        found: GrowingSource = source
-        return found
-    return None
-
-
-def is_source(value: Any) -> bool:
-    """Return whether `value` is a source, without completing its listing."""
-    return as_growing(value) is not None or (isinstance(value, Source) and not isinstance(value, type))
-
-
-def begins_with(source: Any, count: int | None, listing: str) -> bool:
-    """Return whether the first `count` names of `source` have the digest `listing`."""
-    names = getattr(source, "first_names", None)
-    if not isinstance(names, Names | StoredNames) or count is None or count > len(names):
-        return False
-    return names.digest_of(count) == listing
-
-
-def stored_names(source: Any) -> StoredNames | None:
-    """Return the stored listing that `source` takes its names from, or None."""
-    names = getattr(source, "first_names", None)
-    return names if isinstance(names, StoredNames) else None

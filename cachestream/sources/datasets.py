@@ -1,12 +1,14 @@
-"""Samples of PyTorch datasets and other Python objects: map-style ones by index, iterable ones in order."""
+"""Samples of Python objects: of functions, of map-style datasets by index, and of iterable ones in order."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import operator
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -14,10 +16,63 @@ import xxhash
 
 from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import check_unit
+from cachestream.sources.base import Problems, check_unit, whole_units
 from cachestream.sources.fields import Defaults, empty_lists, plain_fields
-from cachestream.sources.functions import fingerprint_of
-from cachestream.sources.user_code import Calls, by_value, foreign_errors
+from cachestream.sources.user_code import Calls, by_value, fingerprint_of, foreign_errors, name_of
+
+
+class CallableSource:
+    """`fn(rng) -> sample`, called once for every unit; the key is the unit's number.
+
+    `rng` is a `numpy.random.Generator` of the unit's own: if `fn` draws from it alone, the same samples come
+    again. Returning None skips the unit. `num_units=None` makes the source endless; a number is the number of
+    calls in a pass. A process makes one call at a time, as few functions are thread-safe; `thread_safe=True`
+    lets calls overlap, which pays if they wait for a network.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[np.random.Generator], Any],
+        num_units: int | None = None,
+        *,
+        thread_safe: bool = False,
+    ) -> None:
+        if not callable(fn):
+            raise ConfigError(f"CallableSource takes a function fn(rng), not {type(fn).__name__}")
+        _check_takes_rng(fn)
+        self._fn = fn
+        self._num_units = whole_units(num_units)
+        self._calls = Calls(thread_safe)
+        self.fingerprint = f"function:{name_of(fn)}:{fingerprint_of(fn)}"
+
+    @property
+    def num_units(self) -> int | None:
+        return self._num_units
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield the one sample of `unit`, or none. Raises SampleError if `fn` raises."""
+        check_unit(self, unit, self._num_units)
+        with self._calls.one(), foreign_errors(f"{name_of(self._fn)}(rng) for unit {unit}"):
+            sample = self._fn(rng)
+        if sample is not None:
+            yield str(unit), sample
+
+    def __repr__(self) -> str:
+        units = "endless" if self._num_units is None else f"{self._num_units:,} units"
+        return f"<CallableSource {name_of(self._fn)}, {units}>"
+
+
+def _check_takes_rng(fn: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ConfigError(
+            f"{name_of(fn)}{signature} cannot be called as fn(rng): it must take a numpy.random.Generator"
+        ) from None
 
 
 def is_map_style(what: Any) -> bool:
@@ -64,14 +119,12 @@ class DatasetSource:
             raise ConfigError(f"{type(dataset).__name__} is empty: a source needs at least one sample")
         self._dataset = dataset
         self._calls = Calls(thread_safe)
-        kind = type(dataset)
-        self._name = f"{kind.__module__}.{kind.__qualname__}"
+        self._name = _full_name(type(dataset))
         own = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))  # the latter is HF's
         suffix = f":{own}" if isinstance(own, str | int) else ""
         identity = f"dataset:{self._name}[{self._num_units}]{suffix}"
         self.fingerprint = "|".join((identity, *self._defaults.identity))
         self._empty = empty_lists(getattr(dataset, "features", None))
-        self.listing_digest = ""
 
     @property
     def num_units(self) -> int:
@@ -139,9 +192,10 @@ class IterableSource:
         self._defaults = Defaults(fields)
         if shards is not None:
             shards = check_count("shards", shards)
-        kind = type(iterable)
-        self._is_function = callable(iterable) and not hasattr(kind, "__iter__")
-        self._name = _name_of(iterable if self._is_function else kind)
+        self._is_function = callable(iterable) and not hasattr(type(iterable), "__iter__")
+        self._name = _full_name(
+            iterable if self._is_function and hasattr(iterable, "__qualname__") else type(iterable)
+        )
         self._check(iterable)
         own = _own_shards(iterable)
         self._has_own = own is not None
@@ -153,7 +207,6 @@ class IterableSource:
         identity = f"iterable:{self._name}[{self._num_units}]:{_identity(iterable, self._is_function)}"
         self.fingerprint = "|".join((identity, *self._defaults.identity))
         self._empty = empty_lists(getattr(iterable, "features", None))
-        self.listing_digest = ""
 
     def _check(self, iterable: Any) -> None:
         if isinstance(iterable, Iterator):
@@ -197,7 +250,10 @@ class IterableSource:
         return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        """Yield the samples of shard `unit` in order. Raises SampleError if the iterable raises."""
+        """Yield the samples of shard `unit` in order. Raises SampleError for those that cannot be used.
+
+        After an error of the iterable itself nothing more of the shard is read.
+        """
         check_unit(self, unit, self._num_units)
         seed = int(rng.integers(2**63))
         what = f"{self._name}, shard {unit} of {self._num_units}"
@@ -205,22 +261,31 @@ class IterableSource:
             copy = pickle.loads(self._pickled)  # noqa: S301  our own bytes
             info = self._worker_info(copy, unit, seed)
         iterator: Any = None
-        number = 0
+        problems = Problems(what)
         try:
-            while True:
-                with self._calls.one(), foreign_errors(f"{what}, sample {number}"), _worker_info_set(info):
+            for number in itertools.count():
+                where = f"{what}, sample {number}"
+                with self._calls.one(), foreign_errors(where), _worker_info_set(info):
                     iterator = self._open(copy, unit) if iterator is None else iterator
                     sample = next(iterator, _END)
-                    if sample is _END:
-                        return
-                    name, sample = _key_and_fields(sample)
-                yield f"{unit}/{number}{name}", self._defaults.fill(plain_fields(sample, self._empty))
-                number += 1
+                if sample is _END:
+                    break
+                try:
+                    with foreign_errors(where):  # an image is decoded when it is converted
+                        name, sample = _key_and_fields(sample)
+                    sample = self._defaults.fill(plain_fields(sample, self._empty))
+                except SampleError as error:
+                    problems.add(str(error))
+                else:
+                    yield f"{unit}/{number}{name}", sample
+        except SampleError as error:  # an iterable that has raised cannot go on
+            problems.add(str(error))
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:
                 with self._calls.one(), contextlib.suppress(Exception):  # the read has ended
                     close()
+        problems.raise_any()
 
     def _open(self, copy: Any, unit: int) -> Any:
         if self._is_function:
@@ -264,8 +329,7 @@ def _is_a(what: Any, module: str, name: str) -> bool:
     return any(kind.__name__ == name and kind.__module__.startswith(module) for kind in type(what).__mro__)
 
 
-def _name_of(what: Any) -> str:
-    named = what if hasattr(what, "__qualname__") else type(what)
+def _full_name(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 

@@ -13,8 +13,9 @@ Nested values of Python objects become the same fields as columns of Parquet:
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Rows
 from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
-from cachestream.sources.functions import fingerprint_of
 
 
 def check_columns(columns: Sequence[str] | None) -> None:
@@ -33,15 +33,18 @@ def check_columns(columns: Sequence[str] | None) -> None:
         raise ConfigError(f"columns={columns!r}: give a list of names, or None for all")
 
 
-def identity_of(
-    columns: Sequence[str] | None,
-    decoders: Mapping[str, Callable[[bytes], Any]],
-    samples_per_visit: int | None,
-) -> list[str]:
-    """Return the parts of a fingerprint that name these options; empty for the defaults."""
-    found = [f"columns={','.join(columns)}"] if columns is not None else []
-    found += [f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(decoders.items())]
-    return found + ([f"samples_per_visit={samples_per_visit}"] if samples_per_visit else [])
+def check_encoding(encoding: str) -> str:
+    """Return the name of the codec for `encoding`; for UTF-8, the one that skips a byte order mark.
+
+    Raises ConfigError for an unknown encoding.
+    """
+    try:
+        name = codecs.lookup(encoding).name
+    except (LookupError, TypeError) as error:
+        raise ConfigError(
+            f"encoding={encoding!r}: give the name of a codec of Python's, such as 'latin-1'"
+        ) from error
+    return "utf-8-sig" if name == "utf-8" else name
 
 
 class Defaults:
@@ -69,7 +72,7 @@ class Defaults:
         return filled
 
     def fill_all(self, items: Iterator[Rows | tuple[str, Any]]) -> Iterator[Rows | tuple[str, Any]]:
-        """Fill the samples and Rows that `RowsSource.read_rows` yields."""
+        """Fill the samples and Rows that `ColumnarSource.read_rows` yields."""
         if not self.values:
             yield from items
             return

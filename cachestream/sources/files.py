@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import codecs
 import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, FirstNames, Url, check_unit, folder_of
-from cachestream.listing.names import AnyNames
-from cachestream.listing.pages import Page
-from cachestream.listing.patterns import extension_of, is_image, kind_of
+from cachestream.listing.file_list import FileList, FirstNames, Url
+from cachestream.listing.patterns import extension_of, is_image
+from cachestream.sources.base import check_unit
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_fields
-from cachestream.sources.fields import Defaults
-from cachestream.sources.functions import fingerprint_of
-from cachestream.sources.user_code import foreign_errors
-from cachestream.transport.fetch import fetch
+from cachestream.sources.fields import Defaults, check_encoding
+from cachestream.sources.user_code import fingerprint_of, foreign_errors
+from cachestream.transport.object import fetch
 from cachestream.transport.remote_errors import map_errors
+
+if TYPE_CHECKING:
+    from cachestream.listing.names import Names
+    from cachestream.listing.pages import Page
 
 logger = logging.getLogger("cachestream")
 
@@ -63,8 +64,8 @@ class FileSource:
 
     first_names: a tree of folders, or on S3 any folder or wildcard, with more files than this number is not
     listed to its end here: a worker with the order "shuffle" or "sequential" begins with the first files
-    while the rest is listed. "auto": 1,000 (a page of S3), or 1,000,000 on a local disk. Any other use of the
-    number of units lists all at once; so does None.
+    while the rest is listed. "auto": 1,000 (a page of S3), or 1,000,000 on a local disk. Until `complete`
+    lists the rest, `num_units` is None. None: list all at once.
 
     Other files are listed once, here; the source is picklable and small. Raises ConfigError for invalid URLs
     or options, SourceError for files that are missing, empty or forbidden, and SourceUnavailableError for a
@@ -112,14 +113,15 @@ class FileSource:
         options += [f"encoding={encoding}"] if self._encoding != "utf-8-sig" else []
         self.fingerprint = "files:" + "|".join((where, labelled, *options))
         self._labels = self._files.labels if label == "folder" else None
-        self._name_labels(() if self._labels is None else self._labels.names)
+        self._label_names = () if self._labels is None else self._labels.names
+        self._label_index: dict[str, int] = {}  # of folders
         if self._labels is None and label == "folder":
-            self._label_by(self._files.folders(_takes_label))
+            self._label_by(self._folders())
 
     def _keep_one_kind(self) -> None:
         if not self._files.is_searched:
             return
-        counts = Counter(map(kind_of, self._files.some_extensions()))
+        counts = self._files.kinds()
         if len(counts) < 2:
             return
         kind = chosen_kind(counts)
@@ -134,26 +136,38 @@ class FileSource:
                 _KIND_NAMES[kind],
                 left_out,
                 listed,
-                left_out + len(self._files.first),
+                left_out + len(self._files),
                 example,
             )
 
-    def _label_by(self, folders: frozenset[str]) -> None:
-        self._name_labels(tuple(sorted(folders)) if folders != {""} else ())
+    def _folders(self) -> set[str]:
+        """Return the names of the folders that hold files with a label; "" for the root.
 
-    def _name_labels(self, names: tuple[str, ...]) -> None:
-        self._label_names = names
-        self._label_index = {name: index for index, name in enumerate(names)} if self._labels is None else {}
+        Of an open list, which stays open, these are the folders of the known files, and those beside the
+        folder of the uppermost known file that have not been listed yet, whatever they hold. Others, such as
+        deeper ones, are not found.
+        """
+        files, found = self._files, set[str]()
+        for name in files.names:
+            if (folder := name.rpartition("/")[0]) not in found and _takes_label(files.key_of(name)):
+                found.add(folder)
+        if files.is_open:
+            uppermost = min(found, key=lambda one: (one.count("/"), one), default="")
+            found |= files.folders_ahead(uppermost[: uppermost.rfind("/") + 1])
+        return {folder.rpartition("/")[2] for folder in found}
+
+    def _label_by(self, folders: set[str]) -> None:
+        self._label_names = tuple(sorted(folders)) if folders != {""} else ()
+        self._label_index = {name: index for index, name in enumerate(self._label_names)}
 
     @property
-    def num_units(self) -> int:
-        self._settle()
-        return len(self._files.names)
+    def num_units(self) -> int | None:
+        """The number of files; None while only the first of them are listed: `complete` lists the rest."""
+        return None if self._files.is_open else len(self._files)
 
     @property
     def listing_digest(self) -> str:
-        """A digest of the list of files: the same for the same files in the same order."""
-        self._settle()
+        """A digest of the list of files known so far: the same for the same files in the same order."""
         return self._files.digest
 
     @property
@@ -161,16 +175,7 @@ class FileSource:
         """The names of the folders by label; () without labels, or with labels of another kind."""
         return self._label_names
 
-    def _settle(self) -> None:
-        """Complete the listing. Labels change only if an image lies in a folder without one."""
-        if self._files.is_open:
-            self._files.complete()
-            if self._label == "folder":
-                folders = self._files.folders(_takes_label)
-                if not folders <= set(self._label_names):
-                    self._label_by(folders)
-
-    # --- a listing that goes on (see `GrowingSource`)
+    # --- a listing that goes on (see `IncrementalSource`)
 
     @property
     def is_listing(self) -> bool:
@@ -178,15 +183,22 @@ class FileSource:
         return self._files.is_open
 
     @property
-    def first_names(self) -> AnyNames:
+    def first_names(self) -> Names:
         """The names listed so far."""
-        return self._files.first
+        return self._files.names
 
     def more_names(self, last: str) -> Iterator[Page]:
         """Yield the pages of names after `last`."""
         return self._files.more(last)
 
-    def over(self, names: AnyNames) -> FileSource:
+    def complete(self) -> None:
+        """List the rest, here and now. Labels change only if an image lies in a folder without one."""
+        if self._files.is_open:
+            self._files.complete()
+            if self._label == "folder" and not (folders := self._folders()) <= set(self._label_names):
+                self._label_by(folders)
+
+    def over(self, names: Names) -> FileSource:
         """Return the same source over the listing `names`, as far as that has come."""
         made = copy.copy(self)
         made._files = self._files.over(names)
@@ -194,8 +206,9 @@ class FileSource:
 
     def key(self, unit: int) -> str:
         """Return the path of `unit` below the common root, without a query."""
-        if not 0 <= unit < len(self._files.first):
-            check_unit(self, unit, self.num_units)
+        if not 0 <= unit < len(self._files):
+            self.complete()
+            check_unit(self, unit, len(self._files))
         return self._files.key(unit)
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -203,7 +216,9 @@ class FileSource:
         key = self.key(unit)
         where = self._files.where(unit)
         extension = extension_of(key)
-        folder = folder_of(self._files.name(unit)) if self._label_index and _takes_label(key) else None
+        folder = None
+        if self._label_index and _takes_label(key):
+            folder = self._files.names[unit].rpartition("/")[0].rpartition("/")[2]
         if folder is not None and folder not in self._label_index:
             raise SampleError(
                 f"{where}: has no label: while a listing grows, only folders beside those of the first files "
@@ -229,27 +244,13 @@ class FileSource:
     def __repr__(self) -> str:
         more = " and more" if self._files.is_open else ""
         left_out = f", {self._left_out:,} of other kinds left out" if self._left_out else ""
-        return f"<FileSource {self._files.shown}, {len(self._files.first):,} files{more}{left_out}>"
+        return f"<FileSource {self._files.shown}, {len(self._files):,} files{more}{left_out}>"
 
 
 def chosen_kind(counts: Counter[str]) -> str:
     """Return the kind to read: images if they are a tenth as many as the most frequent kind, else that."""
     most, count = counts.most_common(1)[0]
     return "image" if 10 * counts["image"] >= count else most
-
-
-def check_encoding(encoding: str) -> str:
-    """Return the name of the codec for `encoding`; for UTF-8, the one that skips a byte order mark.
-
-    Raises ConfigError for an unknown encoding.
-    """
-    try:
-        name = codecs.lookup(encoding).name
-    except (LookupError, TypeError) as error:
-        raise ConfigError(
-            f"encoding={encoding!r}: give the name of a codec of Python's, such as 'latin-1'"
-        ) from error
-    return "utf-8-sig" if name == "utf-8" else name
 
 
 def _takes_label(key: str) -> bool:

@@ -8,7 +8,6 @@ parallel. h5py reads datasets with other filters, and types that need a conversi
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import weakref
@@ -23,11 +22,10 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, SampleError, SourceError
-from cachestream.sources.npy import LOCAL_GAP_BYTES, ArrayLayout, read_window
 from cachestream.sources.user_code import Calls
+from cachestream.sources.windows import LOCAL_GAP_BYTES, ArrayLayout, overlap, read_window, touched
 from cachestream.transport import metering
-from cachestream.transport.file_object import BlockFile
-from cachestream.transport.ranges import GAP_BYTES, RangedFile
+from cachestream.transport.object import GAP_BYTES, BlockFile, RemoteObject
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
 
@@ -41,29 +39,6 @@ BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
 
 _calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, even between files
 _open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
-
-Area = tuple[slice, ...]
-
-
-def touched(chunk: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of the chunks (of shape `chunk`) that the window `size` at `start` touches."""
-    axes = zip(chunk, start, size, strict=True)
-    return itertools.product(
-        *(range(one // length, -(-(one + count) // length)) for length, one, count in axes)
-    )
-
-
-def overlap(
-    index: Sequence[int], chunk: Sequence[int], start: Sequence[int], size: Sequence[int]
-) -> tuple[Area, Area]:
-    """Return the intersection of the chunk `index` and a window, as slices of the chunk and of the window."""
-    inside, outside = [], []
-    for number, length, one, count in zip(index, chunk, start, size, strict=True):
-        first = number * length
-        low, high = max(one, first), min(one + count, first + length)
-        inside.append(slice(low - first, high - first))
-        outside.append(slice(low - one, high - one))
-    return tuple(inside), tuple(outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +95,11 @@ def unshuffle(data: memoryview | bytes, width: int) -> memoryview:
     return plain.data
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredChunk:
-    """The bytes of a chunk in the file, and the mask of filters that were not applied to it."""
-
-    offset: int
-    nbytes: int
-    filter_mask: int
-
-
 class Hdf5Array:
     """The dataset `name` of an HDF5 file; None: the only one in the file.
 
     Thread-safe, fork-safe and picklable. Raises SampleError for malformed data, SourceError for a missing
-    dataset, and the driver's errors as `RangedFile`.
+    dataset, and the driver's errors as `RemoteObject`.
     """
 
     def __init__(self, remote: Remote, path: str, shown: str, name: str | None) -> None:
@@ -151,7 +117,7 @@ class Hdf5Array:
         self._pid = os.getpid()
         self._opened: Any = None
         self._metadata: BlockFile | None = None
-        self._index: dict[tuple[int, ...], _StoredChunk | None] = {}
+        self._index: dict[tuple[int, ...], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("_h5py", "_pid", "_opened", "_metadata", "_index")
@@ -166,14 +132,9 @@ class Hdf5Array:
         try:
             return self._read(start, size)
         except ChangedError:
-            with _calls.one():
+            with _calls.one():  # HDF5 would take the new file for the one that is still open
                 self._close()
-            with self._dataset() as found:
-                if (tuple(found.shape or ()), found.dtype) != (self.shape, self.dtype):
-                    raise SampleError(
-                        f"{self.shown}: was replaced by another array; start again with a new source"
-                    ) from None
-            return self._read(start, size)
+            raise
 
     def _read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         file, storage = self._file, self._storage
@@ -191,7 +152,7 @@ class Hdf5Array:
         return window
 
     def _read_chunks(
-        self, file: RangedFile, storage: Chunked, start: Sequence[int], size: Sequence[int]
+        self, file: RemoteObject, storage: Chunked, start: Sequence[int], size: Sequence[int]
     ) -> npt.NDArray[Any] | None:
         """Return the window, with chunks decoded by `Chunked.decode`; None if h5py has to decode one."""
         window = np.empty(tuple(size), self.dtype.newbyteorder("="))
@@ -199,7 +160,8 @@ class Hdf5Array:
         batch = max(1, BATCH_BYTES // storage.nbytes)
         for first in range(0, len(chunks), batch):
             places = self._find(chunks[first : first + batch])
-            spans = [(place.offset, place.offset + place.nbytes) for place in places if place is not None]
+            stored = [place for place in places if place is not None]
+            spans = [(place.byte_offset, place.byte_offset + place.size) for place in stored]
             found = iter(file.read_spans(spans, sparse=True))
             for index, place in zip(chunks[first : first + batch], places, strict=True):
                 inside, outside = overlap(index, storage.shape, start, size)
@@ -212,8 +174,8 @@ class Hdf5Array:
                 window[outside] = chunk[inside]
         return window
 
-    def _find(self, chunks: Sequence[tuple[int, ...]]) -> list[_StoredChunk | None]:
-        """Return the positions of `chunks` in the file; None for a chunk that is not stored (fill values)."""
+    def _find(self, chunks: Sequence[tuple[int, ...]]) -> list[Any]:
+        """Return h5py's `StoreInfo` of each chunk; None for a chunk that is not stored (fill values)."""
         index = self._index
         missing = [chunk for chunk in chunks if chunk not in index]
         if missing:
@@ -222,10 +184,7 @@ class Hdf5Array:
                 for chunk in missing:
                     first = tuple(one * length for one, length in zip(chunk, lengths, strict=True))
                     info = found.id.get_chunk_info_by_coord(first)
-                    place = None
-                    if info.byte_offset is not None:
-                        place = _StoredChunk(info.byte_offset, info.size, info.filter_mask)
-                    index[chunk] = place
+                    index[chunk] = None if info.byte_offset is None else info
         places = [index[chunk] for chunk in chunks]
         if len(index) > MAX_INDEX:
             self._index = {}
@@ -254,7 +213,7 @@ class Hdf5Array:
                 raise SampleError(f"{self.shown}: not a usable HDF5 dataset: {reason}") from error
 
     def _open(self) -> None:
-        self._file = RangedFile(self._remote, self._path, self.shown)
+        self._file = RemoteObject(self._remote, self._path, self.shown)
         if self._file.look().size_bytes == 0:
             raise SampleError(f"{self.shown}: an empty file, not HDF5")
         if self._remote.is_local:

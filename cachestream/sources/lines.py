@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Final
@@ -24,29 +24,21 @@ import numpy as np
 
 from cachestream.config import format_size
 from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url, check_unit
-from cachestream.listing.manifest import parse_float, parse_int
+from cachestream.listing.file_list import FileList, Url
+from cachestream.listing.manifest import NUMBER_TYPES, parse_float, parse_int
 from cachestream.listing.names import Names
-from cachestream.sources.base import Problems
-from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
+from cachestream.listing.patterns import LINES_ENDINGS, PACKED_ENDINGS
+from cachestream.sources.base import Problems, check_unit
+from cachestream.sources.decode.compression import require_unpacker, unpacked
 from cachestream.sources.decode.values import json_field
-from cachestream.sources.fields import Defaults, check_columns, plain_fields
-from cachestream.sources.files import check_encoding
-from cachestream.transport.network_stream import open_stream, size_of
+from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
+from cachestream.transport.object import open_stream, size_of
 from cachestream.transport.stream import Stream
 
-_PLAIN: Final = (".jsonl", ".ndjson", ".csv", ".tsv")
-LINES_ENDINGS: Final = tuple(
-    ending + packed for ending in _PLAIN for packed in ("", ".gz", ".bz2", ".xz", ".zst")
-)
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
 MAX_LINE_BYTES: Final = 64 << 20
 SIZES_AT_ONCE: Final = 16
 _ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
-_NUMBER_TYPES: Final[tuple[tuple[type, Callable[[Any], float]], ...]] = (
-    (int, parse_int),
-    (float, parse_float),
-)
 
 
 class LinesSource:
@@ -102,12 +94,12 @@ class LinesSource:
     def _delimiter(self, index: int) -> str:
         """Return the delimiter of a file's columns; "" for JSON Lines."""
         name = self._files.key(index).lower()
-        for packed in ENDINGS:
+        for packed in PACKED_ENDINGS:
             name = name.removesuffix(packed)
         return {".csv": ",", ".tsv": "\t"}.get(name[-4:], "")
 
     def _count_ranges(self, index: int) -> int:
-        if self._delimiter(index) or self._files.key(index).lower().endswith(tuple(ENDINGS)):
+        if self._delimiter(index) or self._files.key(index).lower().endswith(tuple(PACKED_ENDINGS)):
             return 1
         files = self._files
         try:
@@ -256,7 +248,7 @@ def _json_fields(value: Any) -> dict[str, Any]:
 def _type_of(texts: list[str]) -> type:
     """Return int or float if all strings but empty ones are such numbers, else str."""
     given = [text for text in texts if text]
-    for kind, read in _NUMBER_TYPES:
+    for kind, read in NUMBER_TYPES:
         try:
             for text in given:
                 read(text)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
-import xxhash
 
-from cachestream.errors import ConfigError
-from cachestream.listing.file_list import check_unit
 from cachestream.permutation import Permutation, mix_key
-from cachestream.sources.base import Source, is_source
-from cachestream.sources.open import open_source
+from cachestream.sources.base import Source, check_unit, listing_digest_of, units_of
+from cachestream.sources.user_code import digest_of
 
 _CYCLE_KEY: Final = 5
 _MAX_DENOMINATOR: Final = 1_000_000  # weights are rounded to fractions with denominators up to this
@@ -88,15 +85,15 @@ class MixSource:
         self.weights = tuple(weights)
         whole = _whole_numbers(self.weights)
         self._turns = Interleaving(whole)
-        lengths = [source.num_units for source in self.sources]
+        lengths = [units_of(source) for source in self.sources]
         self._num_units = None
         if None not in lengths:
             self._num_units = max(
                 self._turns.turns_for(i, length) for i, length in enumerate(lengths) if length is not None
             )
         parts = [f"{weight}*{source.fingerprint}" for weight, source in zip(whole, self.sources, strict=True)]
-        self.fingerprint = f"mix:{len(parts)}:{_digest(parts)}"
-        self.listing_digest = _digest(str(getattr(source, "listing_digest", "")) for source in self.sources)
+        self.fingerprint = f"mix:{len(parts)}:{digest_of(parts)}"
+        self.listing_digest = digest_of(map(listing_digest_of, self.sources))
 
     @property
     def num_units(self) -> int | None:
@@ -132,36 +129,6 @@ class MixSource:
         return f"<MixSource {parts}>"
 
 
-def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: Any) -> MixSource:
-    """Mix several sources, given as `{source: weight}` or as pairs, in proportion to their weights.
-
-    A source is a Source, or anything that `open_source` takes, which is opened with `options`. The proportion
-    is that of units: a tar counts as one unit, as does a file. Units take turns, so that any number of first
-    units has the sources in proportion but for a few units. In the shuffled order the proportion holds for a
-    whole pass.
-
-    A pass is so long that every unit of every source comes at least once; units of shorter sources come
-    again. If one source is endless so is the mix, and the others are repeated, each time in another order.
-    Keys begin with the number of the source, "0/", and from the second time on also with the number of times
-    that the unit came before: "0.1/". All sources must have the same fields.
-
-    Raises ConfigError for weights that are not above 0, and the errors of `open_source`.
-    """
-    pairs: list[Any] = []
-    if isinstance(sources, Iterable):
-        pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
-    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        raise ConfigError("mix() takes {source: weight}, or a list of pairs (source, weight), at least one")
-    for _, weight in pairs:
-        number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
-        if not number or not 0 < weight < math.inf:
-            raise ConfigError(
-                f"mix(): the weight {weight!r} must be a number above 0; leave out what has none"
-            )
-    opened = [what if is_source(what) else open_source(what, **options) for what, _ in pairs]
-    return MixSource(opened, [float(weight) for _, weight in pairs])
-
-
 def _whole_numbers(weights: Iterable[float]) -> list[int]:
     """Return the smallest whole numbers in the proportion of `weights`."""
     given = [Fraction(weight) for weight in weights]
@@ -176,11 +143,3 @@ def _whole_numbers(weights: Iterable[float]) -> list[int]:
 @functools.lru_cache(maxsize=64)
 def _permutation(n: int, key: int) -> Permutation:
     return Permutation(n, key)
-
-
-def _digest(parts: Iterable[str]) -> str:
-    state = xxhash.xxh3_64()
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        state.update(f"{len(encoded)}:".encode() + encoded)
-    return str(state.hexdigest())

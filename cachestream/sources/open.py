@@ -1,57 +1,69 @@
-"""`open_source`: the choice of a source for a URL, a path or an object."""
+"""`open_source`: the choice of a source for a URL, a path or an object; and `mix`, for several of them."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
+import cachestream
 from cachestream.config import check_mapping, reject_unknown
 from cachestream.errors import ConfigError
 from cachestream.listing.file_list import FileList
-from cachestream.listing.locate import is_zarr, split_dataset
-from cachestream.listing.manifest import Manifest, first_url
-from cachestream.sources.arrays import ARRAY_ENDINGS, ArraySource
-from cachestream.sources.arrow_files import ARROW_ENDINGS, ArrowSource, is_saved_dataset
+from cachestream.listing.manifest import Manifest, start_of
+from cachestream.listing.patterns import (
+    ARRAY_ENDINGS,
+    ARROW_ENDINGS,
+    LINES_ENDINGS,
+    PARQUET_ENDINGS,
+    TAR_ENDINGS,
+    TFRECORD_ENDINGS,
+    is_zarr,
+    split_dataset,
+)
 from cachestream.sources.base import Source, is_source
-from cachestream.sources.datasets import DatasetSource, IterableSource, is_iterable, is_map_style
+from cachestream.sources.datasets import (
+    CallableSource,
+    DatasetSource,
+    IterableSource,
+    is_iterable,
+    is_map_style,
+)
 from cachestream.sources.decode.compression import unpacked
-from cachestream.sources.files import FileSource
-from cachestream.sources.functions import CallableSource
-from cachestream.sources.lines import LINES_ENDINGS, LinesSource
-from cachestream.sources.parquet import PARQUET_ENDINGS, ParquetSource
-from cachestream.sources.peers.litdata import LitDataSource
-from cachestream.sources.peers.mds import MDSSource
-from cachestream.sources.tar import TAR_ENDINGS, TarSource
-from cachestream.sources.tfrecord import TFRECORD_ENDINGS, TFRecordSource
-from cachestream.transport.network_stream import open_stream
+from cachestream.sources.mix import MixSource
+from cachestream.transport.object import open_stream
 from cachestream.transport.remote_errors import redact
 
-# Endings of paths and URLs → their source; all others are plain files.
-_BY_ENDING: Final[dict[str, Callable[..., Source]]] = {
-    **dict.fromkeys(TAR_ENDINGS, TarSource),
-    **dict.fromkeys(ARRAY_ENDINGS, ArraySource),
-    **dict.fromkeys(ARROW_ENDINGS, ArrowSource),
-    **dict.fromkeys(LINES_ENDINGS, LinesSource),
-    **dict.fromkeys(PARQUET_ENDINGS, ParquetSource),
-    **dict.fromkeys(TFRECORD_ENDINGS, TFRecordSource),
-    ".npy": FileSource,  # small arrays, a sample each; windows of large ones are asked for by window=
+# The formats of files, and the public names of their sources, which are loaded when they are needed (PEP 562).
+_SOURCES: Final = {
+    "array": "ArraySource",
+    "arrow": "ArrowSource",
+    "files": "FileSource",
+    "lines": "LinesSource",
+    "litdata": "LitDataSource",
+    "mds": "MDSSource",
+    "parquet": "ParquetSource",
+    "tar": "TarSource",
+    "tfrecord": "TFRecordSource",
 }
-_BY_FORMAT: Final[dict[str, Callable[..., Source]]] = {
-    "array": ArraySource,
-    "arrow": ArrowSource,
-    "files": FileSource,
-    "lines": LinesSource,
-    "litdata": LitDataSource,
-    "mds": MDSSource,
-    "parquet": ParquetSource,
-    "tar": TarSource,
-    "tfrecord": TFRecordSource,
+# Endings of paths and URLs → their format; all others are plain files.
+_FORMATS: Final = {
+    **dict.fromkeys(TAR_ENDINGS, "tar"),
+    **dict.fromkeys(ARRAY_ENDINGS, "array"),
+    **dict.fromkeys(ARROW_ENDINGS, "arrow"),
+    **dict.fromkeys(LINES_ENDINGS, "lines"),
+    **dict.fromkeys(PARQUET_ENDINGS, "parquet"),
+    **dict.fromkeys(TFRECORD_ENDINGS, "tfrecord"),
+    ".npy": "files",  # small arrays, a sample each; windows of large ones are asked for by window=
 }
+_SAVED_STATES: Final = ("state.json", "dataset_info.json", "dataset_dict.json")  # of Hugging Face's folders
 # The options of all sources.
 SOURCE_OPTIONS: Final = (
     *("storage_options", "label", "extensions", "recursive", "num_units", "thread_safe"),
@@ -120,7 +132,7 @@ def open_source(what: Any, **options: Any) -> Source:
     if "format" in options:
         raise ConfigError(f"format={options['format']!r} is for paths and URLs")
     if isinstance(what, Mapping) and what and all(map(_is_url_or_list, what.values())):
-        return _make(ArraySource, what, _bounded(options))
+        return _make(_source("array"), what, _bounded(options))
     if is_iterable(what):
         return _make(IterableSource, what, options)
     if is_map_style(what) and not (isinstance(what, list | tuple) and not what):
@@ -128,6 +140,36 @@ def open_source(what: Any, **options: Any) -> Source:
     if callable(what) and not isinstance(what, type):
         return _make(CallableSource, what, options)
     raise ConfigError(f"open_source() cannot read {_describe(what)}")
+
+
+def mix(sources: Mapping[Any, float] | Iterable[tuple[Any, float]], **options: Any) -> MixSource:
+    """Mix several sources, given as `{source: weight}` or as pairs, in proportion to their weights.
+
+    A source is a Source, or anything that `open_source` takes, which is opened with `options`. The proportion
+    is that of units: a tar counts as one unit, as does a file. Units take turns, so that any number of first
+    units has the sources in proportion but for a few units. In the shuffled order the proportion holds for a
+    whole pass.
+
+    A pass is so long that every unit of every source comes at least once; units of shorter sources come
+    again. If one source is endless so is the mix, and the others are repeated, each time in another order.
+    Keys begin with the number of the source, "0/", and from the second time on also with the number of times
+    that the unit came before: "0.1/". All sources must have the same fields.
+
+    Raises ConfigError for weights that are not above 0, and the errors of `open_source`.
+    """
+    pairs: list[Any] = []
+    if isinstance(sources, Iterable):
+        pairs = list(sources.items()) if isinstance(sources, Mapping) else list(sources)
+    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ConfigError("mix() takes {source: weight}, or a list of pairs (source, weight), at least one")
+    for _, weight in pairs:
+        number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
+        if not number or not 0 < weight < math.inf:
+            raise ConfigError(
+                f"mix(): the weight {weight!r} must be a number above 0; leave out what has none"
+            )
+    opened = [what if is_source(what) else open_source(what, **options) for what, _ in pairs]
+    return MixSource(opened, [float(weight) for _, weight in pairs])
 
 
 def _bounded(options: dict[str, Any]) -> dict[str, Any]:
@@ -151,19 +193,23 @@ def _without_options(source: Source, options: Mapping[str, Any]) -> Source:
 def _open_urls(what: Any, options: dict[str, Any]) -> Source:
     wanted = options.pop("format", None)
     if wanted is not None:
-        if wanted not in _BY_FORMAT:
-            raise ConfigError(f"format={wanted!r}: give one of {', '.join(map(repr, _BY_FORMAT))}")
-        return _make(_BY_FORMAT[wanted], what, options)
+        if wanted not in _SOURCES:
+            raise ConfigError(f"format={wanted!r}: give one of {', '.join(map(repr, _SOURCES))}")
+        return _make(_source(wanted), what, options)
     if isinstance(what, Manifest):
-        first = first_url(what, options.get("storage_options"))
+        first = start_of(what, options.get("storage_options"))
     else:
         first = os.fspath(what if isinstance(what, str | os.PathLike) else what[0])
-    kind = ArraySource if "window" in options else _by_ending(first)
-    if kind is ArraySource and isinstance(what, Manifest):
+    found = "array" if "window" in options else _by_ending(first)
+    if found == "array" and isinstance(what, Manifest):
         raise ConfigError(
             f"{what.shown}: arrays are given as a list of URLs: open_source(list(Manifest(…)), …)"
         )
-    return _by_listing(what, redact(first), options) if kind is FileSource else _make(kind, what, options)
+    return (
+        _by_listing(what, redact(first), options)
+        if found == "files"
+        else _make(_source(found), what, options)
+    )
 
 
 def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
@@ -171,10 +217,13 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
 
     Only the listing is examined: looking up an index file would cost a request for each URL.
     """
-    for_files = _options_of(FileSource)
+    for_files = _options_of(_source("files"))
     others = {name: value for name, value in options.items() if name not in for_files}
-    known = {name for kind in _BY_FORMAT.values() for name in _options_of(kind)}
-    reject_unknown("open_source", {name: value for name, value in others.items() if name not in known}, known)
+    if others:
+        known = {name for found in _SOURCES for name in _options_of(_source(found))}
+        reject_unknown(
+            "open_source", {name: value for name, value in others.items() if name not in known}, known
+        )
     by_name = {"storage_options", "extensions", "recursive", "first_names"}
     files = FileList(
         what,
@@ -182,50 +231,59 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         labelled=True,
         **{"first_names": "auto", **{name: value for name, value in options.items() if name in by_name}},
     )
-    ends = files.key(0), files.key(len(files.first) - 1)
+    ends = files.key(0), files.key(len(files) - 1)
     if _INDEXED["litdata"].fullmatch(posixpath.basename(ends[0])):
-        ends = files.key(0), files.key(len(files) - 1)  # its index is the last of all names
+        files.complete()  # its index is the last of all names
+        ends = files.key(0), files.key(len(files) - 1)
     _check_index(ends, shown)
     given = set(options)
-    if (kind := _kind_inside(files, ends)) is not None and (others or given <= set(_options_of(kind))):
-        return _make(kind, what, options)
-    # Spark leaves a file _SUCCESS beside its tables.
-    kinds = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
+    if (inside := _format_inside(files, ends)) is not None:
+        formats = {inside}
+    else:  # Spark leaves a file _SUCCESS beside its tables.
+        formats = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
     for name in _PACKED:
-        kind = _BY_FORMAT[name]
-        if kind in kinds and (others or given <= set(_options_of(kind))):
-            if len(kinds) > 1:
+        if name in formats and (others or given <= set(_options_of(_source(name)))):
+            if len(formats) > 1:
                 raise ConfigError(
                     f"{shown} holds {name} files beside others ({ends[0]}, {ends[1]}): give format={name!r} "
                     "to read those, extensions= for others, or format='files' for the bytes of each"
                 )
-            return _make(kind, what, options)
+            return _make(_source(name), what, options)
     # Among files of other kinds, lines usually describe those.
-    if kinds == {LinesSource} and given <= set(_options_of(LinesSource)):
-        return _make(LinesSource, what, options)
+    if formats == {"lines"} and given <= set(_options_of(_source("lines"))):
+        return _make(_source("lines"), what, options)
     reject_unknown("open_source", others, for_files)
-    return FileSource(files, **options)
+    return _source("files")(files, **options)
 
 
-def _kind_inside(files: FileList, ends: tuple[str, str]) -> Callable[..., Source] | None:
-    """Return the source for a folder of Hugging Face's `save_to_disk`, or for numbered files without ending.
+def _source(name: str) -> Callable[..., Source]:
+    """Return the class for the files of a format."""
+    found: Callable[..., Source] = getattr(cachestream, _SOURCES[name])
+    return found
 
-    The source for the latter is chosen by the first bytes of the first file. None for other folders.
+
+def _format_inside(files: FileList, ends: tuple[str, str]) -> str | None:
+    """Return the format of a folder of Hugging Face's `save_to_disk`, or of numbered files without ending.
+
+    The latter is told by the first bytes of the first file. None for other folders.
     """
-    if is_saved_dataset(ends):
-        return ArrowSource
-    if not all(_NUMBERED.fullmatch(posixpath.basename(key)) for key in ends):
+    names = [posixpath.basename(key) for key in ends]
+    if any(name in _SAVED_STATES for name in names) and all(
+        name in _SAVED_STATES or name.endswith(ARROW_ENDINGS) for name in names
+    ):
+        return "arrow"
+    if not all(map(_NUMBERED.fullmatch, names)):
         return None
     with open_stream(files.remote, files.path(0), files.where(0)) as stream:
         head = bytes(unpacked(stream).read(512))
     if head.startswith(b"PAR1"):
-        return ParquetSource
+        return "parquet"
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-        return ArrowSource
+        return "arrow"
     if head[257:262] == b"ustar":
-        return TarSource
+        return "tar"
     # A record's length in 8 bytes, its checksum in 4, and a message that begins with its field 1.
-    return TFRecordSource if head[4:8] == bytes(4) and head[12:13] == b"\n" else None
+    return "tfrecord" if head[4:8] == bytes(4) and head[12:13] == b"\n" else None
 
 
 def _check_index(ends: tuple[str, str], shown: str) -> None:
@@ -277,14 +335,15 @@ def _is_url_or_list(what: Any) -> bool:
     return isinstance(what, str | os.PathLike) or _is_list_of_urls(what)
 
 
-def _by_ending(url: str) -> Callable[..., Source]:
+def _by_ending(url: str) -> str:
+    """Return the format that the ending of a URL tells: "files" where it tells none."""
     name = _AFTER_NAME.sub("", redact(url)).lower()
     if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
-        return ArraySource
-    for ending in sorted(_BY_ENDING, key=len, reverse=True):
+        return "array"
+    for ending in sorted(_FORMATS, key=len, reverse=True):
         if name.endswith(ending):
-            return _BY_ENDING[ending]
-    return FileSource
+            return _FORMATS[ending]
+    return "files"
 
 
 def _describe(what: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import re
@@ -10,29 +11,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from cachestream.config import check_mapping, require
-from cachestream.errors import CacheStreamError, ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url, check_unit
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
+from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
+from cachestream.listing.patterns import PARQUET_ENDINGS
 from cachestream.schema import IntArray
-from cachestream.sources.arrow import Batch, Columns, doubled_fields, items_of
-from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
+from cachestream.sources.decode.arrow import Batch, Columns, doubled_fields, items_of
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import Defaults, check_columns
-from cachestream.transport.file_object import SpanFile
-from cachestream.transport.ranges import RangedFile, patiently
+from cachestream.sources.parts import parts_for_diversity
+from cachestream.transport.object import RemoteObject, SpanFile, patiently
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
 
 TAIL_BYTES: Final = 64 << 10
 MAX_FOOTER_BYTES: Final = 256 << 20
 KEPT_BYTES: Final = 32 << 20  # of cached footers, by their size in the file
 _MAGIC: Final = b"PAR1"
-PARQUET_ENDINGS: Final = (".parquet", ".pq")
 FOOTERS_AT_ONCE: Final = 16
 PREFETCH_BYTES: Final = 16 << 20  # row groups up to this size are fetched at once, larger ones in pieces
 PIECE_BYTES: Final = 4 << 20
@@ -55,7 +55,7 @@ class ColumnChunk:
 class Footer:
     """The footer of one version of a file; `leaves` are the indices of the chosen leaf columns."""
 
-    file: RangedFile
+    file: RemoteObject
     metadata: Any
     columns: Columns
     names: tuple[str, ...]
@@ -176,7 +176,7 @@ class Footers:
 
     def _read(self, index: int) -> tuple[Footer, int]:
         where = self._files.where(index)
-        file = RangedFile(self._files.remote, self._files.path(index), where)
+        file = RemoteObject(self._files.remote, self._files.path(index), where)
         tail = file.tail(TAIL_BYTES)
         if len(tail) < 12 or bytes(tail[-4:]) != _MAGIC:
             raise SampleError(f"{where}: not a Parquet file: it does not end as one")
@@ -265,6 +265,8 @@ class ParquetSource:
         self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
         self._footers = Footers(self._files, self._columns_of)
         self._ends, self._rows = self._read_footers()
+        self._order = np.arange(self.num_units)
+        self.round_ends: tuple[int, ...] = ()
         self.first_names = self._unit_names()
         self.listing_digest = self.first_names.digest
         options = {
@@ -285,6 +287,26 @@ class ParquetSource:
         """The number of rows in all files, including unusable ones."""
         return int(self._rows.sum())
 
+    def parts_for(self, limit_bytes: int) -> int:
+        """Return the number of shares to read each file's row groups in: see `DivisibleSource`."""
+        groups = np.diff(self._ends, prepend=0)
+        index, most = int(groups.argmax()), int(groups.max())
+        try:
+            with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
+                chunks = self._footers.get(index).chunks(0)
+        except SourceError:
+            return 1  # reading the unit will report the error
+        file_bytes = most * sum(chunk.unpacked_bytes for chunk in chunks)
+        return parts_for_diversity(limit_bytes, len(groups), file_bytes, most)
+
+    def divided(self, parts: int) -> ParquetSource:
+        """Return a source of the same row groups in `parts` rounds, each with a share of every file's."""
+        made = copy.copy(self)
+        made._order, made.round_ends = deal(np.diff(self._ends, prepend=0), parts)
+        made.first_names = made._unit_names()
+        made.listing_digest = made.first_names.digest
+        return made
+
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the rows of a row group in order. Raises as `Source.read`."""
         return one_by_one(self.read_rows(unit, rng))
@@ -292,11 +314,13 @@ class ParquetSource:
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
         check_unit(self, unit, self.num_units)
-        index = int(np.searchsorted(self._ends, unit, side="right"))
+        table_group = int(self._order[unit])
+        index = int(np.searchsorted(self._ends, table_group, side="right"))
         first = int(self._ends[index - 1]) if index else 0
-        row, key = int(self._rows[first:unit].sum()), self._files.key(index)
+        row, key = int(self._rows[first:table_group].sum()), self._files.key(index)
         problems = Problems(self._files.where(index))
-        for num_rows, fields, bad in self._read_group(index, unit - first, int(self._rows[unit])):
+        groups = self._read_group(index, table_group - first, int(self._rows[table_group]))
+        for num_rows, fields, bad in groups:
             keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
             yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
             row += num_rows
@@ -387,17 +411,11 @@ class ParquetSource:
 
     def _unit_names(self) -> Names:
         """Return names of the row groups that stay valid when files come or go: file, first row, count."""
-        ends = [0, *self._ends.tolist()]
-        rows = self._rows.tolist()
-
-        def named() -> Iterator[str]:
-            for name, (first, end) in zip(self._files.names, pairwise(ends), strict=True):
-                row = 0
-                for num_rows in rows[first:end]:
-                    yield f"{name}#{row}+{num_rows}"
-                    row += num_rows
-
-        return Names(named())
+        names, files = self._files.names, np.searchsorted(self._ends, self._order, side="right")
+        before = np.cumsum(self._rows) - self._rows  # rows before each row group, of all files
+        starts = before[np.concatenate([[0], self._ends[:-1]]).clip(max=len(before) - 1)]
+        rows = zip(files, (before[self._order] - starts[files]), self._rows[self._order], strict=True)
+        return Names(f"{names[file]}#{row}+{num_rows}" for file, row, num_rows in rows)
 
     def _read_footers(self) -> tuple[IntArray, IntArray]:
         """Read all footers. Return the cumulative number of units by file, and the number of rows by unit."""
@@ -417,6 +435,20 @@ class ParquetSource:
 
     def __repr__(self) -> str:
         return f"<ParquetSource {self._files.shown}, {self.num_units:,} row groups, {self.num_rows:,} rows>"
+
+
+def deal(groups: IntArray, parts: int) -> tuple[IntArray, tuple[int, ...]]:
+    """Deal the row groups of files into rounds, so that each has every `parts`-th row group of each file.
+
+    `groups` (int64 `[num_files]`) are the row groups in each file. Returns the row groups in the order of the
+    rounds (int64 `[num_groups]`, numbered through all files), and the end of each round in that order. One
+    part leaves the order as it is, and there are no rounds.
+    """
+    first = np.repeat(np.cumsum(groups) - groups, groups)
+    within = np.arange(len(first)) - first
+    rounds = (within - np.repeat(np.arange(len(groups)), groups)) % parts
+    ends = np.cumsum(np.bincount(rounds, minlength=parts)).tolist()
+    return np.argsort(rounds, kind="stable"), tuple(ends) if parts > 1 else ()
 
 
 def _has_column(arrow: Any, schema: Any, name: str) -> bool:

@@ -11,15 +11,15 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.config import check_count
-from cachestream.errors import ConfigError, SampleError, SourceError, SourceUnavailableError
-from cachestream.listing.file_list import FileList, Url, check_unit
-from cachestream.listing.names import AnyNames, Names
-from cachestream.sources.base import Problems
-from cachestream.sources.decode.compression import ENDINGS, require_unpacker, unpacked
+from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.listing.file_list import FileList, Url
+from cachestream.listing.patterns import PACKED_ENDINGS, TAR_ENDINGS
+from cachestream.sources.base import Problems, check_unit
+from cachestream.sources.decode.compression import require_unpacker, unpacked
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_integer, decode_json_value, decode_value, decode_with
 from cachestream.sources.fields import Defaults
-from cachestream.sources.functions import fingerprint_of
+from cachestream.sources.parts import LEAST_PART_BYTES, Parts, parts_for_diversity
 from cachestream.sources.tar_format import (
     BLOCK,
     LOOK_BACK_BYTES,
@@ -29,21 +29,15 @@ from cachestream.sources.tar_format import (
     read_groups,
     seek_member,
 )
-from cachestream.sources.user_code import decode_by_user
+from cachestream.sources.user_code import decode_by_user, fingerprint_of
 from cachestream.transport import bounds
-from cachestream.transport.network_stream import open_stream, size_of
+from cachestream.transport.object import open_stream
 
 Decoder = Callable[[bytes], Any]
 
 _INTEGERS: Final = frozenset({"cls", "cls2", "class", "count", "id", "index", "inx"})
 _JSON: Final = frozenset({"json", "jsn"})
 _TEXTS: Final = {"text": ".txt", "transcript": ".txt"}
-TAR_ENDINGS: Final = (
-    ".tar",
-    *(f".tar{ending}" for ending in ENDINGS if not ending.startswith(".t")),
-    *(ending for ending in ENDINGS if ending.startswith(".t")),
-)
-LEAST_PART_BYTES: Final = 256 << 10  # to read a part fetches about 16 KiB and half a sample beyond its bytes
 # To estimate the size of samples, the first tar is read until one of these is reached: (samples, bytes).
 PROBE_BYTES: Final = ((4, 256 << 10), (2, 4 << 20), (1, 64 << 20))
 
@@ -160,10 +154,11 @@ class TarSource:
         self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         for index in range(len(self._files)):
             require_unpacker(self._files.key(index))
-        self._sizes: dict[int, int] = {}
         self._per_visit = samples_per_visit
-        self._visits = self._plan_visits(samples_per_visit) if samples_per_visit else 1
-        self.first_names = self._unit_names()
+        self._parts = Parts(self._files)
+        if samples_per_visit:
+            self._parts = Parts(self._files, self._plan_visits(samples_per_visit))
+        self.first_names = self._parts.names
         self.listing_digest = self.first_names.digest
         options = [f"decoders={self._decoders.identity}"] if decoders else []
         options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
@@ -172,66 +167,49 @@ class TarSource:
 
     @property
     def num_units(self) -> int:
-        return len(self._files) * self._visits
-
-    def _unit_names(self) -> AnyNames:
-        """Return names of the units that stay valid when tars come or go, for this number of visits."""
-        names, visits = self._files.names, self._visits
-        if visits == 1:
-            return names
-        files = len(names)
-        return Names(
-            f"{names[index]}#{visit}/{visits}"
-            for index, visit in map(self._tar_and_visit, range(files * visits))
-        )
-
-    def _tar_and_visit(self, unit: int) -> tuple[int, int]:
-        """Return the tar of a unit, and the part of it to visit.
-
-        Each round visits every tar once, and different parts of neighbouring tars.
-        """
-        turn, index = divmod(unit, len(self._files))
-        return index, (turn + index) % self._visits
+        return len(self._parts)
 
     @property
-    def rounds(self) -> int:
-        return self._visits
+    def round_ends(self) -> tuple[int, ...]:
+        return self._parts.round_ends
 
-    def part_limit(self) -> tuple[int, int]:
-        """Return the bytes of the first tar, and the most parts to read it in: see `DivisibleSource`.
+    def parts_for(self, limit_bytes: int) -> int:
+        """Return the number of parts to read each tar in: see `DivisibleSource`.
 
         Tars are read whole if `samples_per_visit` is given, if any is packed, and if the first is of the old
         format, whose headers cannot be told from data.
         """
         files = self._files
-        packed = any(files.key(index).lower().endswith(tuple(ENDINGS)) for index in range(len(files)))
+        packed = any(files.key(index).lower().endswith(tuple(PACKED_ENDINGS)) for index in range(len(files)))
         if self._per_visit is not None or packed or len(files) < 2:
-            return 0, 1
+            return 1
         try:
             with open_stream(files.remote, files.path(0), files.where(0), 0, BLOCK) as stream:
-                size_bytes, begin = self._size(0), bytes(stream.read(BLOCK))
+                size_bytes, begin = self._parts.size(0), bytes(stream.read(BLOCK))
         except SourceError:
-            return 0, 1  # reading the unit will report the error
-        can_divide = len(begin) == BLOCK and find_header(begin, 0) == 0
-        return size_bytes, max(1, size_bytes // LEAST_PART_BYTES) if can_divide else 1
+            return 1  # reading the unit will report the error
+        if len(begin) < BLOCK or find_header(begin, 0) != 0:
+            return 1
+        most = size_bytes // LEAST_PART_BYTES
+        return parts_for_diversity(limit_bytes, len(files), size_bytes, most)
 
     def divided(self, parts: int) -> TarSource:
         """Return a source of the same tars, each divided in `parts` of about equal length in bytes."""
         made = copy.copy(self)
-        made._visits = parts
-        made.first_names = made._unit_names()
+        made._parts = Parts(self._files, parts)
+        made.first_names = made._parts.names
         made.listing_digest = made.first_names.digest
         return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the samples of a tar, or of one visit to it, in order. Raises as `Source.read`."""
         check_unit(self, unit, self.num_units)
-        index, visit = self._tar_and_visit(unit)
+        index, visit = self._parts.locate(unit)
         where, prefix = self._files.where(index), self._files.key(index)
         problems = Problems(where)
         groups = (
             self._read_whole(index, problems)
-            if self._visits == 1
+            if self._parts.count == 1
             else self._read_part(index, visit, problems)
         )
         for group in groups:
@@ -252,8 +230,7 @@ class TarSource:
             yield from read_groups(unpacked(stream), problems)
 
     def _read_part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
-        size_bytes = self._size(index)
-        begin, end = (size_bytes * i // self._visits // BLOCK * BLOCK for i in (visit, visit + 1))
+        begin, end = self._parts.cut(index, visit, BLOCK)
         files, where = self._files, self._files.where(index)
         start = max(0, begin - LOOK_BACK_BYTES)
         with open_stream(
@@ -262,25 +239,16 @@ class TarSource:
             if begin == 0 and unpacked(stream) is not stream:
                 raise self._packed_error(where)
             if begin == 0 or seek_member(stream, begin, end):
-                last = visit == self._visits - 1
+                last = visit == self._parts.count - 1
                 part = Part(begin, None if last else end)
                 yield from read_groups(stream, problems, part)
-            if stream.size_bytes not in (None, size_bytes):
-                self._sizes.pop(index, None)
-                raise SourceUnavailableError(f"{where}: the file was replaced while it was read in parts")
+            self._parts.check(index, stream)
 
     def _likely_end(self, begin: int, end: int) -> int:
         """Estimate where a visit to `begin:end` stops reading: at the end of its last sample."""
         if not self._per_visit:
             return end + 2 * BLOCK
         return end + 3 * (end - begin) // (2 * self._per_visit) + 2 * BLOCK
-
-    def _size(self, index: int) -> int:
-        size_bytes = self._sizes.get(index)
-        if size_bytes is None:
-            files = self._files
-            size_bytes = self._sizes[index] = size_of(files.remote, files.path(index), files.where(index))
-        return size_bytes
 
     def _packed_error(self, where: str) -> ConfigError:
         return ConfigError(f"{where}: a packed tar can only be read from its begin; give samples_per_visit=0")
@@ -289,9 +257,9 @@ class TarSource:
         """Return the number of visits to each tar, estimated from the first samples of the first tar."""
         files = self._files
         for index in range(len(files)):
-            if files.key(index).lower().endswith(tuple(ENDINGS)):
+            if files.key(index).lower().endswith(tuple(PACKED_ENDINGS)):
                 raise self._packed_error(files.where(index))
-        where, size_bytes = files.where(0), self._size(0)
+        where, size_bytes = files.where(0), self._parts.size(0)
         with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES[0][1]) as stream:
             if unpacked(stream) is not stream:
                 raise self._packed_error(where)
@@ -312,5 +280,6 @@ class TarSource:
         return max(1, min(round(samples / samples_per_visit), size_bytes // BLOCK))
 
     def __repr__(self) -> str:
-        visits = f", {self._visits} visits each" if self._visits > 1 else ""
+        parts = self._parts.count
+        visits = f", {parts} visits each" if parts > 1 else ""
         return f"<TarSource {self._files.shown}, {len(self._files):,} tars{visits}>"

@@ -6,6 +6,7 @@ A record is stored as its length, the length's checksum, the data, and the data'
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,20 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestream.config import check_mapping, require
-from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import FileList, Url, check_unit
-from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.listing.file_list import FileList, Url
+from cachestream.listing.patterns import TFRECORD_ENDINGS
+from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
 from cachestream.sources.decode.compression import UnpackedStream
 from cachestream.sources.decode.images import AS_THEY_ARE, ImageOptions, Size, decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
 from cachestream.sources.fields import Defaults
+from cachestream.sources.parts import LEAST_PART_BYTES, Parts, parts_for_diversity
 from cachestream.sources.tf_example import Feature, FeatureColumn, parse_example, parse_examples, rows_of
 from cachestream.transport import bounds
-from cachestream.transport.network_stream import open_stream
+from cachestream.transport.object import open_stream
 from cachestream.transport.stream import Stream
 
 MAX_RECORD_BYTES: Final = 2 << 30  # protobuf's own limit
 TOGETHER_BYTES: Final = 512 << 10
+SCAN_BYTES: Final = 64 << 10  # looked through at a time for the first record of a part
 SMALL_BYTES: Final = 32 << 10  # records up to this average size are read many at once
 _HEAD: Final = struct.Struct("<QI")
 HEAD_BYTES: Final = _HEAD.size
@@ -39,23 +43,25 @@ Checksum = Callable[[bytes], int]
 Kind = Literal["scalar", "array", "image", "bytes", "str", "texts"] | Sequence[int]
 _KINDS: Final = ("scalar", "array", "image", "bytes", "str", "texts")
 Column = npt.NDArray[Any] | list[str] | list[bytes]
-TFRECORD_ENDINGS: Final = tuple(
-    ending + packed for ending in (".tfrecord", ".tfrecords", ".tfrec") for packed in ("", ".gz")
-)
 _COMPRESSIONS: Final = ("auto", "gzip", "zlib", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Consecutive records: `data[starts[i]:stops[i]]` is record `number` + i of its file."""
+    """Some records of a file: `data[starts[i]:stops[i]]` is record i, `data` begins at byte `offset`."""
 
-    number: int
+    offset: int
     data: bytes
     starts: list[int]
     stops: list[int]
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def places(self) -> list[int]:
+        """The byte of the file at which each record begins, with its length."""
+        return [self.offset + start - HEAD_BYTES for start in self.starts]
 
     def __iter__(self) -> Iterator[bytes]:
         return (self.data[start:stop] for start, stop in zip(self.starts, self.stops, strict=True))
@@ -70,33 +76,74 @@ def unpacked_records(stream: Stream, kind: str | None, checksum: Checksum | None
     return stream if kind is None else UnpackedStream(stream, kind)
 
 
-def read_records(stream: Stream, checksum: Checksum | None, problems: Problems) -> Iterator[Records]:
-    """Yield the undamaged records in order: small ones as they arrive together, others one by one."""
-    number = 0
-    while True:
-        piece = stream.take()
-        ends = _record_ends(piece)
+def find_record(data: bytes, checksum: Checksum) -> int | None:
+    """Return the offset of the first record in `data`, or None.
+
+    A record is told by the checksum of its length, 32 bits, and by the length, whose upper 32 bits are zero.
+    """
+    heads = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), HEAD_BYTES)
+    possible = np.flatnonzero(~heads[:, 4:8].any(axis=1))
+    # In long runs of zeros most heads are the same, so that each is checked once.
+    different, first = np.unique(heads[possible], axis=0, return_index=True)
+    found = [
+        int(possible[place])
+        for head, place in zip(different, first.tolist(), strict=True)
+        if _masked(checksum(head[:8].tobytes())) == int.from_bytes(head[8:].tobytes(), "little")
+    ]
+    return min(found, default=None)
+
+
+def seek_record(stream: Stream, end: int, checksum: Checksum) -> bool:
+    """Advance `stream` to the first record that begins at its position or after it, and before `end`.
+
+    Returns False if there is none.
+    """
+    window, origin = b"", stream.position
+    while origin < end:
+        more = bytes(stream.read(min(SCAN_BYTES, end - origin + HEAD_BYTES)))
+        window += more
+        found = find_record(window, checksum) if len(window) >= HEAD_BYTES else None
+        if found is not None:
+            stream.push_back(memoryview(bytearray(window[found:])))
+            return origin + found < end
+        if not more:
+            return False
+        keep = window[1 - HEAD_BYTES :]
+        window, origin = keep, origin + len(window) - len(keep)
+    return False
+
+
+def read_records(
+    stream: Stream, checksum: Checksum | None, problems: Problems, end: int | None = None
+) -> Iterator[Records]:
+    """Yield the undamaged records in order: small ones as they arrive together, others one by one.
+
+    The last one is the last that begins before byte `end`, if that is given.
+    """
+    while end is None or stream.position < end:
+        offset, piece = stream.position, stream.take()
+        ends = _record_ends(piece, len(piece) if end is None else end - offset)
         together = len(ends) > 1 and ends[-1] <= SMALL_BYTES * len(ends)
         if together:
-            whole = yield from _read_together(number, piece, ends, checksum, problems)
-            number += whole
+            whole = yield from _read_together(offset, piece, ends, checksum, problems)
             piece = piece[ends[whole - 1] if whole else 0 :]
         stream.push_back(piece)
         # Also read the record that the piece ends in, or whose length is damaged.
         for _ in range(1 if together else len(ends) + 1):
-            record = _read_record(stream, number, checksum, problems)
+            if end is not None and stream.position >= end:
+                return
+            record = _read_record(stream, checksum, problems)
             if record is None:
                 return
             if len(record):
                 yield record
-            number += 1
 
 
-def _record_ends(piece: memoryview) -> list[int]:
-    """Return the end of each record that is complete in `piece`."""
+def _record_ends(piece: memoryview, stop: int) -> list[int]:
+    """Return the end of each record that begins before `stop` and is complete in `piece`."""
     ends: list[int] = []
     at, most = 0, min(len(piece), TOGETHER_BYTES)
-    while at + HEAD_BYTES <= most:
+    while at < stop and at + HEAD_BYTES <= most:
         length, _ = _HEAD.unpack_from(piece, at)
         at += HEAD_BYTES + length + _TAIL_BYTES
         if at > most:
@@ -106,7 +153,7 @@ def _record_ends(piece: memoryview) -> list[int]:
 
 
 def _read_together(
-    number: int, piece: memoryview, ends: list[int], checksum: Checksum | None, problems: Problems
+    offset: int, piece: memoryview, ends: list[int], checksum: Checksum | None, problems: Problems
 ) -> Generator[Records, None, int]:
     """Yield the undamaged records of `piece`, which end at `ends`.
 
@@ -126,9 +173,9 @@ def _read_together(
     first = 0
     for bad in [*damaged, whole]:
         if bad > first:
-            yield Records(number + first, data, starts[first:bad], stops[first:bad])
+            yield Records(offset, data, starts[first:bad], stops[first:bad])
         if bad < whole:
-            problems.add(f"record {number + bad}: its checksum does not fit")
+            problems.add(f"record at byte {offset + heads[bad]}: its checksum does not fit")
         first = bad + 1
     return whole
 
@@ -141,45 +188,42 @@ def _crcs_match(data: bytes, crcs: list[int], places: list[int]) -> npt.NDArray[
     return fits
 
 
-def _read_record(
-    stream: Stream, number: int, checksum: Checksum | None, problems: Problems
-) -> Records | None:
+def _read_record(stream: Stream, checksum: Checksum | None, problems: Problems) -> Records | None:
     """Read the next record; empty Records if it is damaged, None at the end of the readable data."""
+    offset = stream.position
+    name = f"record at byte {offset}"
     head = bytes(stream.read(HEAD_BYTES))
     if not head:
         if isinstance(stream, UnpackedStream) and not stream.is_whole:
-            problems.add(f"record {number}: the compressed file ends early")
+            problems.add(f"{name}: the compressed file ends early")
         return None
     if len(head) < HEAD_BYTES:
-        problems.add(f"record {number}: the file ends in the middle of its length")
+        problems.add(f"{name}: the file ends in the middle of its length")
         return None
     length, length_crc = _HEAD.unpack(head)
     if checksum is not None and _masked(checksum(head[:8])) != length_crc:
         problems.add(
-            f"record {number}: the checksum of its length does not fit: "
-            "this is no TFRecord, or damaged from here on"
+            f"{name}: the checksum of its length does not fit: this is no TFRecord, or damaged from here on"
         )
         return None
     if length > MAX_RECORD_BYTES:
-        problems.add(
-            f"record {number}: a length of {length} bytes: this is no TFRecord, or damaged from here on"
-        )
+        problems.add(f"{name}: a length of {length} bytes: this is no TFRecord, or damaged from here on")
         return None
     try:
         bounds.check(length)
     except bounds.TooLargeError as error:
-        problems.add(f"record {number}: {error}")
+        problems.add(f"{name}: {error}")
         whole = length + _TAIL_BYTES
-        return Records(number, b"", [], []) if stream.skip(whole) == whole else None
+        return Records(offset, b"", [], []) if stream.skip(whole) == whole else None
     record = bytes(stream.read(length))
     tail = bytes(stream.read(_TAIL_BYTES))
     if len(tail) < _TAIL_BYTES:
-        problems.add(f"record {number}: the file ends in the middle of it")
+        problems.add(f"{name}: the file ends in the middle of it")
         return None
     if checksum is not None and _masked(checksum(record)) != int.from_bytes(tail, "little"):
-        problems.add(f"record {number}: its checksum does not fit")
-        return Records(number, b"", [], [])
-    return Records(number, record, [0], [length])
+        problems.add(f"{name}: its checksum does not fit")
+        return Records(offset, b"", [], [])
+    return Records(offset + HEAD_BYTES, record, [0], [length])
 
 
 def _masked(crc: Any) -> Any:
@@ -344,14 +388,17 @@ def _bytes(values: list[bytes], kind: Any, decode_images: bool) -> Column | None
 
 
 class TFRecordSource:
-    """The `tf.train.Example`s in TFRecord files; a unit is a file.
+    """The `tf.train.Example`s in TFRecord files; a unit is a file, or a part of one.
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
 
     A sample is a dict of the features: one number is an int64 or float32 scalar, any other count of
     numbers an array `[count]`, one string of bytes is bytes, several are a JSON text. Bytes that begin
     like an image are decoded to uint8 `[3, H, W]` RGB unless `decode_images=False`. The key is
-    "file#record".
+    "file#byte", the byte of the unpacked file at which the record begins.
+
+    Files are read in parts where a cache is too small for 64 whole ones (for all, where there are fewer),
+    unless they are compressed or read without checksums, by which the first record of a part is found.
 
     features: the features to read, with the kind of each, so that all samples are alike: "scalar", "array",
     a shape such as (28, 28) or (-1, 2), "bytes", "str", "image", or "texts" (a JSON text of all strings). A
@@ -391,7 +438,8 @@ class TFRecordSource:
         if check_crc:
             _checksum()
         self._files = FileList(urls, storage_options, owner="TFRecordSource", preferred=TFRECORD_ENDINGS)
-        self.first_names = self._files.names  # these identify units when files come or go
+        self._parts = Parts(self._files)
+        self.first_names = self._parts.names  # these identify units when files come or go
         self.listing_digest = self._files.digest
         options = {
             "features": self._features,
@@ -405,7 +453,35 @@ class TFRecordSource:
 
     @property
     def num_units(self) -> int:
-        return len(self._files)
+        return len(self._parts)
+
+    @property
+    def round_ends(self) -> tuple[int, ...]:
+        return self._parts.round_ends
+
+    def parts_for(self, limit_bytes: int) -> int:
+        """Return the number of parts to read each file in: see `DivisibleSource`."""
+        files = self._files
+        if not self._check_crc or self._compression not in ("auto", None) or len(files) < 2:
+            return 1
+        try:
+            with open_stream(files.remote, files.path(0), files.where(0), 0, HEAD_BYTES) as stream:
+                head = bytes(stream.read(HEAD_BYTES))
+            size_bytes = self._parts.size(0)
+        except SourceError:
+            return 1  # reading the unit will report the error
+        if len(head) < HEAD_BYTES or find_record(head, _checksum()) != 0:
+            return 1
+        most = size_bytes // LEAST_PART_BYTES
+        return parts_for_diversity(limit_bytes, len(files), size_bytes, most)
+
+    def divided(self, parts: int) -> TFRecordSource:
+        """Return a source of the same files, each divided in `parts` of about equal length in bytes."""
+        made = copy.copy(self)
+        made._parts = Parts(self._files, parts)
+        made.first_names = made._parts.names
+        made.listing_digest = made.first_names.digest
+        return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the records of a file in order. Raises as `Source.read`."""
@@ -414,37 +490,52 @@ class TFRecordSource:
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the same records, as `Rows` where small consecutive ones have the same shapes."""
         check_unit(self, unit, self.num_units)
-        files, where, key = self._files, self._files.where(unit), self._files.key(unit)
+        index, part = self._parts.locate(unit)
+        where, key = self._files.where(index), self._files.key(index)
         problems = Problems(where)
-        with open_stream(files.remote, files.path(unit), where) as stream:
-            checksum = _checksum() if self._check_crc else None
-            unpacked = unpacked_records(stream, self._compression, checksum)
-            for records in read_records(unpacked, checksum, problems):
-                yield from self._defaults.fill_all(self._samples(records, key, problems))
+        for records in self._read(index, part, problems):
+            yield from self._defaults.fill_all(self._samples(records, key, problems))
         problems.raise_any()
+
+    def _read(self, index: int, part: int, problems: Problems) -> Iterator[Records]:
+        """Yield the records of a part of file `index`."""
+        files, where = self._files, self._files.where(index)
+        checksum = _checksum() if self._check_crc else None
+        if self._parts.count == 1:
+            with open_stream(files.remote, files.path(index), where) as stream:
+                yield from read_records(
+                    unpacked_records(stream, self._compression, checksum), checksum, problems
+                )
+            return
+        if checksum is None:
+            raise ConfigError(f"{where}: with check_crc=False a file can only be read whole")
+        begin, end = self._parts.cut(index, part)
+        with open_stream(files.remote, files.path(index), where, begin, end + HEAD_BYTES) as stream:
+            if begin == 0 or seek_record(stream, end, checksum):
+                yield from read_records(stream, checksum, problems, end)
+            self._parts.check(index, stream)
 
     def _samples(
         self, records: Records, key: str, problems: Problems
     ) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the samples in `records`, as one `Rows` where all of them are alike."""
-        numbers = range(records.number, records.number + len(records))
         found = None
         if len(records) > 1:
             found = parse_examples(records.data, records.starts, records.stops)
         if found is not None:
             columns = columns_of(found, self._features, decode_images=self._decode_images)
             if columns is not None:
-                yield Rows([f"{key}#{number}" for number in numbers], columns)
+                yield Rows([f"{key}#{place}" for place in records.places], columns)
                 return
         examples = map(parse_example, records) if found is None else rows_of(found)
-        for number in numbers:
+        for place in records.places:
             try:
                 sample = self._sample(next(examples))
             except (ValueError, IndexError, SampleError) as error:
                 reason = "malformed: it ends early" if isinstance(error, IndexError) else error
-                problems.add(f"record {number}: {reason}")
+                problems.add(f"record at byte {place}: {reason}")
                 continue
-            yield f"{key}#{number}", sample
+            yield f"{key}#{place}", sample
 
     def _sample(self, found: dict[str, Feature]) -> dict[str, Any]:
         """Convert the features of one example. Raises ValueError and SampleError if it cannot be used."""
@@ -466,7 +557,8 @@ class TFRecordSource:
         return sample
 
     def __repr__(self) -> str:
-        return f"<TFRecordSource {self._files.shown}, {len(self._files):,} files>"
+        parts = f" in {self._parts.count} parts each" if self._parts.count > 1 else ""
+        return f"<TFRecordSource {self._files.shown}, {len(self._files):,} files{parts}>"
 
 
 def _checksum() -> Checksum:

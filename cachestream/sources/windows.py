@@ -1,18 +1,26 @@
-"""The geometry of array windows: their positions in the array, and their bytes in a file. Pure, no I/O."""
+"""Windows of arrays: where they may lie, and their bytes in files and in chunks."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from cachestream.errors import ConfigError
 
+if TYPE_CHECKING:
+    from cachestream.transport.object import RemoteObject
+
+Window = int | Sequence[int | None]
 Sizes = tuple[int | None, ...]
+LOCAL_GAP_BYTES: Final = 32 << 10  # copying these takes about as long as one more read call
 MAX_BAND_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 32 << 20  # of bands with gaps, in memory at a time
 
 
 def window_of(window: Any, ndim: int, name: str) -> Sizes:
@@ -108,6 +116,44 @@ class WindowGrid:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowOptions:
+    """The options of `ArraySource` for where windows lie."""
+
+    window: Window | Mapping[str, Window]
+    stride: int | Sequence[int] | Literal["chunks"]
+    jitter: int | Sequence[int] | None
+
+    def sizes_of(self, name: str, ndim: int, shown: str) -> Sizes:
+        """Return the window's size along each axis of an array; None: the whole axis. Raises ConfigError."""
+        window = self.window[name] if isinstance(self.window, Mapping) else self.window
+        return window_of(window, ndim, shown)
+
+    def grid(
+        self, sizes: tuple[int, ...], lengths: tuple[int, ...], chunks: tuple[int, ...] | None
+    ) -> WindowGrid:
+        """Return the window positions along the cut axes; `chunks` are the chunk lengths along them."""
+        stride = self.stride
+        if stride == "chunks":
+            if chunks is None:
+                raise ConfigError("stride='chunks': the array has no chunks; give a number")
+            stride = chunks
+        return WindowGrid.of(lengths, sizes, stride, self.jitter)
+
+
+# --- arrays without chunks ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """The layout of an array in a file: its elements begin at byte `offset`, in C or Fortran order."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fortran_order: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Bands:
     """The byte ranges of a C-ordered array that hold a window: bands of equal length and layout.
 
@@ -150,3 +196,53 @@ def plan_bands(
     for step in steps:
         starts = [one + offset for one in starts for offset in step]
     return Bands(tuple(starts), nbytes, tuple(size[axis:]), tuple(strides[axis:]))
+
+
+def read_window(
+    file: RemoteObject, layout: ArrayLayout, start: Sequence[int], size: Sequence[int], gap_bytes: int
+) -> npt.NDArray[Any]:
+    """Return the window of shape `size` at `start`: a new array, C-contiguous, in native byte order."""
+    shape, dtype = layout.shape, layout.dtype
+    if layout.fortran_order:
+        shape, start, size = shape[::-1], start[::-1], size[::-1]
+    bands = plan_bands(shape, dtype.itemsize, start, size, gap_bytes)
+    window = np.empty(tuple(size), dtype)
+    if window.size:
+        slabs = window.reshape(len(bands.starts), *bands.shape)
+        spans = [(layout.offset + one, layout.offset + one + bands.nbytes) for one in bands.starts]
+        if bands.is_dense(dtype.itemsize):
+            rows = slabs.reshape(len(spans), -1).view(np.uint8)
+            file.read_spans(spans, [row.data for row in rows])
+        else:
+            batch = max(1, BATCH_BYTES // bands.nbytes)
+            for first in range(0, len(spans), batch):
+                found = file.read_spans(spans[first : first + batch], sparse=True)
+                for slab, band in zip(slabs[first : first + batch], found, strict=True):
+                    slab[...] = np.ndarray(bands.shape, dtype, band, 0, bands.strides)
+    if layout.fortran_order:
+        window = window.T
+    return np.ascontiguousarray(window, dtype.newbyteorder("="))
+
+
+# --- chunks ------------------------------------------------------------------------------------
+
+
+def touched(chunk: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of the chunks (of shape `chunk`) that the window `size` at `start` touches."""
+    axes = zip(chunk, start, size, strict=True)
+    return itertools.product(
+        *(range(one // length, -(-(one + count) // length)) for length, one, count in axes)
+    )
+
+
+def overlap(
+    index: Sequence[int], chunk: Sequence[int], start: Sequence[int], size: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the intersection of the chunk `index` and a window, as slices of the chunk and of the window."""
+    inside, outside = [], []
+    for number, length, one, count in zip(index, chunk, start, size, strict=True):
+        first = number * length
+        low, high = max(one, first), min(one + count, first + length)
+        inside.append(slice(low - first, high - first))
+        outside.append(slice(low - one, high - one))
+    return tuple(inside), tuple(outside)

@@ -24,8 +24,7 @@ from fsspec.asyn import AsyncFileSystem
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
 from cachestream.transport import metering
-from cachestream.transport.fetch import fetch
-from cachestream.transport.ranges import RangedFile, fetch_object, patiently
+from cachestream.transport.object import RemoteObject, fetch, patiently
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
 
@@ -115,17 +114,16 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
 
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
-    ) -> bytes | memoryview:
+    ) -> memoryview:
         """Return the bytes of one object. FileNotFoundError tells zarr of a chunk of fill values."""
         try:
+            file = RemoteObject(self._remote, path, self._shown)
             if not self._remote.is_local:
-                data: bytes | memoryview = await fetch_object(self._remote, path, start, end)
+                data = await file.read_on_loop(start or 0, end)
             elif start is None and end is None:
                 data = fetch(self._remote, path)
             else:
-                file = RangedFile(self._remote, path, self._shown)
-                size = file.look().size_bytes
-                first, last, _ = slice(start, end).indices(size)
+                first, last, _ = slice(start, end).indices(file.look().size_bytes)
                 data = file.read(first, last)
         except CacheStreamError:
             raise
@@ -209,25 +207,19 @@ class ZarrArray:
         raise SourceError(f"{self.shown}: {self._describe_path()}")
 
     def _document(self, name: str) -> dict[str, Any] | None:
-        path = f"{self._path}/{name}"
+        file = RemoteObject(self._remote, f"{self._path}/{name}", self.shown)
         try:
-            data = patiently(lambda: self._fetch(path))
+            data = patiently(lambda: file.head(MAX_METADATA_BYTES + 1))
         except Exception as error:
             if classify(error) == "missing":
                 return None
             with map_errors(self.shown, secrets=self._remote.secrets):
                 raise
         with self._malformed(f"{name} is no metadata document"):
-            found = json.loads(bytes(data[: MAX_METADATA_BYTES + 1]))
+            found = json.loads(bytes(data))
             if not isinstance(found, dict):
                 raise TypeError(f"a {type(found).__name__}")
         return found
-
-    def _fetch(self, path: str) -> memoryview:
-        """Return the bytes of a document. Raises the driver's errors."""
-        if self._remote.is_web:  # `fetch` maps the errors of web servers: a missing object would not be known
-            return RangedFile(self._remote, path, self.shown).head(MAX_METADATA_BYTES + 1)
-        return fetch(self._remote, path)
 
     def _describe_path(self) -> str:
         """Describe a path that holds no array: nothing, or a group with the names of its arrays."""

@@ -1,22 +1,19 @@
-"""Consistency of the catalogue: values that cannot be true, and disagreement with the shard files.
+"""Values of a catalogue that cannot be true.
 
-SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value.
-`impossible_value` finds values that are impossible. A value that is possible but wrong is found by comparison
-with the shards, which describe themselves.
+SQLite has no checksums: after a bit flip, a page may be well-formed and hold another value. A value that is
+possible but wrong is found by comparison with the shards, which describe themselves (`recovery.verify`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from functools import cache
 from typing import Final, get_args
 
 from cachestream.schema import Container, FieldKind, Schema
 from cachestream.storage.eviction import ORDERS
-from cachestream.storage.layout import booked_bytes
-from cachestream.storage.shard import SUFFIX, MappedShard, storage_of
+from cachestream.storage.shard import storage_of
 from cachestream.storage.tables import SPLIT_STATEMENTS, STATEMENTS, Tables
 
 # The errors that a damaged value may raise.
@@ -111,6 +108,8 @@ def _impossible_setting(tables: Tables) -> str | None:
         return f"{missing[0]} is missing"
     if not isinstance(meta["cache_id"], str) or meta["eviction"] not in ORDERS:
         return "cache_id or eviction makes no sense"
+    if tables.holdout is not None and not 0 < tables.holdout < 1:
+        return f"holdout is {tables.holdout}"
     (last,) = tables.execute(
         "SELECT max(coalesce((SELECT max(id) FROM shards), 0), "
         "coalesce((SELECT max(id) FROM reservations), 0))"
@@ -133,7 +132,7 @@ def _impossible_text(tables: Tables) -> str | None:
             return "label_names makes no sense"
     for row in tables.passes():
         json.loads(row.plan)
-    tables.failures(), tables.reservations()  # raises for invalid text
+    tables.failures(), tables.reservations(), tables.votes()  # raises for invalid text
     return None
 
 
@@ -153,47 +152,3 @@ def _read_schema(text: str) -> Schema:
     if schema.container not in get_args(Container):
         raise ValueError(f"samples are no {schema.container!r}")
     return schema
-
-
-def contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | None:
-    """Return the first value of the catalogue that the shard's own header contradicts.
-
-    None if they agree, or if the shard has been evicted meanwhile.
-    """
-    row = tables.execute(
-        "SELECT json, plan FROM shards JOIN schemas ON schemas.id = schema_id "
-        "LEFT JOIN passes ON passes.id = pass_id WHERE shards.id = ?",
-        (shard_id,),
-    ).fetchone()
-    if row is None:
-        return None
-    schema, plan = row
-    source = tables.meta("source")
-    if Schema.from_json(schema) != shard.schema:
-        return f"shard {shard_id} has another schema"
-    if isinstance(shard.fill.get("source"), str) and source not in (None, shard.fill["source"]):
-        return f"shard {shard_id} is of another source"
-    # A growing pass keeps the beginning of its plan: the kind, the seed and the ordinal.
-    if plan is not None and plan.split(",")[:3] != str(shard.fill.get("plan", plan)).split(",")[:3]:
-        return f"shard {shard_id} is of another pass"
-    return None
-
-
-def sizes_of_shards(folder: str) -> dict[int, int]:
-    """Accounted sizes of the published shard files: id → bytes."""
-    found = {}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            stem, suffix = os.path.splitext(entry.name)
-            if suffix == SUFFIX and stem.isdecimal():
-                try:
-                    found[int(stem)] = booked_bytes(entry.stat(follow_symlinks=False))
-                except FileNotFoundError:
-                    pass  # evicted meanwhile
-    return found
-
-
-def wrong_sizes(tables: Tables, actual: dict[int, int]) -> dict[int, int]:
-    """The shards in `actual` (id → bytes) whose recorded size differs, with their actual size."""
-    booked = tables.sizes()
-    return {key: actual[key] for key in booked.keys() & actual.keys() if booked[key] != actual[key]}

@@ -4,46 +4,47 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
-from cachestream.errors import CacheError, NotEnoughSamplesError
-from cachestream.schema import Schema, Snapshot, Split
-from cachestream.storage import snapshots
+from cachestream.errors import CacheError
+from cachestream.schema import Schema
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.filling import Filling
-from cachestream.storage.holdout import choose_split, count_held_out
 from cachestream.storage.layout import Directory, open_directory
-from cachestream.storage.leases import Lease
-from cachestream.storage.opening import open_catalogue, parse_limit, policy_name, save_settings
-from cachestream.storage.recovery import Checker, check_books, remove_leftovers
+from cachestream.storage.recovery import (
+    VerifyReport,
+    check_books,
+    open_catalogue,
+    rebuild_catalogue,
+    remove_leftovers,
+    verify,
+)
 from cachestream.storage.reservations import HEADROOM_BYTES, Reservations, Space
+from cachestream.storage.settings import change_settings, choose_split, opening_lock, parse_limit, save_copy
+from cachestream.storage.snapshots import SnapshotRequest, retake_snapshot, take_snapshot
 from cachestream.storage.status import (
     CacheStatus,
-    VerifyReport,
-    describe_skipped,
     has_worker,
-    hindrance,
     occupied_bytes,
     read_filling,
     read_status,
+    wait_for_samples,
 )
-from cachestream.storage.tables import Tables
-from cachestream.storage.turnover import shards_to_leave
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from cachestream.schema import Snapshot, Split
+    from cachestream.storage.leases import Lease
+    from cachestream.storage.tables import Tables
     from cachestream.training.dataset import EpochDataset
-
-_POLL_S: Final = 0.02
 
 logger = logging.getLogger("cachestream")
 
@@ -80,7 +81,7 @@ class Cache:
         given = {
             "size_limit": None if size_limit is None else parse_limit(size_limit),
             "min_free": None if min_free is None else parse_size(min_free, "min_free"),
-            "eviction": policy_name(self._policy),
+            "eviction": None if callable(self._policy) else self._policy,
         }
         self.directory: Directory = open_directory(path)
         self.catalogue = open_catalogue(self.directory, given)
@@ -108,8 +109,7 @@ class Cache:
     @property
     def size_bytes(self) -> int:
         """The current disk usage of the directory, catalogue and temporary files included."""
-        with self.catalogue.reading() as tables:
-            return occupied_bytes(self.directory, tables)
+        return occupied_bytes(self.directory, self.catalogue)
 
     @property
     def num_samples(self) -> int:
@@ -144,7 +144,7 @@ class Cache:
     def eviction(self, eviction: EvictionPolicy) -> None:
         self._policy = check_policy(eviction)
         if not callable(eviction):
-            self._store("eviction", eviction)
+            change_settings(self.directory, self.catalogue, {"eviction": eviction})
 
     @property
     def min_free(self) -> int:
@@ -157,7 +157,7 @@ class Cache:
 
     @min_free.setter
     def min_free(self, min_free: int | str) -> None:
-        self._store("min_free", parse_size(min_free, "min_free"))
+        change_settings(self.directory, self.catalogue, {"min_free": parse_size(min_free, "min_free")})
 
     @property
     def size_limit(self) -> int:
@@ -170,14 +170,8 @@ class Cache:
 
     @size_limit.setter
     def size_limit(self, size_limit: int | str) -> None:
-        self._store("size_limit", parse_limit(size_limit))
+        change_settings(self.directory, self.catalogue, {"size_limit": parse_limit(size_limit)})
         self._space.shrink()
-
-    def _store(self, name: str, setting: int | str) -> None:
-        with self.catalogue.transaction() as tables:
-            tables.set_meta(name, setting)
-            tables.go_on_filling()
-        save_settings(self.directory, self.catalogue)
 
     def fill_state(self) -> str:
         """The state of the filling: "filling", "complete", "full", "stopped", "failed" or "none" (never
@@ -191,7 +185,7 @@ class Cache:
 
     def status(self) -> CacheStatus:
         """Everything at a glance; `str()` of it is one line, `.to_dict()` is JSON."""
-        return read_status(self.directory, self.catalogue, self.admission, self._policy)
+        return read_status(self.directory, self.catalogue, self.admission.leases, self._policy)
 
     def wait(self, min_samples: int = 1, timeout_s: float | None = None) -> int:
         """Wait until `min_samples` are cached; returns the number of cached samples.
@@ -202,27 +196,7 @@ class Cache:
         count = check_count("min_samples", min_samples, 0)
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            state, fill = read_filling(self.directory, self.filling)
-            if fill.num_samples >= count:
-                return fill.num_samples
-            hint = ""
-            if state == "full":
-                why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
-                hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
-            elif state in ("complete", "failed"):
-                why = f"the filling is {state}"
-            elif deadline is not None and time.monotonic() >= deadline:
-                why = f"after {timeout_s:g} s the filling is '{state}'"
-            else:
-                time.sleep(_POLL_S)  # SQLite cannot notify
-                continue
-            hint = hint or fill.message or hindrance(self.directory, fill) or describe_skipped(fill.failures)
-            raise NotEnoughSamplesError(
-                f"{self.path} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
-                + (hint or "see 'cachestream status CACHE', or ask for fewer samples")
-            )
+        return wait_for_samples(self.directory, self.filling, count, timeout_s)
 
     # --- epochs
 
@@ -258,14 +232,9 @@ class Cache:
         """
         count = None if epoch_size is None else check_count("epoch_size", epoch_size)
         check_share("turnover", turnover)
-        if split is not None:
-            count_held_out(self, split)
-            turnover = 0.0 if split.held_out else turnover
-        with self.catalogue.transaction() as tables:
-            excluded = shards_to_leave(
-                tables, self.directory, self.admission, turnover, least, epoch_size=count, mine=mine
-            )
-            return snapshots.take_snapshot(tables, self.admission.leases, self.path, count, excluded, split)
+        if split is not None and split.held_out:
+            turnover = 0.0
+        return take_snapshot(self, SnapshotRequest(count, turnover, least, mine, split))
 
     def retake_snapshot(
         self,
@@ -276,11 +245,7 @@ class Cache:
     ) -> tuple[Snapshot, Lease, list[int]]:
         """Lease the shards of an earlier snapshot again; also returns the ids that are gone."""
         wanted, expected = np.asarray(shard_ids, np.int64), np.asarray(counts, np.int64)
-        if split is not None:
-            count_held_out(self, split)
-        with self.catalogue.transaction() as tables:
-            leases = self.admission.leases
-            return snapshots.retake_snapshot(tables, leases, self.path, (wanted, expected), epoch_size, split)
+        return retake_snapshot(self, (wanted, expected), epoch_size, split)
 
     # --- space and soundness
 
@@ -291,8 +256,8 @@ class Cache:
         Leased shards stay. The policy "none" evicts as "lru" here, because it was asked for.
         """
         # `to` is the disk usage of the directory, without the reserve that counts as used.
-        to_bytes = None if to is None else parse_size(to, "to") + self.admission.headroom_bytes
-        return self._space.evict(to_bytes, "lru" if self.eviction == "none" else None)
+        to_bytes = None if to is None else parse_size(to, "to") + self.admission.measure().headroom_bytes
+        return self.admission.evict(to_bytes, "lru" if self.eviction == "none" else None)
 
     def enforce_limit(self) -> int:
         """Evict down to the limit, as leases allow; returns the bytes freed.
@@ -313,8 +278,11 @@ class Cache:
         With `repair`, a damaged catalogue is rebuilt, damaged shards are quarantined, rows of lost ones
         deleted and unknown files removed. `on_progress(done, total)` is called for each shard.
         """
-        checker = Checker(self.directory, self.catalogue, self.admission, self.quarantine)
-        return checker.verify(repair, on_progress)
+        return verify(self, repair, on_progress)
+
+    def rebuild(self) -> None:
+        """Rebuild a lost or damaged catalogue from the shards, unless another process has done so."""
+        rebuild_catalogue(self.directory, self.catalogue, condemned=True)
 
     def check_books(self) -> str | None:
         """Correct the recorded sizes of shards by their files; returns the first error found, or None."""
@@ -331,7 +299,8 @@ class Cache:
         Raises CacheError while a worker runs, or while epochs hold shards.
         """
         self._space.clear()
-        save_settings(self.directory, self.catalogue)
+        with opening_lock(self.directory):
+            save_copy(self.directory, self.catalogue)
 
     def close(self) -> None:
         """Close the catalogue; the next use opens it again."""

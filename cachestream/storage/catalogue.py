@@ -12,16 +12,17 @@ import os
 import sqlite3
 import stat
 import threading
+import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from cachestream.errors import CacheError, CacheStreamError, CacheVersionError, SchemaMismatchError
 from cachestream.linux import open_private
 from cachestream.storage.books import DAMAGE_ERRORS, has_expected_tables, impossible_value
-from cachestream.storage.locks import file_identity
+from cachestream.storage.locks import file_identity, is_held
 from cachestream.storage.os_errors import (
     CatalogueDamagedError,
     disk_error,
@@ -35,6 +36,7 @@ LOCK_TIMEOUT_S: Final = 20.0
 _FORK_TIMEOUT_S: Final = LOCK_TIMEOUT_S + 5.0
 _CACHE_KIB: Final = 65_536  # a transaction larger than the page cache locks out readers before it commits
 _REOPENINGS: Final = 5
+_POLL_S: Final = 0.02
 
 
 class Revision(NamedTuple):
@@ -52,8 +54,9 @@ class Revision(NamedTuple):
 class Catalogue:
     """Transactions on the catalogue at `path`, from any thread and after a fork.
 
-    `heal` is called when the file is missing or damaged, to replace it with a sound one. A file that another
-    process has put in its place is opened instead of the old one.
+    A missing file is waited for while a process that will rebuild it holds one of the lock files
+    `rebuilders`, for `patience_s` at most. A file that another process has put in its place is opened instead
+    of the old one. A damaged file raises CatalogueDamagedError.
 
     A connection belongs to the process that opened it. No transaction is open while the process forks: SQLite
     keeps account of its POSIX locks in memory, so a child would believe that it holds its parent's locks. The
@@ -61,65 +64,50 @@ class Catalogue:
     that would drop the POSIX locks that the connections of this process hold on it.
     """
 
-    def __init__(self, path: str, heal: Callable[[Catalogue], None] | None = None) -> None:
+    def __init__(self, path: str, rebuilders: Sequence[str] = ()) -> None:
         self.path = path
-        self._heal = heal
+        self._rebuilders = rebuilders
+        self.patience_s = LOCK_TIMEOUT_S  # 0 in the process that rebuilds the file
+        self.identity: tuple[int, int] | None = None  # of the file that was opened last
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None
         self._read_only = False
         self._openings = self._commits = 0
-        self._is_damaged = False  # if True, the file is replaced before the next transaction
-        # Device and inode of a file that was found damaged, even if it passes SQLite's checks.
-        self._condemned: tuple[int, int] | None = None
-        self._healing = self._checking = False
         with _fork_lock:
             _catalogues.add(self)
 
     def create(self, fill: Callable[[Tables], None]) -> None:
-        """Create the tables and `fill` them, atomically, unless another process has just done so."""
+        """Create the file and its tables, and `fill` them, in one transaction. Raises OSError for a file that
+        exists.
+        """
         with translated_disk_errors(self.path):
-            try:
-                os.close(open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                pass
+            os.close(open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         with self.transaction() as tables:
-            if tables.execute("PRAGMA user_version").fetchone()[0]:
-                return
             for statement in STATEMENTS:
                 tables.execute(statement)
             tables.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             tables.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             fill(tables)
 
-    def check(self, thoroughly: bool = False) -> bool:
-        """Return whether the tables exist and pass SQLite's quick or thorough check.
+    def problem(self, *, thorough: bool = False) -> str | None:
+        """The first problem of the file that SQLite's quick or `thorough` check or `impossible_value` finds.
 
-        Raises CatalogueDamagedError for a file that is not a catalogue, CacheVersionError for a newer one.
+        None if it is sound. Raises CacheVersionError for a catalogue of a newer version.
         """
+        if file_identity(self.path) is None:
+            return f"{self.path} is missing"
+        if thorough:
+            self.close()  # otherwise SQLite would check the pages that it has in memory
         try:
-            with self.reading() as tables:
-                application = tables.execute("PRAGMA application_id").fetchone()[0]
-                version = tables.execute("PRAGMA user_version").fetchone()[0]
-                if (application, version) == (0, 0):
-                    if tables.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                        raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
-                    return False
+            with self._lock, self._translated_system_errors(), self._view() as tables:
+                (application,) = tables.execute("PRAGMA application_id").fetchone()
                 if application != APPLICATION_ID:
-                    raise CatalogueDamagedError(f"{self.path} is another program's SQLite file")
-                if thoroughly and self._condemned == self._identity:
-                    raise CatalogueDamagedError(f"{self.path} was found to be damaged")
-                look = "integrity_check(1)" if thoroughly else "quick_check(1)"
-                problem = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
-                if problem == "ok":
-                    problem = self._impossible_value() or "ok"
-        except CatalogueDamagedError:
-            self.close()
-            raise
-        if problem != "ok":
-            self.close()
-            raise CatalogueDamagedError(f"{self.path} is damaged ({problem})")
-        return True
+                    return f"{self.path} is not a catalogue"
+                look = "integrity_check(1)" if thorough else "quick_check(1)"
+                said = str(tables.execute(f"PRAGMA {look}").fetchone()[0])
+                return impossible_value(tables) if said == "ok" else said
+        except (CatalogueDamagedError, SchemaMismatchError, *DAMAGE_ERRORS) as error:
+            return str(error)
 
     @contextmanager
     def transaction(self) -> Iterator[Tables]:
@@ -141,15 +129,19 @@ class Catalogue:
     @contextmanager
     def reading(self) -> Iterator[Tables]:
         """A consistent view of all tables."""
-        with self._lock, self._translated_errors():
-            if self._connection is not None and self._connection.in_transaction:
-                yield Tables(self._connection)
-                return
-            connection = self._begin("BEGIN")
-            try:
-                yield Tables(connection)
-            finally:
-                self._roll_back(connection)
+        with self._lock, self._translated_errors(), self._view() as tables:
+            yield tables
+
+    @contextmanager
+    def _view(self) -> Iterator[Tables]:
+        if self._connection is not None and self._connection.in_transaction:
+            yield Tables(self._connection)
+            return
+        connection = self._begin("BEGIN")
+        try:
+            yield Tables(connection)
+        finally:
+            self._roll_back(connection)
 
     def revision(self) -> Revision:
         """The current revision; every commit, by any process, changes it. Not within a transaction."""
@@ -157,34 +149,6 @@ class Catalogue:
             # data_version counts the commits of other connections.
             others = int(self._connected().execute("PRAGMA data_version").fetchone()[0])
             return Revision(self._openings, others, self._commits)
-
-    def integrity_problem(self) -> str | None:
-        """The first problem that SQLite's own check or `impossible_value` finds, or None."""
-        self.close()  # otherwise SQLite would check the pages that it has in memory
-        try:
-            with self.reading() as tables:
-                result = str(tables.execute("PRAGMA integrity_check(1)").fetchone()[0])
-        except CatalogueDamagedError as error:
-            return str(error)
-        return self._impossible_value() if result == "ok" else result
-
-    def _impossible_value(self) -> str | None:
-        """The first value that cannot be true, or None."""
-        self._checking = True
-        try:
-            with self.reading() as tables:
-                return impossible_value(tables)
-        except (CatalogueDamagedError, SchemaMismatchError, *DAMAGE_ERRORS) as error:
-            return str(error)
-        finally:
-            self._checking = False
-
-    def heal(self, *, condemned: bool = False) -> None:
-        """Have a damaged file replaced now; with `condemned`, even though it passes the checks."""
-        with self._lock:
-            self._is_damaged = True
-            self._condemned = file_identity(self.path) if condemned else self._condemned
-            self._heal_if_needed()
 
     def close(self) -> None:
         """Close this process's connection; the next use opens another."""
@@ -204,37 +168,30 @@ class Catalogue:
                 raise unwritable(self.path)
             connection.execute(statement)
             # While this process waited for the lock, another may have replaced the file by a rebuilt one.
-            if file_identity(self.path) == self._identity:
+            if file_identity(self.path) == self.identity:
                 return connection
             self._roll_back(connection)
         raise CacheError(f"{self.path} is replaced again and again; is another program at work there?")
 
     def _connected(self) -> sqlite3.Connection:
         _check_kind_and_owner(self.path)
-        if self._connection is not None and file_identity(self.path) != self._identity:
+        if self._connection is not None and file_identity(self.path) != self.identity:
             self.close()
-        if self._is_damaged or self._connection is None:
-            self._heal_if_needed()
         if self._connection is None:
-            self._open()
-        assert self._connection is not None
+            self._connection = self._open()
+            self._openings += 1
         return self._connection
 
-    def _heal_if_needed(self) -> None:
-        if self._heal is None or self._healing:
-            return
-        if self._is_damaged or _is_blank(self.path):
-            self._healing = True
+    def _open(self) -> sqlite3.Connection:
+        while True:
+            self.identity = self._await_file()
             try:
-                self._heal(self)
-                self._is_damaged = False
-            finally:
-                self._healing = False
+                return self._open_file()
+            except sqlite3.Error:  # of a file that another process has just put aside, to rebuild it
+                if file_identity(self.path) == self.identity:
+                    raise
 
-    def _open(self) -> None:
-        self._identity = file_identity(self.path)
-        if self._identity is None:
-            raise CatalogueDamagedError(f"{self.path} is missing")
+    def _open_file(self) -> sqlite3.Connection:
         # Not tested by opening the file: the close would drop the locks of this process's other connections.
         self._read_only = not os.access(self.path, os.W_OK, effective_ids=True)
         mode = "ro" if self._read_only else "rw"
@@ -254,8 +211,23 @@ class Catalogue:
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
-        self._openings += 1
+        return connection
+
+    def _await_file(self) -> tuple[int, int]:
+        """The identity of the file, once it is there."""
+        deadline_s = time.monotonic() + self.patience_s
+        while True:
+            is_awaited = time.monotonic() < deadline_s and any(map(is_held, self._rebuilders))
+            identity = file_identity(self.path)  # after that: it may just have been rebuilt
+            if identity is not None:
+                return identity
+            if not os.path.isdir(os.path.dirname(self.path)):
+                raise disk_error(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+            if not is_awaited:
+                raise CatalogueDamagedError(
+                    f"{self.path} is missing; run 'cachestream verify CACHE --repair'"
+                )
+            time.sleep(_POLL_S)  # bounded by the deadline
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
@@ -278,22 +250,22 @@ class Catalogue:
             self.close()
 
     @contextmanager
+    def _translated_system_errors(self) -> Iterator[None]:
+        with (
+            translated_disk_errors(self.path, "in a transaction"),
+            translated_sql_errors(self.path, LOCK_TIMEOUT_S),
+        ):
+            yield
+
+    @contextmanager
     def _translated_errors(self) -> Iterator[None]:
         try:
-            with (
-                translated_disk_errors(self.path, "in a transaction"),
-                translated_sql_errors(self.path, LOCK_TIMEOUT_S),
-            ):
+            with self._translated_system_errors():
                 yield
-        except CatalogueDamagedError:
-            self._is_damaged, self._condemned = True, self._identity
-            raise
         except DAMAGE_ERRORS as error:  # from a damaged value, or from a bug in the transaction's code
-            is_ours = self._checking or isinstance(error, CacheStreamError)
-            problem = None if is_ours else self._impossible_value()
+            problem = None if isinstance(error, CacheStreamError) else self.problem()
             if problem is None:
                 raise
-            self._is_damaged, self._condemned = True, self._identity
             raise CatalogueDamagedError(
                 f"{self.path} is damaged ({problem}); run 'cachestream verify CACHE --repair'"
             ) from error
@@ -324,14 +296,6 @@ def _check_kind_and_owner(path: str) -> None:
             raise CacheError(
                 f"{name} belongs to another user than the catalogue (uid {info.st_uid}); remove it"
             )
-
-
-def _is_blank(path: str) -> bool:
-    """Return whether there is no catalogue yet, or an empty one that another process is about to fill."""
-    try:
-        return os.stat(path, follow_symlinks=False).st_size == 0
-    except OSError:
-        return True
 
 
 _fork_lock = threading.RLock()

@@ -1,14 +1,17 @@
-"""The policies of eviction, and the choice of victims, as pure functions of frozen rows."""
+"""The policies of eviction, the choice of victims, and the share that an epoch leaves to it: pure functions."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from cachestream.config import format_size
 from cachestream.errors import ConfigError
-from cachestream.schema import ShardRow
+from cachestream.schema import IntArray, ShardRow
 
 # A function gets the evictable rows, oldest first, and returns them (or their ids), the first to evict first.
 EvictionFunction = Callable[[Sequence[ShardRow]], Sequence[ShardRow | int]]
@@ -83,3 +86,66 @@ def describe_shortage(need_bytes: int, limit_bytes: int, used_bytes: int, leased
         f"{format_size(limit_bytes)}, {format_size(leased_bytes)} leased by epochs in use; raise the limit "
         "('cachestream limit CACHE SIZE') or close epochs"
     )
+
+
+# --- turnover: what the next epoch of a full cache leaves out, so that filling can go on
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The limit in force, and the bytes that count against it."""
+
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.limit_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PassProgress:
+    """The progress of a pass: `done` of `length` positions (None: endless), which produced `shard_bytes`.
+
+    `lost` when shards of this or an earlier pass have been evicted since.
+    """
+
+    done: int
+    length: int | None
+    shard_bytes: int
+    lost: bool
+
+
+def bytes_to_leave(room: Room, turnover: float, filling: PassProgress, largest_bytes: int = 0) -> int:
+    """The bytes of shards that the next epoch leaves out, so that filling can go on during it.
+
+    The filling needs a `turnover` share of the limit, free or evictable (CoorDL's and MinIO's "keep until
+    full, then replace a share", arXiv:2007.06775: under whole-cache epochs plain LRU would freeze the fill,
+    or evict shards that were never used), and room for one shard of `largest_bytes`: less than that is not
+    free. Nothing is left out while the rest of the remote will fit anyway.
+    """
+    free_bytes = room.free_bytes if room.free_bytes >= largest_bytes else 0
+    wanted = max(int(turnover * room.limit_bytes), largest_bytes) - max(0, free_bytes)
+    if wanted <= 0 or filling.length == 0:
+        return 0
+    if not filling.lost and filling.length is not None and filling.done:
+        remaining_bytes = filling.shard_bytes * (filling.length - filling.done) / filling.done
+        if remaining_bytes < room.free_bytes:
+            return 0
+    return wanted
+
+
+def leave_out(
+    ids: IntArray, sizes: IntArray, uses: IntArray, counts: IntArray, leave_bytes: int, least: int = 0
+) -> IntArray:
+    """Select shards of `ids` (first to evict first) that add up to `leave_bytes`.
+
+    `sizes`, `uses` and `counts` (samples) belong to `ids`, int64 `[n]`. Only shards that some epoch has used
+    are selected, never all shards, nor so many that fewer than `least` samples remain.
+    """
+    used = np.flatnonzero(uses)[: max(0, len(ids) - 1)]
+    if leave_bytes <= 0 or not len(used):
+        return np.empty(0, np.int64)
+    enough = int(np.searchsorted(np.cumsum(sizes[used]), leave_bytes)) + 1
+    spare = int(np.searchsorted(np.cumsum(counts[used]), int(counts.sum()) - least, side="right"))
+    return ids[used[: min(enough, spare)]]

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span
-from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.layout import Directory
 from cachestream.storage.reservations import owner_is_alive
-from cachestream.storage.tables import Claim, FailureRow, PassRow, Suspect, Tables
+from cachestream.storage.tables import Claim, FailureRow, PassRow, Suspect
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from cachestream.storage.catalogue import Catalogue
+    from cachestream.storage.layout import Directory
+    from cachestream.storage.tables import Tables
+
 Plan = TypeVar("Plan")
 
 # Messages of a full cache that evicts. RESTS comes with the phase "full", while no epoch is in use; WAITS
@@ -40,9 +42,9 @@ class FillState:
 
     `phase` is "filling", "complete", "full", "stopped", "failed" or "none" (never begun); `message` gives its
     reason, and `traceback` belongs to "failed". `source` is a fingerprint, `transform` a digest of the
-    transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true while
-    the supervisor has not decided whether another pass begins. `snapshots` counts all that were ever taken.
-    `failures` have the most frequent first.
+    transform's code. `positions_done` counts the finished positions of the last pass. `is_looking` is true
+    while the supervisor has not decided whether another pass begins. `snapshots` counts all that were ever
+    taken. `failures` have the most frequent first.
     """
 
     phase: str
@@ -106,6 +108,14 @@ def fill_state(tables: Tables) -> FillState:
     )
 
 
+def phase_now(fill: FillState, has_worker: bool) -> str:
+    """The recorded phase, or "stopped" where no worker goes on with it."""
+    if fill.phase == "none":  # perhaps the catalogue was lost: the worker will record its state again
+        return "filling" if has_worker else fill.phase
+    wants_worker = fill.phase == "filling" or (fill.phase == "full" and fill.message == RESTS)
+    return "stopped" if wants_worker and not has_worker else fill.phase
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedPass:
     """A pass to begin or to extend: its `plan` (JSON), and its `length` in positions (None: endless).
@@ -154,15 +164,8 @@ class Filling:
     # --- state
 
     def state(self) -> FillState:
-        return self.judged(lambda state: state)
-
-    def judged(self, judge: Callable[[FillState], T]) -> T:
-        """Return `judge(state)`, called within the transaction.
-
-        If `judge` raises CatalogueDamagedError for an impossible value, the catalogue is rebuilt.
-        """
         with self._catalogue.reading() as tables:
-            return judge(fill_state(tables))
+            return fill_state(tables)
 
     def record(self, phase: str, message: str = "", traceback: str = "") -> str | None:
         """Set the phase, message and traceback of `FillState`; return the id of the catalogue."""
@@ -234,13 +237,14 @@ class Filling:
     ) -> CachedSpans[Plan]:
         """The spans that the shards hold, for each of `parts` (default: all of the cache's splits).
 
-        `parse` reads the plan of a pass within the transaction, like the function of `judged`.
+        `parse` reads the plan of a pass.
         """
         with self._catalogue.reading() as tables:
             if parts is None:
                 parts = (WHOLE,) if tables.holdout is None else (TRAIN, HELD_OUT)
-            plans = {row.id: parse(row.plan) for row in tables.passes()}
-            return CachedSpans(tables.meta("source"), plans, tuple(tables.spans(part) for part in parts))
+            source, passes = tables.meta("source"), tables.passes()
+            spans = tuple(tables.spans(part) for part in parts)
+        return CachedSpans(source, {row.id: parse(row.plan) for row in passes}, spans)
 
     # --- claims
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,6 @@ from cachestream.config import parse_path
 from cachestream.errors import ConfigError
 from cachestream.linux import filesystem_of, is_network_filesystem, make_private_folder, move, remove
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.shard import shard_path
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 BLOCK_BYTES: Final = 4096
@@ -40,6 +39,16 @@ class Directory:
         return os.path.join(self.root, "cache.json")
 
     @property
+    def opening_lock(self) -> str:
+        """Held by whoever makes the catalogue, or changes settings."""
+        return os.path.join(self.root, "opening.lock")
+
+    @property
+    def supervisor_lock(self) -> str:
+        """Held by the worker."""
+        return self.worker_file("supervisor.lock")
+
+    @property
     def shards(self) -> str:
         return os.path.join(self.root, "shards")
 
@@ -60,14 +69,6 @@ class Directory:
         it once.
         """
         return os.path.join(self.shards, f"{shard_id:012d}{TEMPORARY_SUFFIX}")
-
-    def bytes_of(self, shard_ids: Iterable[int]) -> int:
-        """The disk usage of the files of shards that are being written or evicted."""
-        return sum(
-            size_of_file(path)
-            for shard_id in shard_ids
-            for path in (self.temporary_shard(shard_id), shard_path(self.root, shard_id))
-        )
 
     def worker_file(self, name: str) -> str:
         return os.path.join(self.worker, name)
@@ -160,34 +161,22 @@ def allocated_bytes(info: os.stat_result) -> int:
 
 def overhead_bytes(directory: Directory) -> int:
     """Allocated bytes of everything in the cache except shards, published or being written."""
-    total = allocated_bytes(os.stat(directory.root))
-    with os.scandir(directory.root) as entries:
-        for entry in entries:
-            total += _size_of(entry)
-            if entry.name != "shards" and entry.is_dir(follow_symlinks=False):
-                total += _size_below(entry.path)
-    return total
+    with translated_disk_errors(directory.root, "measuring it"):
+        return allocated_bytes(os.stat(directory.root)) + _bytes_below(
+            directory.root, skipped=directory.shards
+        )
 
 
-def _size_below(folder: str) -> int:
-    """Allocated bytes below `folder`. A cache has no nested folders, but others may put some there."""
+def _bytes_below(folder: str, skipped: str = "") -> int:
+    """Allocated bytes below `folder`, without what the folder `skipped` holds. Files may vanish meanwhile."""
     total = 0
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                total += _size_of(entry)
-                if entry.is_dir(follow_symlinks=False):
-                    total += _size_below(entry.path)
-    except FileNotFoundError:
-        pass  # removed meanwhile by its owner
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                total += allocated_bytes(entry.stat(follow_symlinks=False))
+            if entry.path != skipped and entry.is_dir(follow_symlinks=False):
+                total += _bytes_below(entry.path)
     return total
-
-
-def _size_of(entry: os.DirEntry[str]) -> int:
-    try:
-        return allocated_bytes(entry.stat(follow_symlinks=False))
-    except FileNotFoundError:
-        return 0  # removed meanwhile by its owner
 
 
 def size_of_file(path: str) -> int:

@@ -1,7 +1,8 @@
 """Leases: the shards that live readers need, as locked files that contain ranges of shard ids.
 
-A lease is created under the catalogue's write lock, and evictors read the leases under the same lock, so no
-shard can be evicted between being selected and being leased.
+Whoever takes a snapshot holds `Leases.locked` from the choice of the shards to the lease, and evictors hold
+it from reading the leases to the deletion of the rows: no shard is evicted between being chosen and being
+leased.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from cachestream.errors import EpochError
+from cachestream.errors import CacheLockedError, EpochError
 from cachestream.schema import IntArray
 from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
+from cachestream.storage.os_errors import translated_disk_errors
 
-_CREATE_TIMEOUT_S = 2.0
+_CREATE_TIMEOUT_S: Final = 2.0
+_LOCK_TIMEOUT_S: Final = 20.0
 
 
 class Lease:
@@ -64,18 +69,50 @@ def join_lease(path: str, timeout_s: float = 5.0) -> Lease:
     return Lease(file)
 
 
+@dataclass(frozen=True, slots=True)
+class LeasedShards:
+    """The leases that live processes hold: path → disjoint ascending ranges `[n, 2]` of ids (first, last)."""
+
+    ranges: Mapping[str, IntArray]
+
+    def merged(self) -> IntArray:
+        """The ids of all leased shards as disjoint ascending ranges `[n, 2]` (first, last)."""
+        return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *self.ranges.values()]))
+
+    def holders(self, ids: IntArray, excluded: Collection[str] = ()) -> IntArray:
+        """The number of leases that hold each of `ids`, int64 `[n]`, except leases at the paths `excluded`."""
+        counts = np.zeros(len(ids), np.int64)
+        for ranges in (self.ranges[path] for path in self.ranges.keys() - set(excluded)):
+            place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
+            counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
+        return counts
+
+
 class Leases:
-    """The leases of one cache. Not thread-safe: used under the catalogue's lock only."""
+    """The leases of one cache."""
 
     SUFFIX: Final = ".lease"
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._ranges: dict[str, IntArray] = {}
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other threads and processes from leasing and evicting. Not within a transaction."""
+        path = self._folder + ".lock"
+        lock = lock_file(path, timeout_s=_LOCK_TIMEOUT_S)
+        if lock is None:
+            raise CacheLockedError(
+                f"{path} was locked by another process for {_LOCK_TIMEOUT_S:.0f} s; "
+                "look for a stopped or swapping process that uses this cache, then try again"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def create(self, ranges: IntArray) -> Lease:
-        """Lease the shards in `ranges` [n, 2] (first, last) for this process, within a write transaction."""
-        self.leased()  # removes dead leases: without a writer, no one else does
+        """Lease the shards in `ranges` `[n, 2]` (first, last) for this process. Requires the lock."""
         path = os.path.join(self._folder, f"{os.getpid()}-{secrets.token_hex(6)}{self.SUFFIX}")
         file = lock_file(path, shared=True, timeout_s=_CREATE_TIMEOUT_S)
         if file is None:
@@ -87,48 +124,22 @@ class Leases:
             raise
         return Lease(file)
 
-    def leased(self) -> IntArray:
-        """The ids of all leased shards as disjoint ascending ranges `[n, 2]` (first, last).
-
-        Called within a write transaction, because it removes the leases of dead processes.
-        """
-        live: dict[str, IntArray] = {}
-        for name in self._names():
+    def live(self, *, clear: bool = False) -> LeasedShards:
+        """The leases that live processes hold. With `clear`, those of dead ones are removed."""
+        found = {}
+        with translated_disk_errors(self._folder, "listing it"):
+            names = os.listdir(self._folder)
+        for name in names:
             path = os.path.join(self._folder, name)
-            if not remove_unheld(path):
-                ranges = self._ranges.get(name)
-                live[name] = _read_ranges(path) if ranges is None else ranges
-        self._ranges = live
-        return merge_ranges(np.concatenate([np.empty((0, 2), np.int64), *live.values()]))
-
-    def holders(self, ids: IntArray, excluded: Collection[str] = ()) -> IntArray:
-        """The number of leases that hold each of the shards `ids`, int64 `[n]`, except leases at the paths
-        `excluded`.
-
-        Called within a write transaction, as `leased`.
-        """
-        self.leased()
-        counts = np.zeros(len(ids), np.int64)
-        others = self._ranges.keys() - {os.path.basename(path) for path in excluded}
-        for name in others:
-            ranges = self._ranges[name]  # disjoint and ascending
-            place = np.searchsorted(ranges[:, 0], ids, side="right") - 1
-            counts += (place >= 0) & (ids <= ranges[place, 1]) if len(ranges) else 0
-        return counts
-
-    def look(self) -> tuple[int, IntArray]:
-        """The number of leases that live processes hold, and their ranges; leases of dead ones stay."""
-        paths = [os.path.join(self._folder, name) for name in self._names()]
-        held = [path for path in paths if is_held(path, shared=True)]
-        ranges = [np.empty((0, 2), np.int64), *map(_read_ranges, held)]
-        return len(held), merge_ranges(np.concatenate(ranges))
+            if name.endswith(self.SUFFIX) and (
+                not remove_unheld(path) if clear else is_held(path, shared=True)
+            ):
+                found[path] = _read_ranges(path)
+        return LeasedShards(found)
 
     def count(self) -> int:
         """The number of leases that live processes hold."""
-        return self.look()[0]
-
-    def _names(self) -> list[str]:
-        return [name for name in os.listdir(self._folder) if name.endswith(self.SUFFIX)]
+        return len(self.live().ranges)
 
 
 def ranges_of(ids: IntArray, chosen: IntArray) -> IntArray:
@@ -163,5 +174,5 @@ def _read_ranges(path: str) -> IntArray:
             data = file.read()
     except FileNotFoundError:
         data = b""
-    # Outside a transaction, a lease may be seen half written.
+    # Without the lock, a lease may be seen half written.
     return np.frombuffer(data[: len(data) // 16 * 16], np.int64).reshape(-1, 2)

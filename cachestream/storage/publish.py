@@ -8,18 +8,21 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError
 from cachestream.linux import move, open_private
-from cachestream.schema import Schema, ShardRow, Span
-from cachestream.storage.catalogue import Catalogue
+from cachestream.schema import ShardRow, Span
 from cachestream.storage.layout import Directory, allocated_bytes, booked_bytes, sync_folder
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.reservations import Reservations
 from cachestream.storage.shard import ShardContent, encode_header, shard_path
-from cachestream.storage.tables import FailureRow, Tables
+from cachestream.storage.tables import FailureRow
+
+if TYPE_CHECKING:
+    from cachestream.storage.catalogue import Catalogue
+    from cachestream.storage.reservations import Reservations
+    from cachestream.storage.tables import Tables
 
 _PIECE_BYTES: Final = 8 << 20
 _SYNC_FILE_RANGE_WRITE: Final = 2
@@ -78,26 +81,6 @@ class Publisher:
 
     def publish(
         self,
-        content: ShardContent,
-        spans: Sequence[Span],
-        progress: UnitProgress,
-        *,
-        may_evict: bool = True,
-        spare_unused: bool = True,
-    ) -> int | None:
-        """Write `content` as a new shard and commit `progress` with it.
-
-        Returns the shard's id, or None when there is no space now (nothing has changed then). Raises
-        CacheFullError when the disk refuses the bytes, CacheError when it fails, and SchemaMismatchError when
-        the cache holds other samples.
-        """
-        shard_ids = self.publish_together(
-            [content], spans, progress, may_evict=may_evict, spare_unused=spare_unused
-        )
-        return None if shard_ids is None else shard_ids[0]
-
-    def publish_together(
-        self,
         contents: Sequence[ShardContent],
         spans: Sequence[Span],
         progress: UnitProgress,
@@ -105,12 +88,15 @@ class Publisher:
         may_evict: bool = True,
         spare_unused: bool = True,
     ) -> list[int] | None:
-        """As `publish`, for several shards with the same spans: all become visible, or none."""
+        """Write each of `contents` as a new shard with the same spans, and commit `progress` with them.
+
+        Returns the shards' ids, or None when there is no space now (nothing has changed then). Raises
+        CacheFullError when the disk refuses the bytes, CacheError when it fails, and SchemaMismatchError when
+        the cache holds other samples.
+        """
         headers = [encode_header(content) for content in contents]
-        footprints = [
-            self._reservations.footprint(len(header) + content.data_bytes)
-            for header, content in zip(headers, contents, strict=True)
-        ]
+        sizes = [len(header) + content.data_bytes for header, content in zip(headers, contents, strict=True)]
+        footprints = [self._reservations.footprint(size_bytes) for size_bytes in sizes]
         shard_ids: list[int] = []
         try:
             for footprint in footprints:
@@ -121,15 +107,11 @@ class Publisher:
                     self._cancel(shard_ids)
                     return None
                 shard_ids.append(shard_id)
-            occupied = [
-                self._write(*one) for one in zip(shard_ids, headers, contents, footprints, strict=True)
-            ]
+            occupied = list(map(self._write, shard_ids, headers, contents, footprints))
             with self._transaction() as tables:
-                for shard_id, header, content, size_bytes in zip(
-                    shard_ids, headers, contents, occupied, strict=True
-                ):
+                for shard_id, content, size_bytes in zip(shard_ids, contents, occupied, strict=True):
                     self._insert(tables, shard_id, content, size_bytes, progress.pass_id, spans)
-                    tables.add("written_bytes", len(header) + content.data_bytes)
+                tables.add("written_bytes", sum(sizes))
                 _commit(tables, progress)
         except BaseException as error:
             self._cancel(shard_ids)
@@ -154,7 +136,7 @@ class Publisher:
                 f"{shard_id}, because its own seemed to be gone; its samples will be fetched again"
             )
         row = ShardRow(shard_id, size_bytes, content.num_samples, 0, int(tables.meta("clock", 0)))
-        tables.insert_shard(row, merge_schema(tables, content.schema), pass_id, spans)
+        tables.insert_shard(row, tables.admit_schema(content.schema), pass_id, spans)
         tables.add("written_samples", content.num_samples)
         tables.enter_split(shard_id, content.fill)
 
@@ -227,18 +209,6 @@ def _check_occupied(path: str, fd: int, most_bytes: int) -> None:
             f"{path} occupies {occupied} bytes on this disk, more than the {most_bytes} reserved for it; "
             "put the cache on a disk with ordinary blocks (ext4, XFS)"
         )
-
-
-def merge_schema(tables: Tables, schema: Schema) -> int:
-    """Check `schema` against the cache's, widen that if need be, and return the id of `schema`."""
-    known = tables.meta("schema")
-    merged = schema if known is None else Schema.from_json(known).merge(schema)
-    text = merged.to_json()
-    if text != known:
-        tables.set_meta("schema", text)
-    if known is None:
-        tables.set_meta("votes", "{}")
-    return tables.schema_id(schema)
 
 
 def _commit(tables: Tables, progress: UnitProgress) -> None:

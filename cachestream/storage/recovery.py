@@ -1,4 +1,4 @@
-"""Verification and repair: compare catalogue, directory and checksums, and rebuild a lost catalogue."""
+"""Opening, rebuilding, verification and repair: the catalogue is compared with the shards, which describe themselves."""
 
 from __future__ import annotations
 
@@ -6,56 +6,136 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.errors import CorruptShardError, SchemaMismatchError
+from cachestream.errors import CacheError, CorruptShardError, SchemaMismatchError
+from cachestream.linux import move, remove
 from cachestream.schema import Schema, ShardRow, Span
-from cachestream.storage.books import contradiction, sizes_of_shards, wrong_sizes
 from cachestream.storage.catalogue import Catalogue
 from cachestream.storage.layout import (
     TEMPORARY_SUFFIX,
     Directory,
+    allocated_bytes,
+    booked_bytes,
     move_aside,
+    overhead_bytes,
     remove_if_there,
     size_of_file,
     sync_folder,
 )
+from cachestream.storage.locks import file_identity
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.publish import merge_schema
-from cachestream.storage.reservations import Reservations
+from cachestream.storage.settings import (
+    change_settings,
+    compare_copy,
+    initial_settings,
+    opening_lock,
+    save_copy,
+)
 from cachestream.storage.shard import SUFFIX, MappedShard, shard_path
-from cachestream.storage.status import VerifyReport
-from cachestream.storage.tables import Tables
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+    from cachestream.storage.tables import Tables
 
 # The file names of published shards and of shards being written; the group is the shard's id.
-SHARD_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(SUFFIX)}")
-TEMPORARY_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(TEMPORARY_SUFFIX)}")
+_SHARD_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(SUFFIX)}")
+_TEMPORARY_NAME: Final = re.compile(rf"([0-9]{{12,18}}){re.escape(TEMPORARY_SUFFIX)}")
 # Processes with ids from the lost catalogue may still be writing: those ids must not be given out again.
 _IDS_SKIPPED: Final = 1000
 
 
-def rebuild(directory: Directory, tables: Tables) -> None:
-    """Fill new `tables` from the shard files; unreadable ones are quarantined.
+def open_catalogue(directory: Directory, given: Mapping[str, Any]) -> Catalogue:
+    """Return the catalogue of `directory`, created or rebuilt if need be, with the settings `given` stored.
+
+    A damaged catalogue is kept as `catalogue.damaged`, if the limit leaves room for it.
+    """
+    catalogue = Catalogue(directory.catalogue, (directory.opening_lock, directory.supervisor_lock))
+    if catalogue.problem() is not None:
+        rebuild_catalogue(directory, catalogue)
+    with suppress(CacheError):  # where nothing can be written, or not now
+        compare_copy(directory, catalogue)
+    with catalogue.reading() as tables:
+        stored = tables.all_meta()
+    changed = {key: value for key, value in given.items() if value is not None and stored.get(key) != value}
+    if changed:
+        change_settings(directory, catalogue, changed)
+    return catalogue
+
+
+def rebuild_catalogue(directory: Directory, catalogue: Catalogue, *, condemned: bool = False) -> None:
+    """Replace a lost or damaged catalogue by one made from the shards, unless another process has done so.
+
+    With `condemned`, even a file that passes the checks is replaced. The new file is made beside the old one,
+    and put in its place when it is whole.
+    """
+    with opening_lock(directory), translated_disk_errors(directory.root, "making its catalogue"):
+        found = file_identity(catalogue.path)
+        if found is not None:
+            is_condemned = condemned and found == catalogue.identity
+            if not is_condemned and catalogue.problem(thorough=True) is None:
+                return
+        catalogue.close()
+        settings = initial_settings(directory)
+        _set_aside(directory, settings["size_limit"])
+        new = Catalogue(os.path.join(directory.root, "catalogue.new"))
+        for path in (new.path, new.path + "-journal"):
+            remove_if_there(path)  # of a process that was killed here
+
+        def fill(tables: Tables) -> None:
+            for key, value in settings.items():
+                tables.set_meta(key, value)
+            tables.set_meta("catalogue_id", uuid.uuid4().hex)  # a new one for each catalogue
+            _enter_shards(directory, tables)
+
+        new.create(fill)
+        new.close()
+        remove_if_there(new.path + "-journal")
+        move(new.path, catalogue.path)
+        sync_folder(directory.root)
+        save_copy(directory, catalogue)
+
+
+def _set_aside(directory: Directory, limit_bytes: int) -> None:
+    """Move a damaged catalogue away, or remove it if the cache is too full to keep it."""
+    aside = os.path.join(directory.root, "catalogue.damaged")
+    with translated_disk_errors(directory.catalogue, "putting it aside"):
+        if os.path.lexists(directory.catalogue):
+            remove_if_there(aside)
+            with os.scandir(directory.shards) as entries:
+                used = sum(allocated_bytes(entry.stat(follow_symlinks=False)) for entry in entries)
+            # The new catalogue will be as large, and so will its journal.
+            used += overhead_bytes(directory) + 2 * size_of_file(directory.catalogue)
+            if used <= limit_bytes:
+                move(directory.catalogue, aside)
+            else:
+                remove(directory.catalogue)
+        remove_if_there(directory.catalogue + "-journal")  # SQLite would apply it to the new catalogue
+
+
+def _enter_shards(directory: Directory, tables: Tables) -> None:
+    """Enter the shard files in new `tables`; unreadable ones are quarantined.
 
     Only headers are read: data is verified on first use. Temporary files are removed: their reservations are
     lost, and their samples will be fetched again.
     """
-    importer = _RowImporter(tables)
     if tables.holdout is not None:
         tables.hold_out(tables.holdout)
     last_id = _IDS_SKIPPED if os.path.exists(directory.settings) else 0
+    schema_ids: dict[Schema, int] = {}
     for name in sorted(os.listdir(directory.shards)):
-        if TEMPORARY_NAME.fullmatch(name):
-            remove_if_there(os.path.join(directory.shards, name))
-        match = SHARD_NAME.fullmatch(name)
-        if match is None:
+        path = os.path.join(directory.shards, name)
+        if _TEMPORARY_NAME.fullmatch(name):
+            remove_if_there(path)
+        if (match := _SHARD_NAME.fullmatch(name)) is None:
             continue
         last_id = max(last_id, int(match[1]) + _IDS_SKIPPED)
-        path = os.path.join(directory.shards, name)
         try:
-            importer.insert(int(match[1]), path)
+            _enter_shard(tables, int(match[1]), path, schema_ids)
         except (CorruptShardError, SchemaMismatchError):
             move_aside(directory, path, int(tables.meta("size_limit")))
             tables.add("quarantined", 1)
@@ -63,142 +143,163 @@ def rebuild(directory: Directory, tables: Tables) -> None:
     tables.set_meta("rebuilt", time.time())
 
 
-class _RowImporter:
-    """Inserts rows for existing shards, and caches the ids that many of them share."""
+def _enter_shard(tables: Tables, shard_id: int, path: str, schema_ids: dict[Schema, int]) -> None:
+    """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
+    shard = MappedShard(path)
+    if not shard.num_samples:  # no writer makes one, and its spans would hide samples that are not cached
+        raise CorruptShardError(f"{path}: it holds no samples")
+    if shard.schema not in schema_ids:
+        schema_ids[shard.schema] = tables.admit_schema(shard.schema)
+    pass_id, spans = _origin(tables, shard.fill)
+    row = ShardRow(shard_id, booked_bytes(os.lstat(path)), shard.num_samples, 0, 0)
+    tables.insert_shard(row, schema_ids[shard.schema], pass_id, spans)
+    if "part" in shard.fill and tables.holdout is None:
+        tables.hold_out(float(shard.fill["holdout"]))
+    tables.enter_split(shard_id, shard.fill)
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._passes: dict[str, int] = {row.plan: row.id for row in tables.passes()}
-        self._schema_ids: dict[Schema, int] = {}
-        self._source = tables.meta("source")
 
-    def insert(self, shard_id: int, path: str) -> None:
-        """Insert the shard at `path`; raises CorruptShardError, or SchemaMismatchError for other fields."""
-        tables = self._tables
-        shard = MappedShard(path)
-        if not shard.num_samples:  # no writer makes one, and its spans would hide samples that are not cached
-            raise CorruptShardError(f"{path}: it holds no samples")
-        if shard.schema not in self._schema_ids:
-            self._schema_ids[shard.schema] = merge_schema(tables, shard.schema)
-        pass_id, spans = self._pass_and_spans(shard.fill)
-        row = ShardRow(shard_id, size_of_file(path), shard.num_samples, 0, 0)
-        tables.insert_shard(row, self._schema_ids[shard.schema], pass_id, spans)
-        if "part" in shard.fill and tables.holdout is None:
-            tables.hold_out(float(shard.fill["holdout"]))
-        tables.enter_split(shard_id, shard.fill)
-
-    def _pass_and_spans(self, fill: dict[str, Any]) -> tuple[int, list[Span]]:
-        """The pass and the spans that a shard's `fill` names; pass 0 where it names none."""
-        try:
-            source, plan, length = fill["source"], fill["plan"], fill["length"]
-            spans = [Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in fill["spans"]]
-            numbers = [length or 0, *(number for span in spans for number in (*span.start, *span.stop))]
-            if max(map(abs, numbers)) >= 2**63:
-                return 0, []
-        except (KeyError, TypeError, ValueError, OverflowError):
+def _origin(tables: Tables, fill: dict[str, Any]) -> tuple[int, list[Span]]:
+    """The pass and the spans that a shard's `fill` names; pass 0 where it names none."""
+    try:
+        source, plan, length = fill["source"], fill["plan"], fill["length"]
+        spans = [Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in fill["spans"]]
+        numbers = [length or 0, *(number for span in spans for number in (*span.start, *span.stop))]
+        if max(map(abs, numbers)) >= 2**63:
             return 0, []
-        if not (isinstance(source, str) and isinstance(plan, str) and isinstance(length, int | None)):
-            return 0, []
-        if self._source is None:
-            self._tables.set_meta("source", source)
-            self._source = source
-        if plan not in self._passes:
-            # The position in the pass is lost: the worker begins it again and skips what is cached.
-            self._passes[plan] = self._tables.insert_pass(plan, length, -1)
-        return self._passes[plan], spans
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return 0, []
+    if not (isinstance(source, str) and isinstance(plan, str) and isinstance(length, int | None)):
+        return 0, []
+    if tables.meta("source") is None:
+        tables.set_meta("source", source)
+    known = tables.pass_id(plan)
+    # The position in the pass is lost: the worker begins it again and skips what is cached.
+    return tables.insert_pass(plan, length, -1) if known is None else known, spans
+
+
+# --- verification
 
 
 @dataclass(frozen=True, slots=True)
-class _Findings:
-    """The problems of shards, by id: damage, a missing file, a header that contradicts the catalogue."""
+class VerifyReport:
+    """The result of `verify`: damaged and missing shards, unknown files, and whether they were repaired.
 
-    corrupt: dict[int, str]
-    missing: list[int]
-    contradicted: dict[int, str]
+    `ok` is true when nothing is wrong any more: nothing was found, or all of it was repaired.
+    """
 
-    def among(self, ids: Collection[int]) -> _Findings:
-        """The findings for the shards `ids`; others were evicted meanwhile."""
-        return _Findings(
-            {i: problem for i, problem in self.corrupt.items() if i in ids},
-            [i for i in self.missing if i in ids],
-            {i: problem for i, problem in self.contradicted.items() if i in ids},
+    num_shards: int
+    num_samples: int
+    corrupt: tuple[str, ...]
+    missing: tuple[int, ...]
+    orphans: tuple[str, ...]
+    catalogue_problem: str | None
+    repaired: bool
+
+    @property
+    def problems(self) -> int:
+        found = len(self.corrupt) + len(self.missing) + len(self.orphans)
+        return found + (self.catalogue_problem is not None)
+
+    @property
+    def ok(self) -> bool:
+        return self.repaired or self.problems == 0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return f"{self.num_shards} shards, {self.num_samples} samples: all sound"
+        found = (
+            f"{len(self.corrupt)} corrupt, {len(self.missing)} missing, {len(self.orphans)} unknown files"
+            + (f", catalogue: {self.catalogue_problem}" if self.catalogue_problem else "")
         )
+        action = "repaired" if self.repaired else "run 'cachestream verify CACHE --repair'"
+        return f"{self.num_shards} shards: {found}; {action}"
 
 
-class Checker:
-    """Verifies one cache; `put_aside(shard_id, reason)` quarantines a shard, or deletes a lost one's row."""
+def verify(cache: Cache, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
+    """Check everything; with `repair`, quarantine damaged shards and remove unknown files."""
+    directory, catalogue = cache.directory, cache.catalogue
+    problem = catalogue.problem(thorough=True)
+    if problem is not None:
+        if not repair:
+            return VerifyReport(0, 0, (), (), (), problem, repaired=False)
+        rebuild_catalogue(directory, catalogue, condemned=True)
+    if repair:
+        cache.admission.clear_dead()
+    damage, contradictions = _check_shards(directory, catalogue, on_progress)
+    if repair and contradictions:
+        rebuild_catalogue(directory, catalogue, condemned=True)
+    problem = problem or next(iter(contradictions), None)
+    problem = check_books(directory, catalogue, correct=repair) or problem
+    with catalogue.reading() as tables:
+        known = tables.shard_ids()
+    damage = {shard_id: said for shard_id, said in damage.items() if shard_id in known}  # others were evicted
+    stuck = False
+    if repair:
+        for shard_id, said in damage.items():
+            cache.quarantine(shard_id, said or f"shard {shard_id}: missing")
+        orphans = _files_to_remove(directory, catalogue)
+        stuck = sum(map(_remove_file, orphans)) < len(orphans)
+    else:
+        names = sorted(os.listdir(directory.shards))
+        with catalogue.reading() as tables:
+            orphans = _unknown_files(directory, names, tables)
+        orphans = list(filter(os.path.lexists, orphans))
+    with catalogue.reading() as tables:
+        shards, samples, _ = tables.totals()
+    corrupt = tuple(filter(None, damage.values()))
+    missing = tuple(shard_id for shard_id, said in damage.items() if not said)
+    return VerifyReport(
+        shards, samples, corrupt, missing, tuple(orphans), problem, repaired=repair and not stuck
+    )
 
-    def __init__(
-        self,
-        directory: Directory,
-        catalogue: Catalogue,
-        reservations: Reservations,
-        put_aside: Callable[[int, str], None],
-    ) -> None:
-        self._directory = directory
-        self._catalogue = catalogue
-        self._reservations = reservations
-        self._put_aside = put_aside
 
-    def verify(self, repair: bool, on_progress: Callable[[int, int], None] | None) -> VerifyReport:
-        """Check everything; with `repair`, quarantine damaged shards and remove unknown files."""
-        problem = self._catalogue.integrity_problem()
-        if problem is not None:
-            if not repair:
-                return VerifyReport(0, 0, (), (), (), problem, repaired=False)
-            self._catalogue.heal()
-        if repair:
-            self._reservations.clear_dead()
-        with self._catalogue.reading() as tables:
-            rows = list(tables.shards())
-        found = self._check(rows, on_progress)
-        if repair and found.contradicted:
-            self._catalogue.heal(condemned=True)
-        problem = problem or next(iter(found.contradicted.values()), None)
-        problem = check_books(self._directory, self._catalogue, correct=repair) or problem
-        if repair:
-            with self._catalogue.reading() as tables:
-                found = found.among(tables.shard_ids())
-            for shard_id, reason in found.corrupt.items():
-                self._put_aside(shard_id, reason)
-            for shard_id in found.missing:
-                self._put_aside(shard_id, f"shard {shard_id}: missing")
-        orphans = _files_to_remove(self._directory, self._catalogue) if repair else []
-        with self._catalogue.reading() as tables:
-            shards, samples, _ = tables.totals()
-            if not repair:
-                orphans = list(_unknown_files(self._directory, tables))
-                found = found.among(tables.shard_ids())
-        stuck = any(not _remove_file(path) for path in orphans) if repair else bool(orphans)
-        corrupt, missing = tuple(found.corrupt.values()), tuple(found.missing)
-        return VerifyReport(
-            shards, samples, corrupt, missing, tuple(orphans), problem, repaired=repair and not stuck
-        )
+def _check_shards(
+    directory: Directory, catalogue: Catalogue, on_progress: Callable[[int, int], None] | None
+) -> tuple[dict[int, str], list[str]]:
+    """The damaged shards by id ("" for a missing file), and the values that headers contradict."""
+    with catalogue.reading() as tables:
+        rows = list(tables.shards())
+    damage: dict[int, str] = {}
+    contradictions = []
+    for done, row in enumerate(rows, 1):
+        path = shard_path(directory.root, row.id)
+        try:
+            shard = MappedShard(path)
+            shard.verify()
+            if shard.num_samples != row.num_samples:
+                damage[row.id] = f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
+            with catalogue.reading() as tables:
+                if (problem := _contradiction(tables, row.id, shard)) is not None:
+                    contradictions.append(problem)
+            shard.close()
+        except CorruptShardError as error:
+            damage[row.id] = str(error) if os.path.lexists(path) else ""
+        if on_progress is not None:
+            on_progress(done, len(rows))
+    return damage, contradictions
 
-    def _check(self, rows: list[ShardRow], on_progress: Callable[[int, int], None] | None) -> _Findings:
-        found = _Findings({}, [], {})
-        for done, row in enumerate(rows, 1):
-            path = shard_path(self._directory.root, row.id)
-            try:
-                shard = MappedShard(path)
-                shard.verify()
-                if shard.num_samples != row.num_samples:
-                    found.corrupt[row.id] = (
-                        f"{path}: {shard.num_samples} samples, the catalogue says {row.num_samples}"
-                    )
-                with self._catalogue.reading() as tables:
-                    problem = contradiction(tables, row.id, shard)
-                if problem is not None:
-                    found.contradicted[row.id] = problem
-                shard.close()
-            except CorruptShardError as error:
-                if os.path.lexists(path):
-                    found.corrupt[row.id] = str(error)
-                else:
-                    found.missing.append(row.id)
-            if on_progress is not None:
-                on_progress(done, len(rows))
-        return found
+
+def _contradiction(tables: Tables, shard_id: int, shard: MappedShard) -> str | None:
+    """Return the first value of the catalogue that the shard's own header contradicts.
+
+    None if they agree, or if the shard has been evicted meanwhile.
+    """
+    origin = tables.origin(shard_id)
+    if origin is None:
+        return None
+    schema, plan = origin
+    source = tables.meta("source")
+    if schema != shard.schema:
+        return f"shard {shard_id} has another schema"
+    if isinstance(shard.fill.get("source"), str) and source not in (None, shard.fill["source"]):
+        return f"shard {shard_id} is of another source"
+    # A growing pass keeps the beginning of its plan: the kind, the seed and the ordinal.
+    if plan is not None and plan.split(",")[:3] != str(shard.fill.get("plan", plan)).split(",")[:3]:
+        return f"shard {shard_id} is of another pass"
+    return None
 
 
 def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) -> str | None:
@@ -207,9 +308,10 @@ def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) ->
     With `correct`, both are corrected: a bit has flipped, or the shards were copied from another disk.
     """
     with translated_disk_errors(directory.shards, "listing it"):
-        actual = sizes_of_shards(directory.shards)
+        actual = _sizes_of_shards(directory.shards)
     with catalogue.reading() as tables:
-        wrong, sums, totals = wrong_sizes(tables, actual), tables.sums(), tables.totals()
+        booked, sums, totals = tables.sizes(), tables.sums(), tables.totals()
+    wrong = {key: actual[key] for key in booked.keys() & actual.keys() if booked[key] != actual[key]}
     if not wrong and sums == totals:
         return None
     if correct:
@@ -222,18 +324,31 @@ def check_books(directory: Directory, catalogue: Catalogue, *, correct: bool) ->
     )
 
 
+def _sizes_of_shards(folder: str) -> dict[int, int]:
+    """Accounted sizes of the published shard files: id → bytes."""
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if match := _SHARD_NAME.fullmatch(entry.name):
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    found[int(match[1])] = booked_bytes(entry.stat(follow_symlinks=False))
+    return found
+
+
+# --- leftovers
+
+
 def remove_leftovers(directory: Directory, catalogue: Catalogue) -> int:
     """Remove our files that belong to no shard and no writer (after a power loss); return their number."""
     leftovers = [path for path in _files_to_remove(directory, catalogue) if _id_in(path) is not None]
-    leftovers += [
-        os.path.join(directory.root, name)
-        for name in os.listdir(directory.root)
-        if name.startswith("cache.json.")
-    ]
     removed = sum(map(_remove_file, leftovers))
     if removed:
         with translated_disk_errors(directory.shards):
             sync_folder(directory.shards)
+    copies = [name for name in os.listdir(directory.root) if name.startswith("cache.json.")]
+    if copies:
+        with opening_lock(directory):  # nobody is writing one
+            removed += sum(_remove_file(os.path.join(directory.root, name)) for name in copies)
     return removed
 
 
@@ -242,31 +357,37 @@ def _files_to_remove(directory: Directory, catalogue: Catalogue) -> list[str]:
 
     With an older copy of the catalogue, an id could be given out again, and the new shard's file be removed.
     """
+    names = sorted(os.listdir(directory.shards))
     with catalogue.transaction() as tables:
-        paths = list(_unknown_files(directory, tables))
+        paths = _unknown_files(directory, names, tables)
         ids = [shard_id for path in paths if (shard_id := _id_in(path)) is not None]
         tables.set_meta("last_shard_id", max([int(tables.meta("last_shard_id", 0)), *ids]))
-    return paths
+    return list(filter(os.path.lexists, paths))  # a writer or an evictor has removed the others
 
 
 def _id_in(path: str) -> int | None:
     """The shard's id in the name of one of our files; None for other files."""
     name = os.path.basename(path)
-    match = SHARD_NAME.fullmatch(name) or TEMPORARY_NAME.fullmatch(name)
+    match = _SHARD_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
-def _unknown_files(directory: Directory, tables: Tables) -> Iterator[str]:
-    """Files among the shards that belong to no shard and no reservation."""
+def _unknown_files(directory: Directory, names: Iterable[str], tables: Tables) -> list[str]:
+    """The files `names` among the shards that belong to no shard and no reservation.
+
+    The names are listed before: a file that is written later would belong to a later reservation.
+    """
     reserved = {reservation.id for reservation in tables.reservations()}
     known = tables.shard_ids() | reserved
-    for name in sorted(os.listdir(directory.shards)):
-        shard, temporary = SHARD_NAME.fullmatch(name), TEMPORARY_NAME.fullmatch(name)
+    unknown = []
+    for name in names:
+        shard, temporary = _SHARD_NAME.fullmatch(name), _TEMPORARY_NAME.fullmatch(name)
         is_known = (shard is not None and int(shard[1]) in known) or (
             temporary is not None and int(temporary[1]) in reserved
         )
         if not is_known:
-            yield os.path.join(directory.shards, name)
+            unknown.append(os.path.join(directory.shards, name))
+    return unknown
 
 
 def _remove_file(path: str) -> bool:

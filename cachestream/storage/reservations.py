@@ -2,7 +2,8 @@
 
 The transaction that reserves also picks the victims of eviction. A victim's row is deleted first, then its
 file, and its bytes are credited last, so that the directory never holds more than was promised, wherever a
-process dies. Reservations of a dead process are cleared by the next one that reserves.
+process dies. Reservations of a dead process are cleared by the next one that reserves. What a transaction has
+to know of the disk and of the leases is read before it begins.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheError, CacheLockedError
 from cachestream.schema import IntArray, ShardRow
-from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.eviction import EvictionPolicy, choose_victims, chosen_by, describe_shortage
+from cachestream.storage.eviction import EvictionPolicy, Room, choose_victims, chosen_by, describe_shortage
 from cachestream.storage.layout import (
     BLOCK_BYTES,
     Directory,
@@ -33,10 +32,15 @@ from cachestream.storage.layout import (
     sync_folder,
 )
 from cachestream.storage.leases import Lease, Leases
-from cachestream.storage.locks import HeldFile, is_held, lock_file, remove_unheld
+from cachestream.storage.locks import is_held, lock_file, remove_unheld
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.shard import shard_path
 from cachestream.storage.tables import Reservation, Tables
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cachestream.storage.catalogue import Catalogue
 
 # Room for the growth of the worker's log, board and history, of rows and leases, between two reservations.
 HEADROOM_BYTES: Final = 256 * 1024
@@ -59,15 +63,16 @@ def effective_limit(limit_bytes: int, used_bytes: int, free_disk_bytes: int, min
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The limit in force, and the bytes that count against it."""
+class DiskUsage:
+    """The directory and its disk at one moment.
 
-    limit_bytes: int
-    used_bytes: int
+    `overhead_bytes` are those of everything but shards, `headroom_bytes` those that count as used because
+    they may be before the next reservation. `free_bytes` of the disk are neither used nor promised.
+    """
 
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.used_bytes
+    overhead_bytes: int
+    headroom_bytes: int
+    free_bytes: int
 
 
 class Owner:
@@ -77,13 +82,25 @@ class Owner:
 
     def __init__(self, directory: Directory, name: str) -> None:
         self.name = name
-        file = lock_file(_owner_path(directory, name), timeout_s=_OWNER_TIMEOUT_S)
+        path = _owner_path(directory, name)
+        file = lock_file(path, timeout_s=_OWNER_TIMEOUT_S)
         if file is None:
-            raise CacheLockedError(f"{_owner_path(directory, name)} is held by another process; start again")
-        self._file: HeldFile = file
+            raise CacheLockedError(f"{path} is held by another process; start again")
+        self._file = file
+
+    @classmethod
+    def temporary(cls, directory: Directory, what: str) -> Owner:
+        """An owner with a name of its own, for the time of one operation."""
+        return cls(directory, f"{what}-{secrets.token_hex(6)}")
 
     def release(self) -> None:
         self._file.release(unlink=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _owner_path(directory: Directory, name: str) -> str:
@@ -107,7 +124,7 @@ class Reservations:
         self._directory = directory
         self._catalogue = catalogue
         self.policy = policy
-        self.leases = Leases(directory.leases)  # used within a transaction of the catalogue
+        self.leases = Leases(directory.leases)
         self._block_bytes = max(BLOCK_BYTES, os.statvfs(directory.root).f_frsize)
         # Reservations that could not be released, for lack of space or a disk error, and their owner. No
         # other process clears them while the owner lives.
@@ -115,12 +132,45 @@ class Reservations:
 
     def hold(self, ranges: IntArray) -> Lease:
         """Lease the shards in `ranges` `[n, 2]` of ids (first, last) for this process."""
-        with self._catalogue.transaction():
+        with self.leases.locked():
             return self.leases.create(ranges)
 
     def footprint(self, size_bytes: int) -> int:
         """The maximum disk usage of a file of `size_bytes` on this disk."""
         return disk_footprint(size_bytes, self._block_bytes)
+
+    # --- the room there is
+
+    def measure(self) -> DiskUsage:
+        """Measure the directory and its disk. Not within a transaction."""
+        # Read before the disk's free bytes, so that a shard that is published meanwhile counts twice, not never.
+        with self._catalogue.reading() as tables:
+            promised_bytes = tables.reserved_bytes()[0]
+        with translated_disk_errors(self._directory.root, "measuring it"):
+            # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
+            catalogue_bytes = size_of_file(self._directory.catalogue)
+            headroom_bytes = HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
+            free_disk = free_bytes(self._directory.root) - promised_bytes
+            return DiskUsage(overhead_bytes(self._directory), headroom_bytes, free_disk)
+
+    def room(self) -> Room:
+        """The limit in force and the bytes in use, including everything in the directory."""
+        usage = self.measure()
+        with self._catalogue.reading() as tables:
+            return room_in(tables, usage)
+
+    def shortage(self, need_bytes: int) -> str:
+        """The reason why a reservation fails, in one sentence."""
+        usage, leased = self.measure(), self.leases.live().merged()
+        with self._catalogue.reading() as tables:
+            room, leased_bytes = room_in(tables, usage), tables.bytes_within(leased)
+            size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+        text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
+        if room.limit_bytes < size_limit:
+            text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
+        return text
+
+    # --- reserving and evicting
 
     def reserve(
         self, size_bytes: int, owner: str, *, may_evict: bool = True, spare_unused: bool = True
@@ -133,17 +183,24 @@ class Reservations:
         into a shard or cancels it.
         """
         self.clear_dead(owner)
-        with self._catalogue.transaction() as tables:
-            room = self.room(tables)
-            short_bytes = size_bytes - room.free_bytes
-            if 0 < short_bytes <= tables.reserved_bytes()[1]:
-                return None  # other processes are unlinking as much: more eviction would empty the cache
-            victims = self._victims(tables, short_bytes, used_only=spare_unused) if may_evict else []
-            if victims is None or size_bytes > room.free_bytes + sum(v.size_bytes for v in victims):
-                return None
-            shard_id = tables.add("last_shard_id", 1)
-            tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
-            self._doom(tables, victims, owner)
+        with self.leases.locked():
+            usage, leased = self.measure(), self.leases.live(clear=True).merged()
+            with self._catalogue.transaction() as tables:
+                room = room_in(tables, usage)
+                short_bytes = size_bytes - room.free_bytes
+                if 0 < short_bytes <= tables.reserved_bytes()[1]:
+                    return None  # other processes are unlinking as much: more eviction would empty the cache
+                victims: list[ShardRow] | None = []
+                if may_evict and short_bytes > 0:
+                    kept = tables.held_out_shards()  # a validation set must not change between epochs
+                    candidates = self._evictable(tables, None, leased, kept, used_only=spare_unused)
+                    with contextlib.closing(candidates):
+                        victims = choose_victims(candidates, short_bytes)
+                if victims is None or short_bytes > sum(row.size_bytes for row in victims):
+                    return None
+                shard_id = tables.add("last_shard_id", 1)
+                tables.insert_reservation(Reservation(shard_id, size_bytes, owner, doomed=False))
+                self._doom(tables, victims, owner)
         try:
             self._unlink([row.id for row in victims], owner)
         except BaseException:
@@ -164,51 +221,30 @@ class Reservations:
             with self._catalogue.transaction() as tables:
                 tables.delete_reservations([shard_id])
 
-    def evict(self, to_bytes: int | None, owner: str, policy: EvictionPolicy | None = None) -> int:
+    def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
         """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
-        self.clear_dead(owner)
-        with self._catalogue.transaction() as tables:
-            room = self.room(tables)
-            surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
-            surplus -= tables.reserved_bytes()[1]  # other processes are unlinking as much
-            victims: list[ShardRow] = []
-            kept = tables.held_out_shards()
-            with contextlib.closing(self._evictable(tables, policy)) as candidates:
-                ordered = sorted(candidates, key=lambda row: row.id in kept) if kept else candidates
-                for row in ordered:
-                    if surplus <= 0:
-                        break
-                    victims.append(row)
-                    surplus -= row.size_bytes
-            self._doom(tables, victims, owner)
-            if victims:
-                tables.go_on_filling()
-        self._unlink([row.id for row in victims], owner)
+        with Owner.temporary(self._directory, "evict") as owner:
+            self.clear_dead(owner.name)
+            with self.leases.locked():
+                usage, leased = self.measure(), self.leases.live(clear=True).merged()
+                with self._catalogue.transaction() as tables:
+                    room = room_in(tables, usage)
+                    surplus = room.used_bytes - (room.limit_bytes if to_bytes is None else to_bytes)
+                    surplus -= tables.reserved_bytes()[1]  # other processes are unlinking as much
+                    victims: list[ShardRow] = []
+                    kept = tables.held_out_shards()
+                    with contextlib.closing(self._evictable(tables, policy, leased)) as candidates:
+                        ordered = sorted(candidates, key=lambda row: row.id in kept) if kept else candidates
+                        for row in ordered:
+                            if surplus <= 0:
+                                break
+                            victims.append(row)
+                            surplus -= row.size_bytes
+                    self._doom(tables, victims, owner.name)
+                    if victims:
+                        tables.go_on_filling()
+            self._unlink([row.id for row in victims], owner.name)
         return sum(row.size_bytes for row in victims)
-
-    def wait_for_writers(self, timeout_s: float) -> None:
-        """Wait until all current reservations are resolved; return silently at the deadline."""
-        with self._catalogue.reading() as tables:
-            pending = {row.id for row in tables.reservations()}
-        deadline_s = time.monotonic() + timeout_s
-        while pending and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)  # SQLite cannot notify
-            with self._catalogue.reading() as tables:
-                pending &= {row.id for row in tables.reservations()}
-
-    def drop(self, tables: Tables, shard_id: int, owner: str) -> ShardRow | None:
-        """Delete a shard's row and keep its bytes reserved until `dropped`; return the row or None."""
-        row = tables.shard(shard_id)
-        if row is not None:
-            tables.delete_shards([shard_id])
-            tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner, doomed=True))
-            tables.add("evicted_shards", 1)  # tells the worker that there is something to fetch again
-        return row
-
-    def dropped(self, shard_id: int) -> None:
-        """Release the bytes of a dropped shard whose file has been removed."""
-        with self._catalogue.transaction() as tables:
-            tables.delete_reservations([shard_id])
 
     def clear_dead(self, owner: str | None = None) -> None:
         """Release the reservations and leases of dead processes, and those that this process failed to
@@ -222,71 +258,36 @@ class Reservations:
             if name.endswith((Owner.SUFFIX, Leases.SUFFIX)):
                 remove_unheld(os.path.join(self._directory.leases, name))
         with self._catalogue.reading() as tables:
-            if not self._abandoned(tables):
-                return
+            reservations = tables.reservations()
+        abandoned = self._abandoned(reservations)
+        if not abandoned:
+            return
         with contextlib.ExitStack() as stack:
             if owner is None:
-                mine = Owner(self._directory, f"clear-{secrets.token_hex(6)}")
-                stack.callback(mine.release)
-                owner = mine.name
+                owner = stack.enter_context(Owner.temporary(self._directory, "clear")).name
+            # An owner may have published its shard before it ended. Transferred, not deleted: the bytes count
+            # until the files are removed, even if this process dies before that.
             with self._catalogue.transaction() as tables:
-                # Checked again: an owner may have published its shard and ended since. Transferred, not
-                # deleted: the bytes count until the files are removed, even if this process dies before that.
-                abandoned = self._abandoned(tables)
-                tables.take_reservations(abandoned, owner)
-            self._unlink(abandoned, owner)
-
-    def room(self, tables: Tables) -> Room:
-        """The limit in force and the bytes in use, including everything in the directory."""
-        size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
-        promised, doomed = tables.reserved_bytes()
-        used = tables.totals()[2] + overhead_bytes(self._directory) + promised + doomed + self.headroom_bytes
-        # Reserved bytes that are not yet written still count as free on the disk.
-        free_disk = free_bytes(self._directory.root) - promised
-        return Room(effective_limit(size_limit, used, free_disk, min_free), used)
-
-    @property
-    def headroom_bytes(self) -> int:
-        """Bytes that count as used because they may be, before the next reservation."""
-        # A transaction that touches every row (a snapshot) has a journal as large as the catalogue.
-        catalogue_bytes = size_of_file(self._directory.catalogue)
-        return HEADROOM_BYTES + catalogue_bytes + catalogue_bytes // 8
-
-    def shortage(self, need_bytes: int) -> str:
-        """The reason why a reservation fails, in one sentence."""
-        with self._catalogue.reading() as tables:
-            room = self.room(tables)
-            leased_bytes = tables.bytes_within(self.leases.look()[1])
-            size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
-        text = describe_shortage(need_bytes, max(0, room.limit_bytes), room.used_bytes, leased_bytes)
-        if room.limit_bytes < size_limit:
-            text += f"; other files fill the disk, of which min_free={format_size(min_free)} stays free"
-        return text
-
-    def _victims(self, tables: Tables, need_bytes: int, *, used_only: bool) -> list[ShardRow] | None:
-        if need_bytes <= 0:
-            return []
-        kept = tables.held_out_shards()  # a validation set must not change between epochs
-        with contextlib.closing(self._evictable(tables, None, kept, used_only=used_only)) as candidates:
-            return choose_victims(candidates, need_bytes)
+                taken = [r.id for r in abandoned if tables.take_reservation(r.id, r.owner, owner)]
+            self._unlink(taken, owner)
 
     def _evictable(
         self,
         tables: Tables,
         policy: EvictionPolicy | None,
+        leased: IntArray,
         kept: Collection[int] = (),
         *,
         used_only: bool = False,
     ) -> Generator[ShardRow, None, None]:
         policy = self.policy(tables) if policy is None else policy
-        ranges = self.leases.leased()
         if callable(policy):
-            unleased = _outside(ranges, tables.shards(used_only=used_only))
+            unleased = _outside(leased, tables.shards(used_only=used_only))
             rows = [row for row in unleased if row.id not in kept]
             yield from chosen_by(policy, rows) if rows else ()
         elif policy != "none":
-            with contextlib.closing(tables.shards(policy, ranges, used_only=used_only)) as candidates:
-                yield from (row for row in _outside(ranges, candidates) if row.id not in kept)
+            with contextlib.closing(tables.shards(policy, leased, used_only=used_only)) as candidates:
+                yield from (row for row in _outside(leased, candidates) if row.id not in kept)
 
     def _doom(self, tables: Tables, victims: list[ShardRow], owner: str) -> None:
         if not victims:
@@ -299,11 +300,11 @@ class Reservations:
         tables.add("evicted_bytes", sum(row.size_bytes for row in victims))
         tables.add("evicted_unused_samples", sum(row.num_samples for row in victims if not row.uses))
 
-    def _abandoned(self, tables: Tables) -> list[int]:
+    def _abandoned(self, reservations: list[Reservation]) -> list[Reservation]:
         """The reservations of dead processes, and those that this process failed to release."""
-        reservations = tables.reservations()
+        # The name of a dead owner is never used again.
         alive = {name for name in {r.owner for r in reservations} if owner_is_alive(self._directory, name)}
-        return [r.id for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
+        return [r for r in reservations if r.owner not in alive or self._unreleased.get(r.id) == r.owner]
 
     def _unlink(self, doomed: list[int], owner: str) -> None:
         """Remove the files of doomed reservations of `owner`, and only then the reservations."""
@@ -337,6 +338,13 @@ class Reservations:
                     remove_if_there(path)
 
 
+def room_in(tables: Tables, usage: DiskUsage) -> Room:
+    """The limit in force and the bytes in use."""
+    size_limit, min_free = int(tables.meta("size_limit")), int(tables.meta("min_free"))
+    used = tables.totals()[2] + sum(tables.reserved_bytes()) + usage.overhead_bytes + usage.headroom_bytes
+    return Room(effective_limit(size_limit, used, usage.free_bytes, min_free), used)
+
+
 def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
     """The `rows` whose ids are not in `ranges` (disjoint and ascending)."""
     firsts, lasts = ranges[:, 0].tolist(), ranges[:, 1].tolist()
@@ -347,25 +355,21 @@ def _outside(ranges: IntArray, rows: Iterable[ShardRow]) -> Iterator[ShardRow]:
 
 
 class Space:
-    """Evicts and quarantines shards of one cache, each time in the name of a temporary owner."""
+    """Keeps one cache within its limit, and puts shards aside."""
 
     def __init__(self, directory: Directory, catalogue: Catalogue, reservations: Reservations) -> None:
         self._directory = directory
         self._catalogue = catalogue
         self._reservations = reservations
 
-    def evict(self, to_bytes: int | None, policy: EvictionPolicy | None = None) -> int:
-        """Evict until at most `to_bytes` (None: the limit) are used, as leases allow; return bytes freed."""
-        with self._owner("evict") as name:
-            return self._reservations.evict(to_bytes, name, policy)
-
     def enforce_limit(self, slack_bytes: int = 0) -> int:
         """If usage exceeds the limit by more than `slack_bytes`, evict down to the limit, as leases allow.
 
         Returns the bytes freed.
         """
+        usage = self._reservations.measure()
         with self._catalogue.reading() as tables:
-            room, size_limit = self._reservations.room(tables), int(tables.meta("size_limit"))
+            room, size_limit = room_in(tables, usage), int(tables.meta("size_limit"))
             never_evicts = self._reservations.policy(tables) == "none"
             doomed_bytes = tables.reserved_bytes()[1]
         # Under "none" only a lower limit evicts, not a disk that other programs fill.
@@ -373,31 +377,48 @@ class Space:
         slack_bytes = slack_bytes if limit_bytes == size_limit else 0
         if room.used_bytes - doomed_bytes <= limit_bytes + slack_bytes:
             return 0
-        return self.evict(limit_bytes, "lru" if never_evicts else None)
+        return self._reservations.evict(limit_bytes, "lru" if never_evicts else None)
 
     def shrink(self) -> None:
         """Enforce a limit that was just lowered, also for bytes that were promised before."""
         self.enforce_limit()
-        if self._is_over():
-            self._reservations.wait_for_writers(_WRITERS_TIMEOUT_S)
+        if self._reservations.room().free_bytes < 0:
+            self._wait_for_writers()
             self.enforce_limit()
+
+    def _wait_for_writers(self) -> None:
+        """Wait until all current reservations are resolved; return silently at the deadline."""
+        deadline_s = time.monotonic() + _WRITERS_TIMEOUT_S
+        pending = self._reserved_ids()
+        while pending and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)  # SQLite cannot notify
+            pending &= self._reserved_ids()
+
+    def _reserved_ids(self) -> set[int]:
+        with self._catalogue.reading() as tables:
+            return {row.id for row in tables.reservations()}
 
     def put_aside(self, shard_id: int, reason: str) -> None:
         """Quarantine a damaged shard. Does nothing if it is gone already."""
         path = shard_path(self._directory.root, shard_id)
         finding = reason.partition("; run ")[0]  # without the advice, which is followed here
         where, _, what = finding.partition(": ")
-        with self._owner("quarantine") as name:
+        counter = "quarantined" if os.path.lexists(path) else "lost_shards"
+        with Owner.temporary(self._directory, "quarantine") as owner:
             with self._catalogue.transaction() as tables:
-                row = self._reservations.drop(tables, shard_id, name)
+                row = tables.shard(shard_id)
                 if row is None:
                     return  # evicted, or quarantined by another rank
+                tables.delete_shards([shard_id])
+                tables.insert_reservation(Reservation(shard_id, row.size_bytes, owner.name, doomed=True))
                 # In the transaction that deletes the row: an uncounted loss would not be fetched again.
-                tables.add("quarantined" if os.path.lexists(path) else "lost_shards", 1)
+                tables.add("evicted_shards", 1)
+                tables.add(counter, 1)
                 tables.add_failure("quarantined", what or "damaged", row.num_samples, where)
                 limit_bytes = int(tables.meta("size_limit"))
             move_aside(self._directory, path, limit_bytes)
-            self._reservations.dropped(shard_id)
+            with self._catalogue.transaction() as tables:
+                tables.delete_reservations([shard_id])
 
     def clear(self) -> None:
         """Evict everything, and delete the progress of the filling and the quarantine.
@@ -406,11 +427,11 @@ class Space:
         """
         root = self._directory.root
         # The lock of the supervisor: none can start meanwhile.
-        lock = lock_file(self._directory.worker_file("supervisor.lock"), timeout_s=_CLEAR_TIMEOUT_S)
+        lock = lock_file(self._directory.supervisor_lock, timeout_s=_CLEAR_TIMEOUT_S)
         if lock is None:
             raise CacheError(f"a worker is filling {root}; stop it first ('cachestream stop CACHE')")
         try:
-            self.evict(0, "fifo")
+            self._reservations.evict(0, "fifo")
             with self._catalogue.transaction() as tables:
                 left, _, left_bytes = tables.totals()
                 if left:
@@ -419,24 +440,10 @@ class Space:
                         "close them"
                     )
                 tables.forget_filling()
-                # The next samples may be split otherwise.
-                tables.execute("DELETE FROM meta WHERE key = 'holdout'")
+                tables.forget_holdout()  # the next samples may be split otherwise
             with translated_disk_errors(root, "clearing it"):
                 for name in os.listdir(self._directory.quarantine):
                     remove_if_there(os.path.join(self._directory.quarantine, name))
                 remove_if_there(os.path.join(root, "catalogue.damaged"))
         finally:
             lock.release()
-
-    def _is_over(self) -> bool:
-        with self._catalogue.reading() as tables:
-            return self._reservations.room(tables).free_bytes < 0
-
-    @contextmanager
-    def _owner(self, what: str) -> Iterator[str]:
-        """The name of a temporary owner, alive within the block."""
-        owner = Owner(self._directory, f"{what}-{secrets.token_hex(6)}")
-        try:
-            yield owner.name
-        finally:
-            owner.release()

@@ -14,7 +14,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cachestream.errors import CorruptShardError
+from cachestream.errors import CacheError, CorruptShardError
 from cachestream.linux import FileMap
 from cachestream.schema import KEY_FIELD, Field, Schema
 from cachestream.storage.os_errors import disk_error
@@ -329,3 +329,62 @@ def _expected_columns(
         yield f"{field.name}#offsets", (offsets, (num_samples + 1,))
         if field.kind == "tensor":
             yield f"{field.name}#shapes", (offsets, (num_samples, field.ndim))
+
+
+# --- shards known by their content, whatever their number and their cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """The identity of a shard: `hash` covers the whole file, `fill` describes its samples' origin."""
+
+    shard_id: int
+    num_samples: int
+    hash: str
+    fill: dict[str, Any]
+
+
+class Contents:
+    """The contents of the shards of one cache, read lazily from their headers. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Content] = {}
+
+    def read(self, root: str, shard_ids: Iterable[int]) -> list[Content]:
+        """The contents of `shard_ids`, which must be leased. Raises CorruptShardError and CacheError."""
+        found = {
+            shard_id: self._known.get(shard_id) or _read_content(root, shard_id) for shard_id in shard_ids
+        }
+        self._known = found  # and no others: ids are never reused
+        return list(found.values())
+
+    def find(self, root: str, cached: Mapping[int, int], wanted: Iterable[Content]) -> dict[str, int]:
+        """Map the hash of each of `wanted` to the id of a shard with this content, if one is `cached`.
+
+        `cached` has the number of samples of each shard.
+        """
+        missing = {content.hash: content for content in wanted}
+        # Most have kept their id. Only for the others are the remaining headers read.
+        likely = {content.shard_id for content in missing.values()}
+        sizes = {content.num_samples for content in missing.values()}
+        candidates = [shard_id for shard_id, count in cached.items() if count in sizes]
+        found: dict[str, int] = {}
+        for shard_id in sorted(candidates, key=lambda shard_id: shard_id not in likely):
+            if not missing:
+                break
+            try:
+                known = self._known.get(shard_id) or _read_content(root, shard_id)
+                self._known[shard_id] = known
+            except (CorruptShardError, CacheError):
+                continue  # evicted meanwhile, or damaged
+            if missing.pop(known.hash, None) is not None:
+                found[known.hash] = shard_id
+        return found
+
+
+def _read_content(root: str, shard_id: int) -> Content:
+    shard = MappedShard(shard_path(root, shard_id))
+    try:
+        return Content(shard_id, shard.num_samples, shard.content_hash, shard.fill)
+    finally:
+        shard.close()

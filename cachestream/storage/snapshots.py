@@ -1,10 +1,10 @@
-"""Snapshots: the shards that the next epoch is drawn from, chosen and leased in one transaction."""
+"""Snapshots: the shards that the next epoch is drawn from, chosen in one transaction, and leased."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -12,17 +12,39 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.errors import CacheError, NotEnoughSamplesError
+from cachestream.errors import CacheError, CorruptShardError, NotEnoughSamplesError
 from cachestream.schema import IntArray, Schema, Snapshot, Split
-from cachestream.storage.catalogue import Catalogue, Revision
-from cachestream.storage.leases import Lease, Leases, ranges_of
-from cachestream.storage.tables import Tables
+from cachestream.storage.eviction import PassProgress, Room, bytes_to_leave, chosen_by, leave_out
+from cachestream.storage.filling import WAITS, fill_state, phase_now
+from cachestream.storage.leases import Lease, ranges_of
+from cachestream.storage.reservations import room_in
+from cachestream.storage.settings import choose_split
+from cachestream.storage.shard import MappedShard, shard_path
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
+    from cachestream.storage.catalogue import Catalogue, Revision
+    from cachestream.storage.eviction import EvictionPolicy
+    from cachestream.storage.leases import LeasedShards
+    from cachestream.storage.tables import Tables
 
 _REUSE_S: Final = 10.0
 _RECENT_LEASES: Final = 8  # more epochs than one loader ever has open
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """A snapshot to take: of shards that cover `epoch_size` samples (None: all) of the `split`.
+
+    Of a full cache that is being filled, the `turnover` share is left out, as far as `least` samples remain.
+    `mine` are the paths of the caller's leases, which end with the previous epoch.
+    """
+
+    epoch_size: int | None = None
+    turnover: float = 0.0
+    least: int = 0
+    mine: Collection[str] = ()
+    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,73 +87,196 @@ def select_shards(
     return np.sort(by_use[:enough])
 
 
-def take_snapshot(
-    tables: Tables,
-    leases: Leases,
-    root: str,
-    epoch_size: int | None,
-    excluded: IntArray,
-    split: Split | None = None,
-) -> tuple[Snapshot, Lease]:
+def take_snapshot(cache: Cache, request: SnapshotRequest) -> tuple[Snapshot, Lease]:
     """Choose and lease the shards of an epoch, and count them as used."""
-    cached = _CachedShards.of(tables, split)
-    if not len(cached.ids):
-        raise NotEnoughSamplesError(
-            f"the cache at {root} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
-            "and wait for samples with cache.wait(min_samples, timeout_s)"
-        )
-    chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, epoch_size)
-    if split is not None and not len(chosen):
-        raise NotEnoughSamplesError(
-            f"of the {int(cached.sizes.sum())} samples that the cache at {root} holds none is of the split "
-            f"'{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
-        )
-    return _lease(tables, leases, root, cached, chosen, epoch_size)
+    split, reservations = request.split, cache.admission
+    if split is not None:
+        count_held_out(cache, split)
+    with reservations.leases.locked():
+        usage, leased = reservations.measure(), reservations.leases.live(clear=True)
+        has_worker = cache.has_worker()
+        with cache.catalogue.transaction() as tables:
+            is_filling = phase_now(fill_state(tables), has_worker) == "filling"
+            full = _FullCache(reservations.policy(tables), room_in(tables, usage), leased, is_filling)
+            cached = _CachedShards.of(tables, split)
+            if not len(cached.ids):
+                raise NotEnoughSamplesError(
+                    f"the cache at {cache.path} is empty; start a worker (cs.start_worker, or 'cachestream worker'), "
+                    "and wait for samples with cache.wait(min_samples, timeout_s)"
+                )
+            excluded = _shards_to_leave(tables, full, request)
+            chosen = select_shards(cached.ids, cached.counts, cached.uses, excluded, request.epoch_size)
+            if split is not None and not len(chosen):
+                raise NotEnoughSamplesError(
+                    f"of the {int(cached.sizes.sum())} samples that the cache at {cache.path} holds none is of the "
+                    f"split '{split.name}' (holdout={split.holdout:g}); wait for more, or hold out another share"
+                )
+            schema = _use(tables, cached, chosen)
+        return _leased(cache, cached, chosen, schema, request.epoch_size)
 
 
 def retake_snapshot(
-    tables: Tables,
-    leases: Leases,
-    root: str,
-    wanted: tuple[IntArray, IntArray],
-    epoch_size: int | None,
-    split: Split | None = None,
+    cache: Cache, wanted: tuple[IntArray, IntArray], epoch_size: int | None, split: Split | None
 ) -> tuple[Snapshot, Lease, list[int]]:
     """Lease those of the shards `wanted` (ids, counts) that still exist; also return the other ids."""
-    cached = _CachedShards.of(tables, split)
+    if split is not None:
+        count_held_out(cache, split)
     order = np.argsort(wanted[0], kind="stable")
     ids, counts = wanted[0][order], wanted[1][order]
-    place = np.minimum(np.searchsorted(ids, cached.ids), len(ids) - 1) if len(ids) else np.empty(0, np.int64)
-    same = (
-        (ids[place] == cached.ids) & (counts[place] == cached.counts) if len(ids) else np.empty(0, np.bool_)
-    )
-    chosen = np.flatnonzero(same)
-    gone = np.setdiff1d(ids, cached.ids[chosen]).tolist()
-    if not len(chosen):
-        raise NotEnoughSamplesError(
-            f"none of the {len(ids)} shards of this epoch is cached in {root} any more; begin a new epoch"
-        )
-    snapshot, lease = _lease(tables, leases, root, cached, chosen, epoch_size)
-    return snapshot, lease, gone
+    with cache.admission.leases.locked():
+        with cache.catalogue.transaction() as tables:
+            cached = _CachedShards.of(tables, split)
+            place = np.minimum(np.searchsorted(ids, cached.ids), max(0, len(ids) - 1))
+            same = (ids[place] == cached.ids) & (counts[place] == cached.counts) if len(ids) else []
+            chosen = np.flatnonzero(same)
+            if not len(chosen):
+                raise NotEnoughSamplesError(
+                    f"none of the {len(ids)} shards of this epoch is cached in {cache.path} any more; begin a new "
+                    "epoch"
+                )
+            schema = _use(tables, cached, chosen)
+        snapshot, lease = _leased(cache, cached, chosen, schema, epoch_size)
+    return snapshot, lease, np.setdiff1d(ids, cached.ids[chosen]).tolist()
 
 
-def _lease(
-    tables: Tables, leases: Leases, root: str, cached: _CachedShards, chosen: IntArray, epoch_size: int | None
+def _use(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
+    """Count the `chosen` shards as used, and return the schema of their samples."""
+    if cached.split is None or not cached.split.held_out:
+        tables.mark_used(ranges_of(cached.ids, chosen))  # held-out samples are not trained on
+    return reduce(Schema.merge, tables.schemas(np.unique(cached.schema_ids[chosen]).tolist()))
+
+
+def _leased(
+    cache: Cache, cached: _CachedShards, chosen: IntArray, schema: Schema, epoch_size: int | None
 ) -> tuple[Snapshot, Lease]:
-    schema_ids = np.unique(cached.schema_ids[chosen]).tolist()
-    schema = reduce(Schema.merge, tables.schemas(schema_ids))
-    ranges = ranges_of(cached.ids, chosen)
-    lease = leases.create(ranges)
-    try:
-        if cached.split is None or not cached.split.held_out:
-            tables.mark_used(ranges)  # held-out samples are not trained on
-        cache_id = tables.meta("cache_id")
-    except BaseException:
-        lease.release()
-        raise
+    lease = cache.admission.leases.create(ranges_of(cached.ids, chosen))
     ids, counts = cached.ids[chosen], cached.counts[chosen]
     sizes = None if cached.split is None else cached.sizes[chosen]
-    return Snapshot(cache_id, root, lease.path, schema, ids, counts, epoch_size, cached.split, sizes), lease
+    snapshot = Snapshot(
+        cache.cache_id, cache.path, lease.path, schema, ids, counts, epoch_size, cached.split, sizes
+    )
+    return snapshot, lease
+
+
+# --- turnover
+
+
+@dataclass(frozen=True, slots=True)
+class _FullCache:
+    """The state that the shards to leave out depend on; `is_filling` while a worker fills the cache."""
+
+    policy: EvictionPolicy
+    room: Room
+    leased: LeasedShards
+    is_filling: bool
+
+
+def _shards_to_leave(tables: Tables, full: _FullCache, request: SnapshotRequest) -> IntArray:
+    """The ids of the shards that the next epoch leaves out.
+
+    They are the surplus over a limit that was lowered, which otherwise each epoch would hold again, and the
+    `turnover` share of a full cache while filling goes on. Fewer of both where the epoch would have less than
+    `least` samples.
+
+    Shards that no lease holds go first, then those with the fewest other leases, in the order of eviction:
+    several trainers have to leave out the same ones. The caller's leases end with the previous epoch and do
+    not count.
+
+    If the filling has waited for an epoch since the last snapshot, it will soon replace the shards that the
+    previous epoch left out. Those come first, so their bytes are added to the share.
+    """
+    policy, room = full.policy, full.room
+    # Under "none" a lower limit evicts, but not a disk that other programs fill.
+    limit_bytes = int(tables.meta("size_limit")) if policy == "none" else room.limit_bytes
+    surplus_bytes = max(0, room.used_bytes - limit_bytes)
+    turns_over = request.turnover and policy != "none" and full.is_filling
+    if not surplus_bytes and not turns_over:
+        return np.empty(0, np.int64)
+    ids, sizes, uses, counts = _in_order_of_eviction(tables, "lru" if policy == "none" else policy)
+    is_free = full.leased.holders(ids) == 0
+    order = np.argsort(np.where(is_free, -1, full.leased.holders(ids, request.mine)), kind="stable")
+    ids, sizes, uses, counts, is_free = (column[order] for column in (ids, sizes, uses, counts, is_free))
+    leave_bytes = surplus_bytes
+    if turns_over:
+        share_bytes = _turnover_bytes(tables, room, request.turnover, int(sizes.max(initial=0)))
+        leave_bytes += share_bytes
+        is_whole = request.epoch_size is None or request.epoch_size >= int(counts.sum())
+        if share_bytes and _note_waits(tables) and is_whole:
+            # At most one share: short epochs would leave out shards faster than the filling replaces them.
+            replaced_bytes = sum(tables.reserved_bytes())
+            left_bytes = int(sizes[is_free & (uses > 0)].sum())
+            leave_bytes += max(0, min(left_bytes, share_bytes - replaced_bytes))
+    return leave_out(ids, sizes, uses, counts, leave_bytes, request.least)
+
+
+def _in_order_of_eviction(tables: Tables, policy: EvictionPolicy) -> list[IntArray]:
+    """The ids, sizes, uses and samples of the shards that may be evicted, int64 `[n]` each."""
+    kept = tables.held_out_shards()
+    if callable(policy):
+        rows = chosen_by(policy, [row for row in tables.shards() if row.id not in kept])
+        values = [(row.id, row.size_bytes, row.uses, row.num_samples) for row in rows]
+        return list(np.array(values, np.int64).reshape(-1, 4).T)
+    columns = tables.shard_columns("id", "size_bytes", "uses", "num_samples", policy=policy)
+    goes = ~np.isin(columns[0], list(kept))
+    return [column[goes] for column in columns]
+
+
+def _note_waits(tables: Tables) -> bool:
+    """Note that a snapshot has come; return whether the filling has waited for one since the last."""
+    waits, before = int(tables.meta("epoch_waits", 0)), int(tables.meta("epoch_waits_seen", 0))
+    tables.set_meta("epoch_waits_seen", waits)
+    return waits > before or tables.meta("fill_message") == WAITS
+
+
+def _turnover_bytes(tables: Tables, room: Room, turnover: float, largest_bytes: int) -> int:
+    passes = tables.passes()
+    if not passes:
+        return 0
+    filling = PassProgress(
+        done=tables.positions_done(passes[-1]),
+        length=passes[-1].length,
+        shard_bytes=tables.totals()[2],
+        lost=len(passes) > 1 or int(tables.meta("evicted_shards", 0)) > 0,
+    )
+    return bytes_to_leave(room, turnover, filling, largest_bytes)
+
+
+# --- what is held out
+
+
+def count_held_out(cache: Cache, split: Split) -> None:
+    """Count the held-out samples of shards made before the cache held any out, by reading them once."""
+    choose_split(cache, split.name, split.holdout)  # the cache may have been cleared meanwhile
+    with cache.catalogue.reading() as tables:
+        uncounted = tables.uncounted_shards()
+    counts: dict[int, int] = {}
+    for shard_id in uncounted:
+        try:
+            shard = MappedShard(shard_path(cache.path, shard_id))
+            counts[shard_id] = len(Split("held-out", split.holdout).rows(shard.key_hashes()))
+        except CorruptShardError as error:  # quarantining a shard evicted meanwhile does nothing
+            cache.quarantine(shard_id, str(error))
+    if counts:
+        with cache.catalogue.transaction() as tables:
+            for shard_id, count in counts.items():
+                tables.insert_split(shard_id, count)
+
+
+def count_samples(cache: Cache, split: Split | None) -> int:
+    """The number of samples of `split` (None: all) in published shards."""
+    if split is None:
+        return cache.num_samples
+    count_held_out(cache, split)
+    with cache.catalogue.reading() as tables:
+        held_out = tables.held_out()[0]
+        return held_out if split.held_out else tables.totals()[1] - held_out
+
+
+def sample_counts(catalogue: Catalogue) -> dict[int, int]:
+    """The number of samples of each cached shard, by its id."""
+    with catalogue.reading() as tables:
+        ids, counts = tables.shard_columns("id", "num_samples")
+    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
 def any_cached(catalogue: Catalogue, shard_ids: Iterable[int]) -> bool:

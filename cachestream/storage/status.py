@@ -11,20 +11,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
-from cachestream.storage.catalogue import Catalogue
-from cachestream.storage.eviction import EvictionPolicy
-from cachestream.storage.filling import RESTS, Filling, FillState, fill_state
-from cachestream.storage.layout import Directory, free_bytes, overhead_bytes
+from cachestream.errors import NotEnoughSamplesError
+from cachestream.storage.filling import fill_state, phase_now
+from cachestream.storage.layout import free_bytes, overhead_bytes, size_of_file
 from cachestream.storage.locks import is_held
 from cachestream.storage.os_errors import translated_disk_errors
-from cachestream.storage.reservations import Reservations
-from cachestream.storage.tables import FailureRow, Tables
+from cachestream.storage.shard import shard_path
 from cachestream.storage.telemetry import Board, Run, Totals, lasting_run
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
+    from cachestream.storage.catalogue import Catalogue
+    from cachestream.storage.eviction import EvictionPolicy
+    from cachestream.storage.filling import Filling, FillState
+    from cachestream.storage.layout import Directory
+    from cachestream.storage.leases import Leases
+    from cachestream.storage.tables import FailureRow
 
 _MUCH_SKIPPED: Final = 0.01  # of all samples
+_POLL_S: Final = 0.02
 
 logger = logging.getLogger("cachestream")
 
@@ -111,44 +116,6 @@ class CacheStatus:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """The result of `verify`: damaged and missing shards, unknown files, and whether they were repaired.
-
-    `ok` is true when nothing is wrong any more: nothing was found, or all of it was repaired.
-    """
-
-    num_shards: int
-    num_samples: int
-    corrupt: tuple[str, ...]
-    missing: tuple[int, ...]
-    orphans: tuple[str, ...]
-    catalogue_problem: str | None
-    repaired: bool
-
-    @property
-    def problems(self) -> int:
-        found = len(self.corrupt) + len(self.missing) + len(self.orphans)
-        return found + (self.catalogue_problem is not None)
-
-    @property
-    def ok(self) -> bool:
-        return self.repaired or self.problems == 0
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        if not self.problems:
-            return f"{self.num_shards} shards, {self.num_samples} samples: all sound"
-        found = (
-            f"{len(self.corrupt)} corrupt, {len(self.missing)} missing, {len(self.orphans)} unknown files"
-            + (f", catalogue: {self.catalogue_problem}" if self.catalogue_problem else "")
-        )
-        action = "repaired" if self.repaired else "run 'cachestream verify CACHE --repair'"
-        return f"{self.num_shards} shards: {found}; {action}"
-
-
 def describe_skipped(failures: Sequence[FailureRow]) -> str:
     """The number of skipped samples and the most frequent reason; "" if there are none.
 
@@ -189,7 +156,7 @@ def remedy_for_skipped(failures: Sequence[FailureRow], source: str) -> str:
 
 def has_worker(directory: Directory) -> bool:
     """Return whether a worker is running for the cache, in any process."""
-    return is_held(directory.worker_file("supervisor.lock"))
+    return is_held(directory.supervisor_lock)
 
 
 def lost_worker(directory: Directory) -> Run | None:
@@ -221,22 +188,14 @@ def describe_loss(lost: Run | None, then: str = "") -> str:
     return f"its worker (pid {lost.pid}) ended without a word: it was killed, or its container or machine was; {then}"
 
 
-def state_of_filling(directory: Directory, fill: FillState) -> str:
-    """The state of the filling now: the recorded one, or "stopped" where no worker goes on with it."""
-    if fill.phase == "none":  # perhaps the catalogue was lost: the worker will record its state again
-        return "filling" if has_worker(directory) else fill.phase
-    goes_on = fill.phase == "filling" or (fill.phase == "full" and fill.message == RESTS)
-    return "stopped" if goes_on and not has_worker(directory) else fill.phase
-
-
 def read_filling(directory: Directory, filling: Filling) -> tuple[str, FillState]:
-    """The state of the filling, as `state_of_filling`, and the recorded state behind it."""
+    """The phase of the filling now, as `phase_now`, and the recorded state behind it."""
     fill = filling.state()
-    state = state_of_filling(directory, fill)
-    if state != fill.phase:  # the worker may have recorded its end meanwhile
+    phase = phase_now(fill, has_worker(directory))
+    if phase != fill.phase:  # the worker may have recorded its end meanwhile
         fill = filling.state()
-        state = state_of_filling(directory, fill)
-    return state, fill
+        phase = phase_now(fill, has_worker(directory))
+    return phase, fill
 
 
 def shortage_of_disk(directory: Directory, min_free_bytes: int) -> str:
@@ -280,37 +239,70 @@ def hindrance(directory: Directory, fill: FillState) -> str:
     )
 
 
-def occupied_bytes(directory: Directory, tables: Tables) -> int:
+def wait_for_samples(directory: Directory, filling: Filling, count: int, timeout_s: float | None) -> int:
+    """Wait until `count` samples are cached, and return the number of cached samples.
+
+    Raises NotEnoughSamplesError as `Cache.wait`.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        state, fill = read_filling(directory, filling)
+        if fill.num_samples >= count:
+            return fill.num_samples
+        hint = ""
+        if state == "full":
+            why = f"no more fit into its size_limit of {format_size(fill.size_limit)}"
+            hint = "raise that ('cachestream limit CACHE SIZE'), or ask for fewer samples"
+        elif state in ("complete", "failed"):
+            why = f"the filling is {state}"
+        elif deadline_s is not None and time.monotonic() >= deadline_s:
+            why = f"after {timeout_s:g} s the filling is '{state}'"
+        else:
+            time.sleep(_POLL_S)  # SQLite cannot notify
+            continue
+        hint = hint or fill.message or hindrance(directory, fill) or describe_skipped(fill.failures)
+        raise NotEnoughSamplesError(
+            f"{directory.root} holds {fill.num_samples} samples, {count} were asked for, and {why}: "
+            + (hint or "see 'cachestream status CACHE', or ask for fewer samples")
+        )
+
+
+def occupied_bytes(directory: Directory, catalogue: Catalogue) -> int:
     """The disk usage of the whole directory: shards, files being written or removed, and the rest."""
-    in_work = directory.bytes_of(reservation.id for reservation in tables.reservations())
-    return tables.totals()[2] + in_work + overhead_bytes(directory)
+    with catalogue.reading() as tables:
+        shard_bytes, in_work = tables.totals()[2], [row.id for row in tables.reservations()]
+    paths = [
+        path
+        for shard_id in in_work
+        for path in (directory.temporary_shard(shard_id), shard_path(directory.root, shard_id))
+    ]
+    return shard_bytes + sum(map(size_of_file, paths)) + overhead_bytes(directory)
 
 
 def read_status(
-    directory: Directory, catalogue: Catalogue, reservations: Reservations, policy: EvictionPolicy | None
+    directory: Directory, catalogue: Catalogue, leases: Leases, policy: EvictionPolicy | None
 ) -> CacheStatus:
     """The complete status; `policy` is the eviction function of this process, if any."""
+    leased = leases.live()
     with catalogue.reading() as tables:
         fill, meta = fill_state(tables), tables.all_meta()
-        leases, ranges = reservations.leases.look()
-        leased_bytes = tables.bytes_within(ranges)
-        size_bytes = occupied_bytes(directory, tables)
+        leased_bytes = tables.bytes_within(leased.merged())
         reserved_bytes = sum(tables.reserved_bytes())
-        state, schema = state_of_filling(directory, fill), fill.schema
         held_out_samples = tables.held_out()[0]
+    state, schema = phase_now(fill, has_worker(directory)), fill.schema
     current = fill.last_pass
     told = "" if state == "stopped" else fill.message
     is_listing = bool(meta.get("listing", 0)) and state != "none"
     return CacheStatus(
         path=directory.root,
         cache_id=meta["cache_id"],
-        size_bytes=size_bytes,
+        size_bytes=occupied_bytes(directory, catalogue),
         size_limit=fill.size_limit,
         min_free=fill.min_free,
         eviction=getattr(policy, "__name__", "function") if callable(policy) else meta["eviction"],
         num_shards=fill.num_shards,
         num_samples=fill.num_samples,
-        leases=leases,
+        leases=len(leased.ranges),
         leased_bytes=leased_bytes,
         reserved_bytes=reserved_bytes,
         evicted_shards=fill.evicted_shards,
@@ -323,7 +315,8 @@ def read_status(
         num_units=None if current is None else current.length,
         fill_state=state,
         fill_message=describe_loss(lost_worker(directory)) or told or all_dropped(directory, fill),
-        pass_number=0 if current is None else current.id,  # old passes are deleted, ids go on
+        # Old passes are deleted, ids go on; those of a refetch, below 0, come before the first.
+        pass_number=0 if current is None else max(1, current.id),
         pass_done=None if is_listing or current is None else _share_done(fill.positions_done, current.length),
         is_listing=is_listing,
         skipped=sum(failure.count for failure in fill.failures),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -102,14 +102,28 @@ class Suspect:
     reason: str
 
 
-class ProgressTables:
-    """The statements on passes, claims and suspects, within one transaction."""
+class MetaTable:
+    """The settings and counters, within one transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.execute = connection.execute
         self.executemany = connection.executemany
 
-    # --- progress
+    def meta(self, key: str, default: Any = None) -> Any:
+        row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return default if row is None else _restored(row[0])
+
+    def set_meta(self, key: str, value: Any) -> None:
+        stored = _storable(value) if isinstance(value, str) else value
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, stored))
+
+    def all_meta(self) -> dict[str, Any]:
+        rows = self.execute("SELECT key, value FROM meta").fetchall()
+        return {key: _restored(value) for key, value in rows}
+
+
+class ProgressTables(MetaTable):
+    """The passes, claims and suspects, within one transaction."""
 
     def passes(self) -> list[PassRow]:
         rows = self.execute("SELECT id, plan, length, next_position, evicted_before FROM passes ORDER BY id")
@@ -125,12 +139,17 @@ class ProgressTables:
 
     def earlier_pass(self, plan: str, length: int | None) -> int:
         """Return the id of the pass with this plan. An unknown one is inserted before all others."""
-        ids = {row.plan: row.id for row in self.passes()}
-        if plan not in ids:
-            # Below 0, because 0 means no pass. The pass with the highest id stays the current one.
-            ids[plan] = min([0, *ids.values()]) - 1
-            self.execute("INSERT INTO passes VALUES (?, ?, ?, 0, -1)", (ids[plan], plan, length))
-        return ids[plan]
+        known = self.pass_id(plan)
+        if known is not None:
+            return known
+        # Below 0, because 0 means no pass. The pass with the highest id stays the current one.
+        earliest = min([0, *(row.id for row in self.passes())]) - 1
+        self.execute("INSERT INTO passes VALUES (?, ?, ?, 0, -1)", (earliest, plan, length))
+        return earliest
+
+    def pass_id(self, plan: str) -> int | None:
+        row = self.execute("SELECT id FROM passes WHERE plan = ?", (plan,)).fetchone()
+        return None if row is None else int(row[0])
 
     def forget_old_passes(self) -> None:
         """Delete the passes without a cached shard, except the last."""
@@ -147,10 +166,10 @@ class ProgressTables:
 
         A pass with the same plan that was rebuilt from shards is the same pass: the two are merged.
         """
-        same = self.execute("SELECT id FROM passes WHERE plan = ? AND id != ?", (plan, pass_id)).fetchone()
-        if same is not None:
-            self.execute("UPDATE shards SET pass_id = ? WHERE pass_id = ?", (pass_id, same[0]))
-            self.execute("DELETE FROM passes WHERE id = ?", same)
+        same = self.pass_id(plan)
+        if same not in (None, pass_id):
+            self.execute("UPDATE shards SET pass_id = ? WHERE pass_id = ?", (pass_id, same))
+            self.execute("DELETE FROM passes WHERE id = ?", (same,))
         self.execute("UPDATE passes SET plan = ?, length = ? WHERE id = ?", (plan, length, pass_id))
 
     def claims(self, pass_id: int) -> list[tuple[Claim, str]]:
@@ -205,6 +224,80 @@ class ProgressTables:
         )
 
 
+class SplitTables(MetaTable):
+    """The held-out split: the samples and the parts of spans that shards hold, within one transaction."""
+
+    @property
+    def holdout(self) -> float | None:
+        """The share of the samples that is held out; None where that was never requested."""
+        value = self.meta("holdout")
+        return None if value is None else float(value)
+
+    def hold_out(self, holdout: float) -> None:
+        """Hold out the share `holdout` from now on. `insert_split` requires this."""
+        for statement in SPLIT_STATEMENTS:
+            self.execute(statement)
+        self.set_meta("holdout", holdout)
+
+    def insert_split(self, shard_id: int, held_out: int, part: int = WHOLE) -> None:
+        """Record a shard's number of held-out samples, and the `part` of its spans that it holds."""
+        self.execute(
+            "INSERT OR IGNORE INTO splits SELECT id, ?, ? FROM shards WHERE id = ?",
+            (held_out, part, shard_id),
+        )
+
+    def enter_split(self, shard_id: int, fill: Mapping[str, Any]) -> None:
+        """Record the split that a shard's `fill` describes, if it was made with the same holdout."""
+        if "part" in fill and self.holdout == fill["holdout"]:
+            self.insert_split(shard_id, int(fill["held_out"]), int(fill["part"]))
+
+    def uncounted_shards(self) -> list[int]:
+        """The shards whose number of held-out samples is not known."""
+        rows = self.execute("SELECT id FROM shards WHERE id NOT IN (SELECT id FROM splits)")
+        return [row[0] for row in rows]
+
+    def held_out(self) -> tuple[int, int]:
+        """The number of held-out samples counted so far, and the bytes of shards that hold nothing else."""
+        if self.holdout is None:
+            return 0, 0
+        row = self.execute(
+            "SELECT coalesce(sum(held_out), 0), "
+            "coalesce(sum(CASE WHEN held_out = num_samples THEN size_bytes END), 0) "
+            "FROM splits JOIN shards USING (id)"
+        ).fetchone()
+        return int(row[0]), int(row[1])
+
+    def held_out_shards(self) -> set[int]:
+        """The shards that hold only held-out samples. They are evicted last."""
+        if self.holdout is None:
+            return set()
+        rows = self.execute("SELECT id FROM splits JOIN shards USING (id) WHERE held_out = num_samples")
+        return {row[0] for row in rows}
+
+    def held_out_counts(self) -> IntArray:
+        """Held-out samples of each shard, int64 `[num_shards]` by ascending id; -1 where not known."""
+        rows = self.execute(
+            "SELECT coalesce(held_out, -1) FROM shards LEFT JOIN splits USING (id) ORDER BY id"
+        )
+        return np.fromiter((row[0] for row in rows), np.int64)
+
+    def forget_holdout(self) -> None:
+        """Hold nothing out any more. Requires a cache without shards."""
+        self.execute("DELETE FROM meta WHERE key = 'holdout'")
+
+    def spans(self, part: int = WHOLE) -> dict[int, list[Span]]:
+        """The spans of each pass that the shards hold: pass id → spans.
+
+        With `part` TRAIN or HELD_OUT, shards that hold only samples of the other split are left out.
+        """
+        found: dict[int, list[Span]] = {}
+        other = None if self.holdout is None else {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part)
+        without = f" WHERE id NOT IN (SELECT id FROM splits WHERE part = {other})" if other else ""
+        for pass_id, blob in self.execute(f"SELECT pass_id, spans FROM shards{without}"):
+            found.setdefault(pass_id, []).extend(unpack_spans(blob))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Bytes promised to a shard being written, or held by an evicted shard until its file is unlinked."""
@@ -244,22 +337,10 @@ def _restored(value: Any) -> Any:
     return value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
 
 
-class Tables(ProgressTables):
+class Tables(ProgressTables, SplitTables):
     """The statements of one transaction. Valid only inside the `with` block that yielded it."""
 
-    # --- settings and counters
-
-    def meta(self, key: str, default: Any = None) -> Any:
-        row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else _restored(row[0])
-
-    def set_meta(self, key: str, value: Any) -> None:
-        stored = _storable(value) if isinstance(value, str) else value
-        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, stored))
-
-    def all_meta(self) -> dict[str, Any]:
-        rows = self.execute("SELECT key, value FROM meta").fetchall()
-        return {key: _restored(value) for key, value in rows}
+    # --- counters
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to the counter `key` and return its new value."""
@@ -317,20 +398,18 @@ class Tables(ProgressTables):
         row = self.execute(f"SELECT {_SHARD_COLUMNS} FROM shards WHERE id = ?", (shard_id,)).fetchone()
         return None if row is None else ShardRow(*row)
 
+    def origin(self, shard_id: int) -> tuple[Schema, str | None] | None:
+        """The schema of a shard, and the plan of its pass; None for a shard that is gone."""
+        row = self.execute(
+            "SELECT json, plan FROM shards JOIN schemas ON schemas.id = schema_id "
+            "LEFT JOIN passes ON passes.id = pass_id WHERE shards.id = ?",
+            (shard_id,),
+        ).fetchone()
+        return None if row is None else (Schema.from_json(row[0]), row[1])
+
     def insert_shard(self, row: ShardRow, schema_id: int, pass_id: int, spans: Sequence[Span]) -> None:
-        self.execute(
-            "INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                row.id,
-                row.size_bytes,
-                row.num_samples,
-                row.uses,
-                row.last_used,
-                schema_id,
-                pass_id,
-                pack_spans(spans),
-            ),
-        )
+        values = (*astuple(row), schema_id, pass_id, pack_spans(spans))
+        self.execute("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def delete_shards(self, ids: Iterable[int]) -> None:
         self.executemany("DELETE FROM shards WHERE id = ?", [(shard_id,) for shard_id in ids])
@@ -360,94 +439,46 @@ class Tables(ProgressTables):
         )
         self.execute("UPDATE totals SET shards = ?, samples = ?, size_bytes = ?", self.sums())
 
-    def spans(self, part: int = WHOLE) -> dict[int, list[Span]]:
-        """The spans of each pass that the shards hold: pass id → spans.
-
-        With `part` TRAIN or HELD_OUT, shards that hold only samples of the other split are left out.
-        """
-        found: dict[int, list[Span]] = {}
-        other = None if self.holdout is None else {TRAIN: HELD_OUT, HELD_OUT: TRAIN}.get(part)
-        without = f" WHERE id NOT IN (SELECT id FROM splits WHERE part = {other})" if other else ""
-        for pass_id, blob in self.execute(f"SELECT pass_id, spans FROM shards{without}"):
-            found.setdefault(pass_id, []).extend(unpack_spans(blob))
-        return found
-
     def forget_filling(self) -> None:
         """Delete the progress of the filling, its failures and the schema. Counters and settings stay."""
         for table in ("passes", "claims", "suspects", "failures", "schemas"):
             self.execute(f"DELETE FROM {table}")
         self.execute(
-            "DELETE FROM meta WHERE key IN "
-            "('schema', 'source', 'transform', 'fill_state', 'fill_message', 'votes')"
+            "DELETE FROM meta WHERE key IN ('schema', 'source', 'fill_state', 'fill_message', 'votes')"
         )
-
-    # --- the held-out split
-
-    @property
-    def holdout(self) -> float | None:
-        """The share of the samples that is held out; None where that was never requested."""
-        value = self.meta("holdout")
-        return None if value is None else float(value)
-
-    def hold_out(self, holdout: float) -> None:
-        """Hold out the share `holdout` from now on. `insert_split` requires this."""
-        for statement in SPLIT_STATEMENTS:
-            self.execute(statement)
-        self.set_meta("holdout", holdout)
-
-    def insert_split(self, shard_id: int, held_out: int, part: int = WHOLE) -> None:
-        """Record a shard's number of held-out samples, and the `part` of its spans that it holds."""
-        self.execute(
-            "INSERT OR IGNORE INTO splits SELECT id, ?, ? FROM shards WHERE id = ?",
-            (held_out, part, shard_id),
-        )
-
-    def enter_split(self, shard_id: int, fill: Mapping[str, Any]) -> None:
-        """Record the split that a shard's `fill` describes, if it was made with the same holdout."""
-        if "part" in fill and self.holdout == fill["holdout"]:
-            self.insert_split(shard_id, int(fill["held_out"]), int(fill["part"]))
-
-    def uncounted_shards(self) -> list[int]:
-        """The shards whose number of held-out samples is not known."""
-        rows = self.execute("SELECT id FROM shards WHERE id NOT IN (SELECT id FROM splits)")
-        return [row[0] for row in rows]
-
-    def held_out(self) -> tuple[int, int]:
-        """The number of held-out samples counted so far, and the bytes of shards that hold nothing else."""
-        if self.holdout is None:
-            return 0, 0
-        row = self.execute(
-            "SELECT coalesce(sum(held_out), 0), "
-            "coalesce(sum(CASE WHEN held_out = num_samples THEN size_bytes END), 0) "
-            "FROM splits JOIN shards USING (id)"
-        ).fetchone()
-        return int(row[0]), int(row[1])
-
-    def held_out_shards(self) -> set[int]:
-        """The shards that hold only held-out samples. They are evicted last."""
-        if self.holdout is None:
-            return set()
-        rows = self.execute("SELECT id FROM splits JOIN shards USING (id) WHERE held_out = num_samples")
-        return {row[0] for row in rows}
-
-    def held_out_counts(self) -> IntArray:
-        """Held-out samples of each shard, int64 `[num_shards]` by ascending id; -1 where not known."""
-        rows = self.execute(
-            "SELECT coalesce(held_out, -1) FROM shards LEFT JOIN splits USING (id) ORDER BY id"
-        )
-        return np.fromiter((row[0] for row in rows), np.int64)
 
     # --- schemas
 
     def vote(self, owner: str, votes: Sequence[tuple[Schema, int]]) -> list[tuple[Schema, int]]:
         """Record the schemas of the first samples that `owner` has read; return those of all others."""
+        noted = self.votes() | {owner: list(votes)}
+        texts = {
+            name: [[schema.to_json(), count] for schema, count in given] for name, given in noted.items()
+        }
+        self.set_meta("votes", json.dumps(texts))
+        return [vote for name, given in noted.items() if name != owner for vote in given]
+
+    def votes(self) -> dict[str, list[tuple[Schema, int]]]:
+        """The schemas of the first samples that each owner has read, with counts."""
         noted: dict[str, list[list[Any]]] = json.loads(self.meta("votes", "{}"))
-        others = [
-            (Schema.from_json(text), count) for name in noted if name != owner for text, count in noted[name]
-        ]
-        noted[owner] = [[schema.to_json(), count] for schema, count in votes]
-        self.set_meta("votes", json.dumps(noted))
-        return others
+        return {
+            owner: [(Schema.from_json(text), int(count)) for text, count in given]
+            for owner, given in noted.items()
+        }
+
+    def admit_schema(self, schema: Schema) -> int:
+        """Widen the cache's schema by that of a shard, and return the id of the latter.
+
+        Raises SchemaMismatchError for other fields.
+        """
+        known = self.meta("schema")
+        merged = schema if known is None else Schema.from_json(known).merge(schema)
+        text = merged.to_json()
+        if text != known:
+            self.set_meta("schema", text)
+        if known is None:
+            self.set_meta("votes", "{}")
+        return self.schema_id(schema)
 
     def schema_id(self, schema: Schema) -> int:
         text = schema.to_json()
@@ -477,16 +508,15 @@ class Tables(ProgressTables):
         return [Reservation(row[0], row[1], row[2], bool(row[3])) for row in rows]
 
     def insert_reservation(self, reservation: Reservation) -> None:
-        self.execute(
-            "INSERT INTO reservations VALUES (?, ?, ?, ?)",
-            (reservation.id, reservation.size_bytes, reservation.owner, int(reservation.doomed)),
-        )
+        self.execute("INSERT INTO reservations VALUES (?, ?, ?, ?)", astuple(reservation))
 
-    def take_reservations(self, ids: Iterable[int], owner: str) -> None:
-        """Mark reservations as doomed and transfer them to `owner`."""
-        self.executemany(
-            "UPDATE reservations SET owner = ?, doomed = 1 WHERE id = ?", [(owner, key) for key in ids]
+    def take_reservation(self, shard_id: int, before: str, owner: str) -> bool:
+        """Doom the reservation that `before` has, for `owner` to release; return whether it still had it."""
+        cursor = self.execute(
+            "UPDATE reservations SET owner = ?, doomed = 1 WHERE id = ? AND owner = ?",
+            (owner, shard_id, before),
         )
+        return cursor.rowcount > 0
 
     def fulfil_reservation(self, shard_id: int, owner: str) -> bool:
         """Delete the reservation of a written shard; return whether `owner` still had it."""
@@ -495,9 +525,8 @@ class Tables(ProgressTables):
         )
         return cursor.rowcount > 0
 
-    def delete_reservations(self, ids: Iterable[int]) -> int:
-        """Delete reservations and return their number."""
-        return self.executemany("DELETE FROM reservations WHERE id = ?", [(key,) for key in ids]).rowcount
+    def delete_reservations(self, ids: Iterable[int]) -> None:
+        self.executemany("DELETE FROM reservations WHERE id = ?", [(key,) for key in ids])
 
     # --- skipped samples
 

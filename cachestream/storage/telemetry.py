@@ -11,7 +11,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -187,11 +187,7 @@ class Board:
 
     def totals(self) -> Totals:
         slots = self._slots[: self.processes]
-        integers = ("samples", "units", "fetched_bytes", "written_bytes", "failures", "dropped", "retries")
-        seconds = ("fetch_wait_s", "transform_s", "pack_s", "publish_s", "space_wait_s")
-        return Totals(
-            *(int(slots[name].sum()) for name in integers), *(float(slots[name].sum()) for name in seconds)
-        )
+        return Totals(*(slots[field.name].sum().item() for field in fields(Totals)))
 
 
 ROWS_AT_MOST: Final = 1024

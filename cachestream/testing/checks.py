@@ -17,7 +17,7 @@ from typing import Any, Final
 import cloudpickle
 
 from cachestream.errors import CacheStreamError, SampleError, WorkerError
-from cachestream.sources.base import Rows, RowsSource, Source
+from cachestream.sources.base import ColumnarSource, Rows, Source
 from cachestream.storage.cache import Cache
 from cachestream.testing.observing import (
     NumberedSource,
@@ -31,17 +31,10 @@ from cachestream.testing.reading import CheckedSource, Samples, expect, is_text,
 from cachestream.worker.encode import to_record, to_table
 from cachestream.worker.worker import start_worker
 
-__all__ = [
-    "CHECKS",
-    "SourceChecks",
-    "check_source",
-]
-
-
-THREADS: Final = 8
-ROUNDS: Final = 4
-WIND_DOWN_S: Final = 5.0
-CACHE_LIMIT: Final = "2GB"
+_THREADS: Final = 8
+_ROUNDS: Final = 4
+_WIND_DOWN_S: Final = 5.0
+_CACHE_LIMIT: Final = "2GB"
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
@@ -68,10 +61,6 @@ def check_source(
         check(checks)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 class SourceChecks(CheckedSource):
     """The checks one by one, for a test of each; see `check_source` for the fields."""
 
@@ -81,29 +70,26 @@ class SourceChecks(CheckedSource):
 
     def check_description(self) -> None:
         """`fingerprint`, `num_units` and `repr` are what they should be, and hold no secrets."""
-        source = self.subject
-        expect(is_text(source.fingerprint), "fingerprint must be a text")
-        count = source.num_units
+        source: Any = self.subject
+        fingerprint, count = source.fingerprint, source.num_units
+        expect(is_text(fingerprint), "fingerprint must be a text")
         expect(
-            count is None or _is_count(count),
+            count is None or (isinstance(count, int) and not isinstance(count, bool) and count > 0),
             f"num_units is {count!r}: it must be an int above 0, or None for an endless source",
         )
-        address = _ADDRESS.search(source.fingerprint)
         expect(
-            address is None,
-            f"fingerprint {source.fingerprint!r} holds an address, which differs in every process: "
+            _ADDRESS.search(fingerprint) is None,
+            f"fingerprint {fingerprint!r} holds an address, which differs in every process: "
             "name the data by values, not by repr() of objects",
         )
-        for name, text in (("fingerprint", source.fingerprint), ("repr()", repr(source))):
+        for name, text in (("fingerprint", fingerprint), ("repr()", repr(source))):
             self.expect_no_secret(name, text)
 
     def check_fingerprint(self) -> None:
         """The fingerprint is the same of a source made anew, and in another process."""
         first = self.subject.fingerprint
-        expect(
-            self.make().fingerprint == first,
-            f"the fingerprint changed from {first!r} when the source was made again",
-        )
+        again = self.make().fingerprint
+        expect(again == first, f"the fingerprint changed from {first!r} when the source was made again")
         made = self.subject if is_source(self.source) else self.source
         other = fingerprint_elsewhere(made, self.timeout_s)
         expect(
@@ -125,9 +111,8 @@ class SourceChecks(CheckedSource):
             same = (copy.fingerprint, copy.num_units) == (source.fingerprint, source.num_units)
             expect(same, "a pickled copy has another fingerprint or num_units")
             for unit in self.units(source):
-                self.expect_same(
-                    self.read(source, unit), self.read(copy, unit), f"unit {unit} of a pickled copy"
-                )
+                again = self.read(copy, unit)
+                self.expect_same(self.read(source, unit), again, f"unit {unit} of a pickled copy")
 
     # --- what it gives
 
@@ -151,56 +136,55 @@ class SourceChecks(CheckedSource):
         source = self.subject
         units = [*self.units(source)] * 2
         alone = {unit: self.read(source, unit) for unit in units}
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             together = list(pool.map(lambda unit: self.read(source, unit), units))
         for unit, samples in zip(units, together, strict=True):
             self.expect_same(alone[unit], samples, f"unit {unit}, read by several threads at once")
 
     def check_abandoning(self) -> None:
         """A read that is abandoned after its first sample leaves no thread and no open file."""
-        source = self.subject
-        before: tuple[set[str], set[str]] | None = None
-        for _ in range(ROUNDS):
-            for unit in self.units(source):
-                self.begin(source, unit)
-            if before is None:
-                before = threads(), open_files()  # what is there now may stay: pools, caches
-        assert before is not None
-        deadline_s = time.monotonic() + WIND_DOWN_S
+        self._abandon_all()
+        before = threads(), open_files()  # what is there now may stay: pools, caches
+        for _ in range(_ROUNDS - 1):
+            self._abandon_all()
+        deadline_s = time.monotonic() + _WIND_DOWN_S
         pause = threading.Event()
-        while True:
-            left = sorted(threads() - before[0]), sorted(open_files() - before[1])
-            if not any(left):
-                return
-            if time.monotonic() > deadline_s:
-                break
+        while any(left := (sorted(threads() - before[0]), sorted(open_files() - before[1]))):
+            expect(
+                time.monotonic() < deadline_s,
+                f"reads that were given up left threads {left[0]} and files {left[1]}: close them in a "
+                "`finally` of the generator",
+            )
             pause.wait(0.02)
-        raise AssertionError(
-            f"reads that were given up left threads {left[0]} and files {left[1]}: close them in a "
-            "`finally` of the generator"
-        )
+
+    def _abandon_all(self) -> None:
+        """Read the first sample of each unit, and abandon the rest."""
+        for unit in self.units(self.subject):
+            samples = self.subject.read(unit, rng_of(unit))
+            with suppress(SampleError):
+                next(samples, None)
+            close = getattr(samples, "close", None)
+            if close is not None:
+                close()
 
     def check_range(self) -> None:
         """A unit out of range raises a CacheStreamError or IndexError."""
         source = self.subject
         for unit in [-1] + ([] if source.num_units is None else [source.num_units]):
+            found, cause = f"read({unit}) of {source.num_units} units", None
             try:
-                samples = list(source.read(unit, rng_of(0)))
+                found += f" gave {len(list(source.read(unit, rng_of(0))))} samples"
             except (CacheStreamError, IndexError) as error:
                 self.expect_no_secret(f"the error of read({unit})", f"{error} {error!r}")
-            except Exception as error:
-                raise AssertionError(
-                    f"read({unit}) of {source.num_units} units raised {type(error).__name__}: raise IndexError"
-                ) from error
-            else:
-                raise AssertionError(
-                    f"read({unit}) of {source.num_units} units gave {len(samples)} samples: raise IndexError"
-                )
+                continue
+            except Exception as error:  # noqa: BLE001  the source's, whatever it is
+                found, cause = f"{found} raised {type(error).__name__}", error
+            raise AssertionError(f"{found}: raise IndexError") from cause
 
     def check_rows(self) -> None:
         """`read_rows`, of a source that has it, yields the same samples as `read`."""
         source = self.subject
-        if not isinstance(source, RowsSource):
+        if not isinstance(source, ColumnarSource):
             return
         for unit in self.units(source):
             found: Samples = []
@@ -239,7 +223,7 @@ class SourceChecks(CheckedSource):
 
     def _fill(self, path: str, source: NumberedSource) -> list[tuple[int, int]]:
         """Fill a new cache; the unit and the place in it of every sample that came."""
-        with closing(Cache(path, CACHE_LIMIT, min_free=0)) as cache:
+        with closing(Cache(path, _CACHE_LIMIT, min_free=0)) as cache:
             try:
                 with start_worker(cache, source, num_workers=2, transform=self.transform) as worker:
                     complete = worker.wait(self.timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -17,26 +18,10 @@ import numpy as np
 from cachestream.sources.base import Source
 from cachestream.storage.cache import Cache
 from cachestream.storage.shard import MappedShard
-from cachestream.worker.job import read_frame, write_frame
 from cachestream.worker.processes import import_path, start_python
 
-__all__ = [
-    "NumberedSource",
-    "cached_keys",
-    "fingerprint_elsewhere",
-    "is_source",
-    "open_files",
-    "threads",
-]
-
-
-_POOLED: Final = (
-    "socket:",
-    "anon_inode:",
-    "/dev/",
-    "/proc/",
-    "/memfd:",
-)  # prefixes of pooled connections
+# Beginnings of what connections that stay open for the next read are.
+_POOLED: Final = ("socket:", "anon_inode:", "/dev/", "/proc/", "/memfd:")
 
 
 def is_source(value: Source | Callable[[], Source]) -> TypeGuard[Source]:
@@ -92,38 +77,26 @@ def open_files() -> set[str]:
 
 def fingerprint_elsewhere(source: Source | Callable[[], Source], timeout_s: float) -> str:
     """The fingerprint as a fresh interpreter finds it."""
-    process = start_python(
-        __name__,
-        import_path(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    timer = threading.Timer(timeout_s, process.kill)
-    timer.start()
-    try:
-        with process.stdin, process.stdout:
-            write_frame(process.stdin, cloudpickle.dumps(source))
-            answer = read_frame(process.stdout)
-    except (EOFError, BrokenPipeError):
-        answer = ("an error", f"the process ended with code {process.wait()}; its error is on stderr")
-    finally:
-        timer.cancel()
-        timer.join()
-        process.wait()
-    kind, text = answer
-    if kind != "fingerprint":
+    with start_python(__name__, import_path(), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            output = process.communicate(cloudpickle.dumps(source), timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            output = b""
+            process.kill()
+    answer = False, f"the process ended with code {process.returncode}; its error is on stderr"
+    if output:
+        answer = json.loads(output.splitlines()[-1])  # before it, the source may have printed something
+    is_fingerprint, text = answer
+    if not is_fingerprint:
         raise AssertionError(f"the source could not be opened in another process: {text}")
-    return str(text)
+    return text
 
 
 def main() -> None:
     """Tell the fingerprint of the source that comes through stdin."""
     try:
-        source = pickle.loads(read_frame(sys.stdin.buffer))  # noqa: S301  sent by our own parent
-        made = source if is_source(source) else source()
-        answer = ("fingerprint", made.fingerprint)
+        source = pickle.loads(sys.stdin.buffer.read())  # noqa: S301  sent by our own parent
+        answer = True, (source if is_source(source) else source()).fingerprint
     except Exception as error:  # noqa: BLE001  a process's main: the parent tells
-        answer = ("an error", f"{type(error).__name__}: {error}")
-    write_frame(sys.stdout.buffer, answer)
+        answer = False, f"{type(error).__name__}: {error}"
+    sys.stdout.write(f"{json.dumps(answer)}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +12,6 @@ from cachestream.errors import CacheStreamError, SampleError
 from cachestream.sources.base import Source
 from cachestream.testing.observing import is_source
 from cachestream.worker.encode import EncodedSample, to_record
-
-__all__ = [
-    "CheckedSource",
-    "Samples",
-    "expect",
-    "is_text",
-    "rng_of",
-]
-
 
 Samples = list[tuple[str, EncodedSample]]
 
@@ -35,8 +25,8 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def rng_of(unit: int, seed: int = 0) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=seed * 1_000_003 + unit))
+def rng_of(unit: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=unit))
 
 
 @dataclass(slots=True)
@@ -55,9 +45,7 @@ class CheckedSource:
     def make(self) -> Source:
         """The source; a new one each time where a function was given."""
         given: Any = self.source
-        if is_source(given):
-            return given
-        made: Source = given()
+        made: Source = given if is_source(given) else given()
         expect(is_source(made), f"{type(made).__name__} has not all of fingerprint, num_units and read")
         return made
 
@@ -80,8 +68,10 @@ class CheckedSource:
         """
         samples: Samples = []
         try:
+            item: Any
             for item in source.read(unit, rng_of(unit)):
-                expect(_is_pair(item), f"read({unit}) yielded {item!r}, not (key, sample)")
+                is_pair = isinstance(item, tuple) and len(item) == 2
+                expect(is_pair, f"read({unit}) yielded {item!r}, not (key, sample)")
                 record = to_record(item[1]) if untransformed else self.record(unit, item[1])
                 samples.append((self.key(unit, item[0]), record))
         except SampleError as error:  # a unit, or the rest of it, that cannot be used: allowed, and counted
@@ -101,9 +91,8 @@ class CheckedSource:
         try:
             key.encode()
         except UnicodeEncodeError as error:
-            raise AssertionError(
-                f"read({unit}) yielded the key {key!r}, which is no UTF-8: {error}"
-            ) from error
+            message = f"read({unit}) yielded the key {key!r}, which is no UTF-8: {error}"
+            raise AssertionError(message) from error
         self.expect_no_secret(f"a key of unit {unit}", key)
         return str(key)
 
@@ -117,32 +106,16 @@ class CheckedSource:
         except SampleError as error:
             raise AssertionError(f"a sample of unit {unit} cannot be stored: {error}") from error
 
-    def begin(self, source: Source, unit: int) -> None:
-        """Read the first sample of a unit, and abandon the rest."""
-        samples = source.read(unit, rng_of(unit))
-        with suppress(SampleError):
-            next(samples, None)
-        close = getattr(samples, "close", None)
-        if close is not None:
-            close()
-
     def expect_same(self, one: Samples, other: Samples, what: str) -> None:
         """The same samples, to the byte, in the same order."""
         keys = [key for key, _ in one]
         expect(keys == [key for key, _ in other], f"{what}: other keys, or in another order")
         for (key, record), (_, again) in zip(one, other, strict=True):
-            same = (record.schema, record.shapes) == (again.schema, again.shapes) and all(
-                bytes(value) == bytes(other) for value, other in zip(record.values, again.values, strict=True)
-            )
-            expect(
-                same, f"{what}: sample {key!r} differs; draw all that is random from `rng`, share no state"
-            )
+            same = (record.schema, record.shapes) == (again.schema, again.shapes)
+            same = same and [*map(bytes, record.values)] == [*map(bytes, again.values)]
+            how = "draw all that is random from `rng`, share no state"
+            expect(same, f"{what}: sample {key!r} differs; {how}")
 
     def expect_no_secret(self, where: str, text: str) -> None:
-        """None of the secrets is in a text that may be seen."""
-        # The secret itself is not repeated: this text may be logged.
+        """None of the secrets is in a text that may be seen. The message, which may be logged, has none."""
         expect(not any(secret in text for secret in self.secrets), f"{where} holds a secret: redact it")
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -86,38 +87,34 @@ class BenchReport:
 
     def __str__(self) -> str:
         """A table of 80 columns at most."""
-        batch = self.alone.num_bytes / self.alone.num_batches
+        alone = self.alone
+        # What a transform makes of a batch may have another size: bytes are those that were gathered.
+        bytes_each = alone.num_bytes / alone.num_samples
+
+        def line(name: str, bytes_per_s: float | None, samples: str = "", instead: str = "") -> str:
+            if bytes_per_s is None:
+                return f"{name:28}{instead}"
+            share = bytes_per_s / self.memcpy_bytes_per_s
+            return f"{name:28}{samples:>12}{format_size(bytes_per_s) + '/s':>14}{share:>12.0%}"
+
+        def loader(name: str, rate: Rate | None, instead: str = "") -> str:
+            if rate is None:
+                return line(name, None, instead=instead)
+            return line(name, bytes_each * rate.samples_per_s, f"{rate.samples_per_s:,.0f}")
+
+        size, batch = format_size(alone.num_bytes / alone.num_batches), alone.num_samples // alone.num_batches
         lines = [
-            f"{self.place}: batches of {self.alone.num_samples // self.alone.num_batches}, {format_size(batch)}",
+            f"{self.place}: batches of {batch}, {size}",
             "",
             f"{'':28}{'samples/s':>12}{'bytes/s':>14}{'of memcpy':>12}",
-            self._line("memcpy, one thread", None, self.memcpy_bytes_per_s),
-            self._of("loader alone", self.alone),
+            line("memcpy, one thread", self.memcpy_bytes_per_s),
+            loader("loader alone", alone),
         ]
         if self.transformed is not None:
-            lines.append(self._of("with the batch transform", self.transformed))
-        lines.append(
-            f"{'onto the device':28}{_NO_DEVICE:>26}"
-            if self.moved is None
-            else self._of("onto the device", self.moved)
-        )
+            lines.append(loader("with the batch transform", self.transformed))
+        lines.append(loader("onto the device", self.moved, f"{_NO_DEVICE:>26}"))
         disk = f"disk, random {format_size(self.block_bytes)}"
-        lines.append(
-            f"{disk:28}{_NO_DISK}"
-            if self.disk_bytes_per_s is None
-            else self._line(disk, None, self.disk_bytes_per_s)
-        )
-        return "\n".join(line.rstrip() for line in lines)
-
-    def _of(self, name: str, rate: Rate) -> str:
-        # What a transform makes of a batch may have another size: bytes are those that were gathered.
-        bytes_each = self.alone.num_bytes / self.alone.num_samples
-        return self._line(name, rate.samples_per_s, bytes_each * rate.samples_per_s)
-
-    def _line(self, name: str, samples_per_s: float | None, bytes_per_s: float) -> str:
-        samples = "" if samples_per_s is None else f"{samples_per_s:,.0f}"
-        share = bytes_per_s / self.memcpy_bytes_per_s
-        return f"{name:28}{samples:>12}{format_size(bytes_per_s) + '/s':>14}{share:>12.0%}"
+        return "\n".join([*lines, line(disk, self.disk_bytes_per_s, instead=_NO_DISK)])
 
 
 def bench(
@@ -185,9 +182,7 @@ def _nbytes(value: Any) -> int:
         return sum(map(_nbytes, value))
     if getattr(value, "is_nested", False):
         return _nbytes(value.values())
-    return (
-        int(value.nbytes) if hasattr(value, "nbytes") else len(value) if isinstance(value, str | bytes) else 0
-    )
+    return len(value) if isinstance(value, str | bytes) else int(getattr(value, "nbytes", 0))
 
 
 def memcpy_bytes_per_s() -> float:
@@ -210,39 +205,27 @@ def disk_bytes_per_s(cache: Cache, block_bytes: int, seconds: float = _DISK_S) -
     snapshot, lease = cache.take_snapshot()
     try:
         paths = [shard_path(snapshot.root, number) for number in snapshot.shard_ids.tolist()]
-        until_s = time.perf_counter() + seconds
-        done: list[int | None] = []
         begun_s = time.perf_counter()
-        threads = [
-            threading.Thread(target=lambda: done.append(_read_blocks(paths, block_bytes, until_s)))
-            for _ in range(_DISK_DEPTH)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        spent_s = time.perf_counter() - begun_s
+        read = functools.partial(_read_blocks, paths, block_bytes, begun_s + seconds)
+        with ThreadPoolExecutor(_DISK_DEPTH) as threads:
+            total = sum(threads.map(read, range(_DISK_DEPTH)))
+        return total / (time.perf_counter() - begun_s) if total else None
+    except OSError:
+        return None
     finally:
         lease.release()
-    total = sum(count or 0 for count in done)
-    return total / spent_s if total and None not in done else None
 
 
-def _read_blocks(paths: list[str], block_bytes: int, until_s: float) -> int | None:
-    """Bytes read at random places of `paths` until `until_s`; None where the filesystem cannot do that."""
-    rng, count = random.Random(), 0
+def _read_blocks(paths: list[str], block_bytes: int, until_s: float, seed: int) -> int:
+    """Bytes read at random places of `paths` until `until_s`. Raises OSError where the filesystem cannot."""
+    rng, count = random.Random(seed), 0
     with mmap.mmap(-1, block_bytes) as memory:  # begins at a page, as the kernel wants it
         while time.perf_counter() < until_s:
-            try:
-                fd = os.open(rng.choice(paths), os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                return None
+            fd = os.open(rng.choice(paths), os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             try:
                 blocks = max(1, os.fstat(fd).st_size // block_bytes)
                 for _ in range(8):
                     count += os.preadv(fd, [memory], rng.randrange(blocks) * block_bytes)
-            except OSError:
-                return None
             finally:
                 os.close(fd)
     return count

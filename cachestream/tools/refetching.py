@@ -31,21 +31,20 @@ from cachestream.errors import (
     SourceUnavailableError,
 )
 from cachestream.schema import WHOLE, Span, is_held_out
-from cachestream.sources.base import Source, as_divisible, as_growing, begins_with
-from cachestream.storage.contents import Content, Contents
+from cachestream.sources.base import DivisibleSource, Source, as_incremental, has_units
 from cachestream.storage.leases import Lease
 from cachestream.storage.locks import lock_file
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
-from cachestream.storage.shard import ShardContent, content_hash
-from cachestream.training.epoch_manifest import load_manifest
+from cachestream.storage.shard import Content, Contents, ShardContent, content_hash
+from cachestream.storage.snapshots import sample_counts
+from cachestream.training.manifests import load_manifest
 from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.cached_units import END, Coverage
+from cachestream.worker.cached_units import Coverage
 from cachestream.worker.encode import to_record
-from cachestream.worker.order import PassPlan, UnitOrder
+from cachestream.worker.lister import list_all
+from cachestream.worker.order import END, PassPlan, UnitOrder, order_file
 from cachestream.worker.packer import Packer
-from cachestream.worker.passes import order_file
-from cachestream.worker.stored_listings import list_all
 from cachestream.worker.unit_reader import sample_generator, unit_generator
 
 if TYPE_CHECKING:
@@ -101,8 +100,8 @@ def refetch(
 
     `source`, `transform` and, for weighted passes, `weights` must be what the worker had; `concurrency` units
     are read at once. Needed shards are not evicted meanwhile, others may be. No worker may fill the cache at
-    the time. If a worker has filled the cache, a shard fails whose samples are in other shards by now, because
-    an epoch would have them twice: refetch into an empty directory to replay it.
+    the time. If a worker has filled the cache, a shard fails whose samples are in other shards by now,
+    because an epoch would have them twice: refetch into an empty directory to replay it.
 
     Raises ConfigError for another source, CacheError while a worker runs, CacheFullError when the limit is
     too small, SourceUnavailableError and SourceError when the remote does not give the units.
@@ -114,7 +113,7 @@ def refetch(
         raise CacheError(f"a worker is filling {cache.path}; stop it first ('cachestream stop {cache.path}')")
     with contextlib.ExitStack() as stack:
         stack.callback(lock.release)
-        if (growing := as_growing(source)) is not None:
+        if (growing := as_incremental(source)) is not None:
             source = list_all(growing, cache)  # with the labels and names that a worker gives
         restorer = stack.enter_context(_Restorer(cache, source))
         missing = restorer.hold_cached(wanted)
@@ -181,7 +180,7 @@ class _Restorer:
 
     def hold_cached(self, wanted: list[Content]) -> list[Content]:
         """Lease the cached shards of `wanted`, and return the others."""
-        found = Contents().find(self._cache, wanted)
+        found = Contents().find(self._cache.path, sample_counts(self._cache.catalogue), wanted)
         self._hold(list(found.values()))
         return [content for content in wanted if content.hash not in found]
 
@@ -223,13 +222,13 @@ class _Restorer:
             pass_id = filling.enter_earlier_pass(self._fingerprint, plan, fill["length"])
             self._passes[plan] = pass_id
         spans = [Span((a, b), (c, d)) for a, b, c, d in fill["spans"]]
-        shard_id = self._publisher.publish(made, spans, UnitProgress(pass_id), spare_unused=False)
-        if shard_id is None:
+        shard_ids = self._publisher.publish([made], spans, UnitProgress(pass_id), spare_unused=False)
+        if shard_ids is None:
             shortage = self._cache.admission.shortage(made.data_bytes)
             raise CacheFullError(
                 f"no space in {self._cache.path} for another shard that the epochs need: {shortage}"
             )
-        self._hold([shard_id])
+        self._hold(shard_ids)
 
     def _hold(self, shard_ids: list[int]) -> None:
         self._ids = sorted([*self._ids, *shard_ids])
@@ -278,21 +277,15 @@ class _Maker:
     def _source_of(self, plan: PassPlan) -> Source:
         """The source, divided into parts of units as it was in the pass."""
         source, parts = self._source, max(1, len(plan.segments))
-        divisible = as_divisible(source)
-        if divisible is None or divisible.rounds == parts:
+        if not isinstance(source, DivisibleSource) or max(1, len(source.round_ends)) == parts:
             return source
         if plan not in self._divided:
-            self._divided[plan] = divisible.divided(parts)
+            self._divided[plan] = source.divided(parts)
         return self._divided[plan]
 
     def has_same_units(self, plan: PassPlan) -> bool:
         """Return whether the units of a pass are those of the source, or the first of them."""
-        source = self._source_of(plan)
-        same = (source.num_units, str(getattr(source, "listing_digest", ""))) == (
-            plan.num_units,
-            plan.listing,
-        )
-        return same or begins_with(source, plan.num_units, plan.listing)
+        return has_units(self._source_of(plan), plan.num_units, plan.listing)
 
     def order_of(self, plan: PassPlan) -> UnitOrder:
         order = self._orders.get(plan)
@@ -347,15 +340,12 @@ class _Maker:
 
     def _read(self, plan: PassPlan, unit: int, first: int, stop: int) -> list[tuple[str, Any]]:
         """The samples of `unit` at the offsets from `first` to `stop`, transformed."""
-        delays = backoff_delays(random.Random())
-        for attempt in itertools.count(1):
+        for delay_s in itertools.islice(backoff_delays(random.Random()), _ATTEMPTS - 1):
             try:
                 return list(self._samples(plan, unit, first, stop))
             except SourceUnavailableError:
-                if attempt == _ATTEMPTS:
-                    raise
-                time.sleep(next(delays))
-        raise AssertionError
+                time.sleep(delay_s)
+        return list(self._samples(plan, unit, first, stop))
 
     def _samples(self, plan: PassPlan, unit: int, first: int, stop: int) -> Iterator[tuple[str, Any]]:
         reading = iter(self._source_of(plan).read(unit, unit_generator(plan, unit)))
@@ -366,16 +356,13 @@ class _Maker:
                 return  # a damaged unit ended here at the first reading, too
             if offset < first:
                 continue
-            sample = self._transformed(sample, functools.partial(sample_generator, plan, unit, offset))
+            if self._transform is not None:
+                try:
+                    sample = self._transform(sample, functools.partial(sample_generator, plan, unit, offset))
+                except (Exception, SystemExit):  # noqa: BLE001,S112  the worker skips the sample, too
+                    continue
             if sample is not None:
                 yield key, sample
-
-    def _transformed(self, sample: Any, generator: Callable[[], np.random.Generator]) -> Any:
-        """`sample` after the transform; None if it was dropped or failed."""
-        try:
-            return sample if self._transform is None else self._transform(sample, generator)
-        except (Exception, SystemExit):  # noqa: BLE001  the worker skips the sample, too
-            return None
 
 
 def _belongs_to(content: Content, key: str) -> bool:

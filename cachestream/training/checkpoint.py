@@ -96,15 +96,13 @@ class SegmentRecord:
             "key": self.key,
             "cuts": [cut.to_state() for cut in self.cuts],
         }
-        if self.listed is not None:
-            state["listed"] = self.listed.tolist()
-        if self.bounds is not None:
-            state["bounds"] = self.bounds.tolist()
-        if self.split is not None:
-            state["split"] = self.split
-        if self.local is not None:
-            state["local"] = list(self.local)
-        return state
+        optional = {
+            "listed": None if self.listed is None else self.listed.tolist(),
+            "bounds": None if self.bounds is None else self.bounds.tolist(),
+            "split": self.split,
+            "local": None if self.local is None else list(self.local),
+        }
+        return state | {name: value for name, value in optional.items() if value is not None}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> SegmentRecord:

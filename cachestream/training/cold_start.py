@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 from cachestream.config import format_size
 from cachestream.errors import NotEnoughSamplesError
-from cachestream.storage.holdout import count_samples
+from cachestream.storage.snapshots import count_samples
 from cachestream.storage.status import describe_skipped, hindrance, remedy_for_skipped, warn_of_skipped
-from cachestream.training.loader_options import EpochSettings
 from cachestream.training.rendezvous import Cancelled
 
 if TYPE_CHECKING:
     from cachestream.storage.cache import Cache
+    from cachestream.training.epoch_settings import EpochSettings
 
 
 _POLL_S: Final = 0.02
@@ -28,78 +28,75 @@ _LONGEST_POLL_S: Final = 0.5  # counted for one poll, which takes longer if the 
 logger = logging.getLogger("cachestream")
 
 
-class ColdStart:
-    """The wait for the samples that an epoch of `settings` takes from `cache`; `closed` ends it."""
+def wait_for_samples(
+    cache: Cache,
+    settings: EpochSettings,
+    num_ranks: int,
+    cancelled: Callable[[], bool],
+    closed: threading.Event,
+) -> None:
+    """Wait until `cache` holds `min_samples`, or a batch for each of its `num_ranks` ranks.
 
-    def __init__(self, cache: Cache, settings: EpochSettings, closed: threading.Event) -> None:
-        self._cache = cache
-        self._settings = settings
-        self._closed = closed
+    Raises NotEnoughSamplesError when there are and will be too few, and Cancelled.
+    """
+    whole = settings.batch_size * num_ranks
+    wanted = settings.min_samples or whole
+    least = settings.min_samples or (whole if settings.drop_last else num_ranks)
+    # Shortly before the trainer's own timeout, because this error says more.
+    give_up_s, warn_s = 0.9 * settings.timeout_s, _WARN_AFTER_S
+    waited_s, polled_s = 0.0, time.monotonic()
+    while (have := count_samples(cache, settings.split)) < wanted:
+        state = cache.fill_state()
+        ended = state in ("complete", "full", "failed")
+        if ended or waited_s > give_up_s:
+            # The last samples may have come between the count and the state.
+            have = count_samples(cache, settings.split)
+            if have >= least:
+                return
+            raise NotEnoughSamplesError(_too_few(cache, settings, have, least, state, ended))
+        if waited_s > warn_s:
+            warn_s = math.inf if _warn_why(cache, have, wanted) else waited_s + _WARN_RETRY_S
+        if cancelled() or closed.wait(_POLL_S):
+            raise Cancelled
+        before_s, polled_s = polled_s, time.monotonic()
+        waited_s += min(polled_s - before_s, _LONGEST_POLL_S)
 
-    def wait(self, num_ranks: int, cancelled: Callable[[], bool]) -> None:
-        """Wait until the cache holds `min_samples`, or a batch for each of its `num_ranks` ranks.
 
-        Raises NotEnoughSamplesError when there are and will be too few, and Cancelled.
-        """
-        settings = self._settings
-        whole = settings.batch_size * num_ranks
-        wanted = settings.min_samples or whole
-        least = settings.min_samples or (whole if settings.drop_last else num_ranks)
-        # Shortly before the trainer's own timeout, because this error says more.
-        give_up_s, warn_s = 0.9 * settings.timeout_s, _WARN_AFTER_S
-        waited_s, polled_s = 0.0, time.monotonic()
-        while (have := count_samples(self._cache, settings.split)) < wanted:
-            state = self._cache.fill_state()
-            ended = state in ("complete", "full", "failed")
-            late = waited_s > give_up_s
-            if ended or late:
-                # The last samples may have come between the count and the state.
-                have = count_samples(self._cache, settings.split)
-                if have >= least:
-                    return
-                raise NotEnoughSamplesError(self._too_few(have, least, state, ended))
-            if waited_s > warn_s:
-                warn_s = math.inf if self._warn_why(have, wanted) else waited_s + _WARN_RETRY_S
-            if cancelled() or self._closed.wait(_POLL_S):
-                raise Cancelled
-            before_s, polled_s = polled_s, time.monotonic()
-            waited_s += min(polled_s - before_s, _LONGEST_POLL_S)
+def _warn_why(cache: Cache, have: int, wanted: int) -> bool:
+    """Log why samples are missing; return whether the reason is known."""
+    why = hindrance(cache.directory, cache.filling.state())
+    if why:
+        text = "no samples" if not have else f"{have} samples of {wanted}"
+        logger.warning("%s holds %s so far: %s", cache.path, text, why)
+    else:
+        warn_of_skipped(cache)
+    return bool(why)
 
-    def _warn_why(self, have: int, wanted: int) -> bool:
-        """Log why samples are missing; return whether the reason is known."""
-        why = hindrance(self._cache.directory, self._cache.filling.state())
-        if why:
-            text = "no samples" if not have else f"{have} samples of {wanted}"
-            logger.warning("%s holds %s so far: %s", self._cache.path, text, why)
-        else:
-            warn_of_skipped(self._cache)
-        return bool(why)
 
-    def _too_few(self, have: int, wanted: int, state: str, ended: bool) -> str:
-        fill = self._cache.filling.state()
-        failures, message = fill.failures, fill.message
-        hindered = hindrance(self._cache.directory, fill)
-        skipped = describe_skipped(failures)
-        why = (
-            f"its filling is '{state}'" if ended else f"after {self._settings.timeout_s:g} s it is '{state}'"
-        )
-        if state == "full" and not hindered:
-            why = f"no more fit into its size_limit of {format_size(self._cache.size_limit)}"
-            hint = "raise that ('cachestream limit CACHE SIZE'), or use a smaller batch_size or min_samples"
-        elif state == "none":
-            hint = "start a worker (cs.start_worker, or 'cachestream worker')"
-        elif state == "failed":
-            hint = message or "see 'cachestream status CACHE'"
-        elif hindered and (state == "full" or not ended):
-            hint = hindered
-        elif not have and message:
-            hint = f"{message}; correct what fails and start again"
-        elif sum(one.count for one in failures) > have:
-            hint = f"{skipped}; {remedy_for_skipped(failures, fill.source or '')}"
-        elif ended:
-            hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
-        else:
-            hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
-        of = "" if self._settings.split is None else f" of the split '{self._settings.split.name}'"
-        text = f"{self._cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
-        return f"{text} ({skipped})" if skipped and skipped not in hint else text
+def _too_few(cache: Cache, settings: EpochSettings, have: int, wanted: int, state: str, ended: bool) -> str:
+    """The message for an epoch that needs `wanted` samples, with the reason and its remedy."""
+    fill = cache.filling.state()
+    failures, message = fill.failures, fill.message
+    hindered = hindrance(cache.directory, fill)
+    skipped = describe_skipped(failures)
+    why = f"its filling is '{state}'" if ended else f"after {settings.timeout_s:g} s it is '{state}'"
+    if state == "full" and not hindered:
+        why = f"no more fit into its size_limit of {format_size(cache.size_limit)}"
+        hint = "raise that ('cachestream limit CACHE SIZE'), or use a smaller batch_size or min_samples"
+    elif state == "none":
+        hint = "start a worker (cs.start_worker, or 'cachestream worker')"
+    elif state == "failed":
+        hint = message or "see 'cachestream status CACHE'"
+    elif hindered and (state == "full" or not ended):
+        hint = hindered
+    elif not have and message:
+        hint = f"{message}; correct what fails and start again"
+    elif sum(one.count for one in failures) > have:
+        hint = f"{skipped}; {remedy_for_skipped(failures, fill.source or '')}"
+    elif ended:
+        hint = "use a smaller batch_size or min_samples, drop_last=False, or more data"
+    else:
+        hint = "does the worker run and the remote answer? See 'cachestream status CACHE', or raise timeout_s"
+    of = "" if settings.split is None else f" of the split '{settings.split.name}'"
+    text = f"{cache.path} holds {have} samples{of}, {wanted} are needed for an epoch, and {why}: {hint}"
+    return f"{text} ({skipped})" if skipped and skipped not in hint else text

@@ -20,12 +20,11 @@ import torch.utils.data
 from cachestream.errors import EpochError
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.leases import Lease, join_lease
-from cachestream.training.batches.buffers import BufferPool
 from cachestream.training.batches.collate import as_samples, packed
-from cachestream.training.batches.columns import Columns
-from cachestream.training.batches.gather import Gatherer
+from cachestream.training.batches.gather import Columns, Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.batches.page_cache import ReadTogether
+from cachestream.training.batches.memory import BufferPool
+from cachestream.training.batches.readahead import ReadTogether
 
 if TYPE_CHECKING:
     from typing_extensions import Self

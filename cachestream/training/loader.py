@@ -15,25 +15,29 @@ import torch
 
 from cachestream.config import check_count, parse_path, whole_number
 from cachestream.errors import ConfigError
-from cachestream.storage.holdout import choose_split
+from cachestream.storage.settings import choose_split
 from cachestream.training.batches.feed import Feed
-from cachestream.training.batches.ragged import Ragged
-from cachestream.training.batches.transfer import BatchTransform, make_transfer
-from cachestream.training.dataset import EpochDataset
-from cachestream.training.epoch_record import Recorder
-from cachestream.training.loader_options import Drawing, EpochSettings, make_weights, refuse_unknown
-from cachestream.training.pipeline import Gathering, Pipeline
-from cachestream.training.position import Cursor, TrainerPosition, from_state
+from cachestream.training.batches.transfer import make_transfer
+from cachestream.training.epoch_settings import EpochSettings, make_weights, refuse_unknown
+from cachestream.training.gathering import Gathering
+from cachestream.training.manifests import Recorder
+from cachestream.training.pipeline import Pipeline
+from cachestream.training.position import TrainerPosition
 from cachestream.training.prepare import Preparer
 from cachestream.training.ranks import Deadlines, find_ranks
-from cachestream.training.samplers import SamplerLike
 from cachestream.training.schedule import Schedule
-from cachestream.training.stats import LoaderStats
+from cachestream.training.segment import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cachestream.storage.cache import Cache
+    from cachestream.training.batches.ragged import Ragged
+    from cachestream.training.batches.transfer import BatchTransform
+    from cachestream.training.dataset import EpochDataset
+    from cachestream.training.position import Cursor
+    from cachestream.training.samplers import SamplerLike
+    from cachestream.training.stats import LoaderStats
 
 
 _instances = itertools.count()
@@ -129,9 +133,20 @@ class EpochLoader:
                 f"batch_transform={batch_transform!r}: give a function of a batch, and perhaps a generator"
             )
         prefetch = check_count("prefetch", prefetch)
-        drawing = Drawing(shuffle, seed, sampler, make_weights(weights), locality)
         settings = EpochSettings(
-            batch_size, drawing, epoch_size, min_samples, turnover, drop_last, timeout_s, with_keys, ragged
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            epoch_size=epoch_size,
+            min_samples=min_samples,
+            turnover=turnover,
+            drop_last=drop_last,
+            timeout_s=timeout_s,
+            sampler=sampler,
+            weights=make_weights(weights),
+            locality=locality,
+            with_keys=with_keys,
+            ragged=ragged,
         ).checked(replay)
         self._settings = settings = replace(settings, split=choose_split(cache, split, holdout))
         self.cache = cache
@@ -210,7 +225,7 @@ class EpochLoader:
         such as their losses. Epochs prepared from now on draw by them, after an exchange between the ranks.
         Raises ConfigError without `weights=`.
         """
-        weights = self._settings.drawing.weights
+        weights = self._settings.weights
         if weights is None:
             raise ConfigError("update_weights() needs EpochLoader(weights=True)")
         weights.update(keys, values)
@@ -231,7 +246,7 @@ class EpochLoader:
         """
         if self._recorder is not None:
             self._recorder.flush()
-        weights = self._settings.drawing.weights
+        weights = self._settings.weights
         state = self._position.to_state()
         return state if weights is None else state | {"weights": weights.to_state()}
 
@@ -241,12 +256,12 @@ class EpochLoader:
         Samples whose shards were evicted since are skipped, with a warning. Raises ConfigError for an invalid
         state.
         """
-        request, weights = from_state(state), self._settings.drawing.weights
+        request, weights = Request.from_state(state), self._settings.weights
         for record in (request.records or {}).values():
             record.check_split(self._settings.split)
         if weights is not None and "weights" in state:
             weights.load(state["weights"])
-        self._position.resume_from(state, request)
+        self._position.resume_from(request)
 
     # --- the end
 
@@ -317,5 +332,5 @@ def _make_pipeline(
     preparer = Preparer(cache, settings, find, closed)
     schedule = Schedule(prefetch)
     feed = Feed(prefetch, transfer) if transform is None else None
-    gathering = Gathering(schedule, preparer, transfer, transform, cache.quarantine, feed)
+    gathering = Gathering(schedule, transfer, transform, cache.quarantine, feed)
     return Pipeline(schedule, preparer, transfer, gathering, closed)

@@ -1,49 +1,73 @@
-"""The trainer's position: the current epoch, the batches delivered, the next epoch, and the checkpoint of
-these.
-
-A state holds the running segment as JSON text: torch.distributed.checkpoint flattens nested values and then
-expects the same keys in a new loader's state, which has no segment yet.
-"""
+"""The trainer's position: the current epoch, the batches delivered, and the next epoch."""
 
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import warnings
-import weakref
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.errors import ConfigError, EpochError
-from cachestream.training.batches.batch_queue import BatchGroup
-from cachestream.training.checkpoint import SegmentRecord
-from cachestream.training.epoch_record import Recorder
-from cachestream.training.loader_options import EpochSettings
-from cachestream.training.pipeline import Pipeline, close_all
+from cachestream.errors import EpochError
 from cachestream.training.ranks import find_job
-from cachestream.training.rendezvous import ProcessGroup
 from cachestream.training.segment import Request, Segment
 from cachestream.training.stats import LoaderStats, Meter
+
+if TYPE_CHECKING:
+    import weakref
+
+    from cachestream.training.batches.batch_queue import BatchGroup
+    from cachestream.training.epoch_settings import EpochSettings
+    from cachestream.training.manifests import Recorder
+    from cachestream.training.pipeline import Pipeline
+
+_REPORT_S: Final = 0.005
+
+
+class Stage(Enum):
+    """The stage of an iteration.
+
+        BEGUN ───first batch───▶ RUNNING ───last batch───▶ FINISHED
+          ├───────interrupt────────┼──▶ FAILED
+          ├───another iteration────┼──▶ LEFT
+          └─────────close──────────┴──▶ CLOSED
+
+    An iteration also fails when its epoch cannot be prepared. One that fails before its first batch is begun
+    again by the next iteration, with the same epoch. One that fails later keeps its place, for `state_dict`,
+    until the next iteration, which makes it LEFT.
+    """
+
+    BEGUN = "begun"
+    RUNNING = "running"
+    FAILED = "failed"
+    FINISHED = "finished"
+    LEFT = "left"
+    CLOSED = "closed"
+
+
+_ENDED: Final = frozenset({Stage.FINISHED, Stage.LEFT, Stage.CLOSED})
 
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """A place in an epoch: after `batches` delivered batches of `epoch`, the last of them from `segment`.
+    """The place of an iteration, which began with `request`: after `batches` delivered batches of its epoch.
 
-    `loaded_state`: the state that the epoch was resumed from, None for one from its beginning. `group`: the
-    batches taken from the queue. `failure`: the error that ended the iteration. `iteration`: the trainer's
-    iterator.
+    `segment`: that of the last batch, None before the first. `group`: the batches taken from the queue.
+    `failure`: the error that ended the iteration. `iteration`: the trainer's iterator.
     """
 
-    epoch: int
+    request: Request
     batches: int
-    loaded_state: dict[str, Any] | None = None
+    stage: Stage = Stage.BEGUN
     segment: Segment | None = None
-    finished: bool = False
     group: BatchGroup | None = None
     failure: str = ""
     iteration: weakref.ref[Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
 
     @property
     def is_abandoned(self) -> bool:
@@ -51,63 +75,24 @@ class Cursor:
         return self.segment is not None and self.iteration is not None and self.iteration() is None
 
 
-_VERSION: Final = 3
-
-
-def to_state(epoch: int, batches: int, segment: Segment | None) -> dict[str, Any]:
-    """The state after `batches` delivered batches of `epoch`, the last of them from `segment`."""
-    state: dict[str, Any] = {"version": _VERSION, "epoch": epoch, "batch": batches, "segment": None}
-    if segment is None:
-        return state
-    within = batches - segment.request.done
-    records = segment.records_after(within)
-    values = {
-        "index": segment.request.index,
-        "drawn_by_all": segment.drawn_after(within),
-        "caches": {cache_id: record.to_state() for cache_id, record in records.items()},
-    }
-    state["segment"] = json.dumps(values, separators=(",", ":"))
-    return state
-
-
-def from_state(state: dict[str, Any]) -> Request:
-    """The request that resumes from `state`; raises ConfigError for a value that `to_state` did
-    not return.
-    """
-    try:
-        if state["version"] != _VERSION:
-            raise ConfigError(
-                f"this state has version {state['version']}, and this cachestream reads {_VERSION}"
-            )
-        epoch, batches, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
-        if epoch < 0 or batches < 0:
-            raise ValueError(f"epoch {epoch}, batch {batches}")
-        if segment is None:
-            if batches:
-                raise ConfigError(
-                    f"this state is of batch {batches} of epoch {epoch}, and what the epoch was drawn from is missing; "
-                    "pass all that state_dict() gave"
-                )
-            return Request(0, epoch)
-        segment = json.loads(segment)
-        records = {
-            str(cache_id): SegmentRecord.from_state(record) for cache_id, record in segment["caches"].items()
-        }
-        return Request(0, epoch, int(segment["index"]), batches, int(segment["drawn_by_all"]), None, records)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"this is no state of an EpochLoader ({error!r}); pass what state_dict() gave"
-        ) from error
-
-
-def _request_again(cursor: Cursor) -> Request:
-    """The request that the epoch of `cursor` began with."""
-    return Request(0, cursor.epoch) if cursor.loaded_state is None else from_state(cursor.loaded_state)
-
-
-_REPORT_S: Final = 0.005
+def _end_of(cursor: Cursor) -> Exception:
+    """The exception that says why `cursor` gives no more batches."""
+    if cursor.stage is Stage.FAILED:
+        return EpochError(
+            f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
+            "to go on"
+        )
+    if cursor.stage is Stage.LEFT:
+        return EpochError(
+            f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
+            "set_epoch or load_state_dict"
+        )
+    if cursor.stage is Stage.CLOSED:
+        return EpochError(
+            f"the EpochLoader was closed after {cursor.batches} batches of epoch {cursor.epoch}; to go on there, give "
+            "its state_dict() to a new one"
+        )
+    return StopIteration()
 
 
 class TrainerPosition:
@@ -125,15 +110,12 @@ class TrainerPosition:
         self._recorder = recorder
         self._timeout_s = settings.timeout_s
         self._meter = Meter()
-        self._job: ProcessGroup | None = None
         # Reentrant: an interrupt between `acquire` and `try` leaves the lock with the thread that goes on.
         self._lock = threading.RLock()
         self._cursor: Cursor | None = None
         self._planned = Request(0, 0)
         self._wanted_epoch: int | None = None
-        self._loaded_state: dict[str, Any] = {}
-        # The state when the loader was closed in mid-epoch.
-        self._closing_state: dict[str, Any] | None = None
+        self._closed_at: Request | None = None  # the rest of the epoch in which the loader was closed
         self._unreported = 0  # batches taken since the last report to the schedule
         self._reported_s = 0.0
         if settings.replay is not None:
@@ -142,11 +124,27 @@ class TrainerPosition:
     # --- from batch to batch
 
     def begin(self) -> Cursor:
-        """Begin the next epoch, or the running one again if none of its batches was taken."""
+        """Begin the next epoch, or the running one again if none of its batches was taken and no other epoch
+        was set.
+        """
         began_s = self._meter.clock()
         self._join_job()
         self._pipeline.start()
-        self._cursor = cursor = self._begin_again() or self._begin_next()
+        again = self._running
+        if again is not None and again.stage is Stage.BEGUN and self._wanted_epoch in {None, again.epoch}:
+            request, planned = again.request, self._planned
+            self._wanted_epoch = None
+        else:
+            self._end_epoch(Stage.LEFT)
+            self._join_job()  # not before: an epoch in progress is finished first
+            self._apply_wanted_epoch()
+            again, request = None, self._planned
+            self._schedule.begin(request.epoch, request if self._schedule.needs_request else None)
+            planned = Request(0, request.epoch + 1)
+        cursor = Cursor(request, request.done)
+        self._planned, self._cursor = planned, cursor
+        if again is not None:
+            again.stage = Stage.LEFT
         self._meter.begin_epoch()
         self._meter.add_gap(self._meter.clock() - began_s)
         return cursor
@@ -178,28 +176,13 @@ class TrainerPosition:
 
     def _next(self, cursor: Cursor) -> tuple[Any, int]:
         """The next batch and its number in the epoch, from 1."""
-        if cursor.failure:
-            raise EpochError(
-                f"this iteration of epoch {cursor.epoch} has ended with an error ({cursor.failure}); iterate the loader "
-                "to go on"
-            )
-        if cursor is not self._cursor:
-            raise EpochError(
-                f"this iteration of epoch {cursor.epoch} has ended: the loader has begun another one, or was moved by "
-                "set_epoch or load_state_dict"
-            )
-        if cursor.finished:
-            if self._closing_state is not None:
-                raise EpochError(
-                    f"the EpochLoader was closed after {cursor.batches} batches of epoch {cursor.epoch}; to go on there, give "
-                    "its state_dict() to a new one"
-                )
-            raise StopIteration
+        if cursor.stage is not Stage.RUNNING and cursor.stage is not Stage.BEGUN:
+            raise _end_of(cursor)
         wait_s, group = 0.0, cursor.group
         if not group:
             wait_s, group = self._fetch(cursor)
         if group.is_end:
-            self.end_epoch()
+            self._end_epoch(Stage.FINISHED)
             self._meter.add_gap(wait_s)
             raise StopIteration
         delivery = group.take(self._timeout_s)
@@ -211,43 +194,38 @@ class TrainerPosition:
         return self._transfer.receive(delivery.staged), delivery.number
 
     def _fail(self, cursor: Cursor, error: BaseException) -> None:
-        """End the iteration of `cursor` on KeyboardInterrupt, or if its epoch could not be prepared.
-
-        The next iteration begins the epoch again if the first batches had not come yet.
-        """
+        """Fail the iteration of `cursor` on KeyboardInterrupt, or if its epoch could not be prepared."""
         if isinstance(error, Exception) and not (self._schedule.needs_request and cursor.segment is None):
             return
-        cursor.failure = f"{type(error).__name__}: {error}"
+        cursor.stage, cursor.failure = Stage.FAILED, f"{type(error).__name__}: {error}"
         if cursor.segment is None:
-            self._planned, self._cursor = _request_again(cursor), None
+            self._planned, self._cursor = cursor.request, None
             self._schedule.prepare_again()
             if cursor.group is not None:  # interrupted before its segment was entered
                 cursor.group.discard()
 
-    def end_epoch(self) -> None:
-        """End the running epoch, at its last batch or before."""
-        cursor = self._cursor
-        if cursor is None or cursor.finished:
+    def _end_epoch(self, stage: Stage) -> None:
+        """End the running epoch. A call that is interrupted is completed by the next one."""
+        cursor = self._running
+        if cursor is None:
             return
-        self._count_reuse(cursor)
-        cursor.finished = True
-        if cursor.segment is not None:
-            close_all(self._schedule.end_segment(cursor.segment))
-            cursor.segment = None  # frees its maps
         if cursor.group is not None:
             cursor.group.discard()
-            cursor.group = None
+        if cursor.segment is not None:
+            self._schedule.end_segment(cursor.segment)
+        self._count_reuse(cursor)
+        cursor.stage, cursor.group, cursor.segment = stage, None, None  # frees its maps
 
     def close(self) -> None:
         """End the running epoch and the pipeline; the state stays as it is now."""
-        cursor = self._running
-        state = self.to_state()
-        if cursor is not None and state["epoch"] == cursor.epoch:
-            self._closing_state = state
+        stage = Stage.CLOSED
+        if (cursor := self._running) is not None:
+            self._closed_at = self._rest()
+            stage = Stage.CLOSED if self._closed_at.epoch == cursor.epoch else Stage.FINISHED
         # Before the queue is emptied: a thread that waits for a batch then learns of the end, not of a
         # timeout.
         self._pipeline.stop(join=False)
-        self.end_epoch()
+        self._end_epoch(stage)
 
     def _report_progress(self, cursor: Cursor, group: BatchGroup, batches: int) -> None:
         """Report progress to the schedule, at most every 5 ms unless the flow runs low."""
@@ -257,26 +235,6 @@ class TrainerPosition:
             self._schedule.advance(self._unreported)
             self._check_alone(cursor, batches)
             self._unreported, self._reported_s = 0, now_s
-
-    def _begin_next(self) -> Cursor:
-        self.end_epoch()
-        self._join_job()
-        self._apply_wanted_epoch()
-        request = self._planned
-        close_all(self._schedule.begin(request if self._schedule.needs_request else None, request.epoch))
-        cursor = Cursor(request.epoch, request.done, self._loaded_state if request.records else None)
-        self._planned, self._cursor = Request(0, request.epoch + 1), cursor
-        return cursor
-
-    def _begin_again(self) -> Cursor | None:
-        """A new cursor at the running one's place, if no batch was taken and no other epoch was set;
-        otherwise None.
-        """
-        cursor = self._running
-        if cursor is None or cursor.segment is not None or self._wanted_epoch not in {None, cursor.epoch}:
-            return None
-        self._wanted_epoch = None
-        return Cursor(cursor.epoch, cursor.batches, cursor.loaded_state)
 
     def _fetch(self, cursor: Cursor) -> tuple[float, BatchGroup]:
         """Wait for the next batches; return the seconds waited, and the batches."""
@@ -292,8 +250,8 @@ class TrainerPosition:
     def _enter(self, cursor: Cursor, segment: Segment) -> None:
         """Move `cursor` into `segment`, whose first batch has come."""
         self._count_reuse(cursor)
-        close_all(self._schedule.enter_segment(segment))
-        cursor.segment = segment
+        self._schedule.enter_segment(segment)
+        cursor.stage, cursor.segment = Stage.RUNNING, segment
         self._meter.enter_snapshot(segment.snapshot)
         if self._recorder is not None and (ranks := self._pipeline.preparer.ranks).leads:
             self._recorder.enter(segment, ranks.rank, ranks.size)
@@ -332,7 +290,7 @@ class TrainerPosition:
     def jump(self, request: Request) -> None:
         """Make `request` the next one, and have it prepared."""
         self._planned = request
-        close_all(self._schedule.jump(request))
+        self._schedule.begin(request.epoch - 1, request)
 
     def length(self) -> int:
         """The number of batches in the running epoch, otherwise in the next one, which is then prepared."""
@@ -370,7 +328,9 @@ class TrainerPosition:
 
     @property
     def _running(self) -> Cursor | None:
-        return self._cursor if self._cursor is not None and not self._cursor.finished else None
+        """The cursor of the iteration that was not ended."""
+        cursor = self._cursor
+        return None if cursor is None or cursor.stage in _ENDED else cursor
 
     def _prepared_epoch(self) -> int:
         """The running epoch, otherwise the next one, whose preparation is started, or repeated after a
@@ -385,7 +345,7 @@ class TrainerPosition:
         if self._schedule.needs_request:
             self.jump(self._planned)
         elif self._running is not None:
-            close_all(self._schedule.begin(None, self._planned.epoch))
+            self._schedule.begin(self._planned.epoch)
         if self._running is not None:
             self._wanted_epoch = wanted  # until the next iteration, the state is that of the abandoned one
         return self._planned.epoch
@@ -398,28 +358,23 @@ class TrainerPosition:
         self._wanted_epoch = None
 
     def _join_job(self) -> None:
-        """Join the `torch.distributed` job of this process if it is a new one, and request the planned epoch
-        again.
-
-        An epoch in progress is finished first. A job that has ended is kept: its ranks must not go on as
-        single ones.
+        """Join the job of this process if it is a new one, and request the planned epoch again. An epoch in
+        progress is finished first.
         """
-        job, cursor = find_job(), self._running
-        if job is None or job == self._job or (cursor is not None and cursor.segment is not None):
+        cursor = self._running
+        if (cursor is not None and cursor.segment is not None) or not self._pipeline.join_job():
             return
-        self._pipeline.join(job)
-        self._job = job
         if cursor is None:
             self.jump(self._planned)
         else:
-            close_all(self._schedule.begin(_request_again(cursor), cursor.epoch))
+            self._schedule.begin(cursor.epoch, cursor.request)
 
     def _check_alone(self, cursor: Cursor, batches: int) -> None:
         """Raise EpochError for an epoch that a single process began if the process is one of several ranks by
         now.
         """
         segment = cursor.segment
-        if self._job is not None or segment is None or batches >= segment.total:
+        if self._pipeline.job is not None or segment is None or batches >= segment.total:
             return
         job = find_job()
         if job is not None and job.size > 1:
@@ -431,27 +386,21 @@ class TrainerPosition:
     # --- state
 
     def to_state(self) -> dict[str, Any]:
-        """The state after the delivered batches; the loaded state if none was delivered since."""
-        if self._closing_state is not None:
-            return self._closing_state
+        """The state after the delivered batches."""
+        return (self._closed_at or self._rest()).to_state()
+
+    def _rest(self) -> Request:
         cursor = self._running
         if cursor is not None and cursor.segment is not None:
-            if cursor.batches >= cursor.segment.total:
-                return to_state(cursor.epoch + 1, 0, None)
-            return to_state(cursor.epoch, cursor.batches, cursor.segment)
-        begun_from = self._loaded_state if self._planned.records else None
-        loaded_state = begun_from if cursor is None else cursor.loaded_state
-        if loaded_state is not None and loaded_state["epoch"] == self.epoch:
-            return loaded_state
-        return to_state(self.epoch, 0, None)
+            return cursor.segment.rest_after(cursor.batches)
+        request = self._planned if cursor is None else cursor.request
+        return request if self._wanted_epoch in {None, request.epoch} else Request(0, self.epoch)
 
-    def resume_from(self, state: dict[str, Any], request: Request) -> None:
-        """Go on from `state`, whose request is `request`."""
-        self.end_epoch()
-        self._cursor = None
-        self._wanted_epoch = None
+    def resume_from(self, request: Request) -> None:
+        """Go on with `request`, that of a state."""
+        self._end_epoch(Stage.LEFT)
+        self._cursor, self._wanted_epoch = None, None
         self._join_job()
-        self._loaded_state = state
         self.jump(request)
 
     def stats(self) -> LoaderStats:

@@ -8,6 +8,7 @@ takes the snapshot, and the others join its lease.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
@@ -18,12 +19,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from cachestream import errors
 from cachestream.errors import CacheStreamError, EpochError, RankMismatchError
+from cachestream.schema import IntArray
 from cachestream.training.rendezvous import PAUSES_S, Cancelled, ProcessGroup, StoreConnection, meet_at
 
 _meetings = itertools.count()
@@ -42,71 +45,44 @@ class Deadlines:
     later: float = 60.0
 
 
-class Ranks(Protocol):
-    """The ranks of a job, as the preparation of epochs sees them."""
+class Ranks:
+    """The ranks of a job, as the preparation of epochs sees them. This class is a job of a single rank."""
 
-    rank: int
-    size: int
-    group: Group
+    rank = 0
+    size = 1
+    group: Group = (0,)
 
     @property
     def leads(self) -> bool:
         """True if this rank takes the snapshot for its group."""
-        ...
+        return self.group[0] == self.rank
 
     def request(self, name: str) -> None:
         """Ask all ranks to take part in round `name`."""
-        ...
 
     def requested(self, name: str) -> bool:
         """Return whether a rank has asked for round `name`."""
-        ...
+        return False
 
     def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
         """The payload that the group's leader made in round `name`."""
-        ...
+        return make()
 
     def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         """The payloads of the group's ranks in round `name`, in the group's order. An error of any is raised
         on all.
         """
-        ...
+        return [mine]
 
     def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
         """The payloads of all ranks in round `name`, by rank. An error of any rank is raised on all."""
-        ...
+        return [mine]
 
     def report(self, name: str, error: Exception) -> None:
         """Tell the others that this rank fails in round `name`."""
-        ...
 
 
-class SingleRank:
-    """A job of one rank."""
-
-    rank = 0
-    size = 1
-    group: Group = (0,)
-    leads = True
-
-    def request(self, name: str) -> None: ...
-
-    def requested(self, name: str) -> bool:
-        return False
-
-    def share(self, name: str, make: Callable[[], Payload], cancelled: Callable[[], bool]) -> Payload:
-        return make()
-
-    def agree_in_group(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        return [mine]
-
-    def agree(self, name: str, mine: Payload, cancelled: Callable[[], bool]) -> list[Payload]:
-        return [mine]
-
-    def report(self, name: str, error: Exception) -> None: ...
-
-
-class StoreRanks:
+class StoreRanks(Ranks):
     """The ranks of a `torch.distributed` job. Used by one thread.
 
     Raises RankMismatchError, on all ranks, when they have different settings, or when one of them does not
@@ -131,10 +107,6 @@ class StoreRanks:
         self._old_keys: list[str] = []
         self._keys: list[str] = []
         self._closed = closed
-
-    @property
-    def leads(self) -> bool:
-        return self.group[0] == self.rank
 
     def meet(
         self, settings: Mapping[str, Any], cache_id: str, where: str = "come to its EpochLoader"
@@ -274,6 +246,16 @@ def _error_of(payload: Payload, name: str, own: bool) -> CacheStreamError:
     return kind(message if own else f"{name}: {message}")
 
 
+def pack_numbers(numbers: IntArray) -> str:
+    """`numbers` (int64 `[n]`) as a value of a payload."""
+    return base64.b64encode(numbers.astype("<i8").tobytes()).decode()
+
+
+def unpack_numbers(text: str) -> IntArray:
+    """The numbers of `pack_numbers`, int64 `[n]`."""
+    return np.frombuffer(base64.b64decode(text), "<i8").astype(np.int64)
+
+
 def find_job() -> ProcessGroup | None:
     """The `torch.distributed` job of this process; None if none is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -310,7 +292,7 @@ def find_ranks(
     when `closed` is set. Raises RankMismatchError, Cancelled.
     """
     if job is None or job.size == 1:
-        return SingleRank()
+        return Ranks()
     first_s, later_s = deadlines_s.first, deadlines_s.later
     connection = meet_at(job, f"cachestream/{instance}", "its EpochLoader", first_s, later_s, closed)
     ranks = StoreRanks(connection, job.rank, job.size, deadlines_s, closed)

@@ -1,4 +1,7 @@
-"""The order of a user's sampler: a list of samples, the same on every rank, different every epoch."""
+"""The order of a user's sampler: a list of samples, the same on every rank, different every epoch.
+
+Samplers that give each rank its share are evaluated on all ranks, which then interleave their lists.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler, WeightedRandomSampler
 
-from cachestream.errors import ConfigError
+from cachestream.errors import ConfigError, RankMismatchError
 from cachestream.schema import IntArray
+from cachestream.training.ranks import pack_numbers, unpack_numbers
+
+if TYPE_CHECKING:
+    from cachestream.training.ranks import Ranks
 
 _ENDLESS: Final = 100  # a sampler that gives more than so many times the dataset is taken for endless
 _ENDLESS_AT_LEAST: Final = 1_000_000
@@ -33,6 +40,26 @@ class Selection:
     indices: IntArray
     bounds: IntArray | None
     shared: bool
+
+
+def join_selections(
+    mine: Selection, batch_size: int, ranks: Ranks, name: str, cancelled: Callable[[], bool]
+) -> Selection:
+    """Join the selections that the samplers of the group's ranks made, exchanged in round `name`, into one
+    order, from which each rank gets its own.
+    """
+    share = {
+        "drawn": pack_numbers(mine.indices),
+        "bounds": None if mine.bounds is None else pack_numbers(mine.bounds),
+    }
+    answers = ranks.agree_in_group(name, share, cancelled)
+    lists = [unpack_numbers(answer["drawn"]) for answer in answers]
+    bounds = [unpack_numbers(answer["bounds"]) for answer in answers if answer["bounds"] is not None]
+    if bounds and len(bounds) < len(lists):
+        raise RankMismatchError(
+            "some ranks' samplers give batches, others samples: give all the same sampler"
+        )
+    return interleave(lists, bounds or None, batch_size)
 
 
 def check_sampler(sampler: object) -> None:
@@ -75,6 +102,27 @@ def evaluate(
         for part in seeded:
             part.generator = None
     return _selection(drawn, len(dataset), shared)  # type: ignore[arg-type]
+
+
+def interleave(lists: list[IntArray], bounds: list[IntArray] | None, batch_size: int) -> Selection:
+    """Interleave the ranks' lists by batches, so that ranks which split the result get their own lists.
+
+    The result has as many batches as the shortest list; the last one takes the same number of samples from
+    each list.
+    """
+    if bounds is not None:
+        batches = [
+            lists[rank][bounds[rank][i] : bounds[rank][i + 1]]
+            for i in range(min(map(len, bounds)) - 1)
+            for rank in range(len(lists))
+        ]
+        ends = np.cumsum([0, *map(len, batches)]).astype(np.int64)
+        return Selection(np.concatenate([np.empty(0, np.int64), *batches]), ends, shared=True)
+    least = min(map(len, lists))
+    whole = least - least % batch_size
+    heads = np.stack([indices[:whole].reshape(-1, batch_size) for indices in lists], axis=1)
+    tails = [indices[whole:least] for indices in lists]
+    return Selection(np.concatenate([heads.reshape(-1), *tails]), None, shared=True)
 
 
 def _draw(sampler: Iterable[Any], size: int, most: int | None) -> list[Any]:

@@ -2,7 +2,7 @@
 next request.
 
 The trainer begins epochs and takes batches, one thread prepares segments, one gathers them. Every transition
-happens under one lock and does no I/O: it returns the segments to close, and the caller closes them.
+happens under one lock and does no I/O: segments that it retires are closed after it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cachestream.errors import EpochError
 from cachestream.training.batches.batch_queue import BatchGroup, BatchQueue
-from cachestream.training.segment import Request, Segment
+from cachestream.training.segment import SegmentChain
+
+if TYPE_CHECKING:
+    from cachestream.training.segment import Request, Segment
 
 _PREPARE_AT: Final = 0.75  # share of the batches gathered at which the next segment is prepared at the latest
 _LEAST_AHEAD_S: Final = 1.0
@@ -104,11 +106,10 @@ _MOST_AHEAD: Final = 8  # segments prepared because other ranks ask, before this
 
 
 class Schedule:
-    """The state of a loader's epochs. Thread-safe.
+    """The progress of a loader's threads. Thread-safe.
 
-    Invariants: `_next` requests the segment that follows all prepared ones; a request is stale once its
-    generation or its epoch is past, and no stale batch is delivered; no batch is added while `prefetch` or
-    more wait (a flow limits its own).
+    Invariants: no stale batch is delivered; no batch is added while `prefetch` or more wait (a flow limits
+    its own).
 
     Each thread has a condition of its own, so that a batch wakes up one thread: the trainer waits for
     `_batches` (a batch or a length), the gathering thread for `_room` (room or a segment), the preparing
@@ -122,54 +123,27 @@ class Schedule:
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
         self._stopped = False
-        self._next = Request(0, 0)
-        self._prepared: deque[Segment] = deque()
+        self._chain = SegmentChain()
         self._gathering: Segment | None = None
         self._gathered = 0
         self._queue = BatchQueue(prefetch)
-        self._open_segments: list[Segment] = []
-        self._failure: tuple[Request, BaseException] | None = None
-        self._needs_request = False
-        self._generation = 0
-        self._trained_epoch = -1
         self._polls_slow_trainer = False
         self._last_remaining = 0
-        self._totals: dict[int, int] = {}  # batches by epoch, in this generation
         self._ahead_s = 0.0
         self._pace = Pace(prefetch, clock)
         self.activity = {"prepare": "not started", "gather": "not started"}
 
     # --- the trainer
 
-    def begin(self, request: Request | None, epoch: int) -> list[Segment]:
-        """Move the trainer on to `epoch`, or have it jump to `request`; return the segments to close."""
+    def begin(self, epoch: int, request: Request | None = None) -> None:
+        """Move the trainer on to `epoch`; with `request`, everything is prepared anew, beginning with it."""
         with self._lock:
-            if request is not None:
-                # A new generation renames the rounds in which ranks agree, so that a failed round can be
-                # repeated.
-                self._generation += 1
-                self._totals = {}
-                self._next = replace(request, generation=self._generation)
-                self._failure, self._needs_request = None, False
-            elif self._next.epoch < epoch:
-                self._next = Request(self._generation, epoch)
-            self._trained_epoch = epoch
+            self._chain.begin(epoch, request)
             self._queue.clear_in_hand()
+            self._queue.drop(self._chain.is_stale)
             self._pace = self._pace.for_next_epoch()
-            self._prepared = deque(s for s in self._prepared if not self._stale(s.request))
-            self._queue.drop(self._stale)
-            if self._failure is not None and self._stale(self._failure[0]):
-                self._failure = None
-            self._totals = {known: total for known, total in self._totals.items() if known >= epoch}
             self._wake_all()
-            return self._retire(lambda segment: self._stale(segment.request))
-
-    def jump(self, request: Request) -> list[Segment]:
-        """Prepare `request` next, before the trainer begins its epoch; return the segments to close."""
-        closing = self.begin(request, request.epoch)
-        with self._lock:
-            self._trained_epoch = request.epoch - 1
-        return closing
+        self._chain.close_retired()
 
     def take(self, epoch: int, timeout_s: float) -> BatchGroup:
         """Take the next batches of `epoch`. Raises the error of a background thread, or EpochError with a
@@ -211,51 +185,54 @@ class Schedule:
     def length(self, epoch: int, timeout_s: float) -> int:
         """The number of batches in `epoch`; waits until it is prepared, and raises as `take` does."""
         with self._lock:
-            self._wait(lambda: epoch in self._totals, epoch, timeout_s)
-            return self._totals[epoch]
+            self._wait(lambda: epoch in self._chain.totals, epoch, timeout_s)
+            return self._chain.totals[epoch]
 
     @property
     def generation(self) -> int:
         """The number of jumps so far."""
-        return self._generation
+        return self._chain.generation
 
     @property
     def needs_request(self) -> bool:
         """True if the next epoch must be requested again: its preparation failed or was interrupted."""
-        return self._needs_request
+        return self._chain.needs_request
 
     def prepare_again(self) -> None:
         """Have the next epoch requested again: an interrupt may have lost its first batches."""
-        self._needs_request = True
+        self._chain.needs_request = True
 
-    def enter_segment(self, segment: Segment) -> list[Segment]:
-        """Move the trainer into `segment`; return the segments before it, to close."""
+    def enter_segment(self, segment: Segment) -> None:
+        """Move the trainer into `segment`; those before it are closed."""
         with self._lock:
-            place = self._open_segments.index(segment) if segment in self._open_segments else 0
-            before, self._open_segments = self._open_segments[:place], self._open_segments[place:]
-            return before
+            opened = self._chain.open
+            before = opened[: opened.index(segment)] if segment in opened else []
+            self._chain.retire(lambda other: other in before)
+        self._chain.close_retired()
 
-    def end_segment(self, segment: Segment) -> list[Segment]:
-        """End `segment`, whose batches the trainer has taken; return the segments to close."""
+    def end_segment(self, segment: Segment) -> None:
+        """Close `segment`, whose batches the trainer has taken or left."""
         with self._lock:
             self._queue.clear_in_hand()
-            return self._retire(lambda other: other is segment)
+            self._chain.retire(lambda other: other is segment)
+        self._chain.close_retired()
 
     def current(self, epoch: int) -> Segment | None:
         """The oldest segment of `epoch` that is still open."""
         with self._lock:
-            return next((s for s in self._open_segments if s.request.epoch == epoch), None)
+            return next((s for s in self._chain.open if s.request.epoch == epoch), None)
 
-    def stop(self) -> list[Segment]:
-        """Stop all threads; return the segments to close."""
+    def stop(self) -> None:
+        """Stop all threads, and close all segments."""
         with self._lock:
             self._stopped = True
-            self._failure = None  # the frames of its traceback refer to the pipeline
+            self._chain.failure = None  # the frames of its traceback refer to the pipeline
+            self._chain.prepared.clear()
+            self._chain.retire(lambda _: True)
             self._queue.clear_in_hand()
             self._queue.drop(lambda _: True)
-            self._prepared.clear()
             self._wake_all()
-            return self._retire(lambda _: True)
+        self._chain.close_retired()
 
     # --- the thread that prepares
 
@@ -269,21 +246,17 @@ class Schedule:
             self._ahead_s = ahead_s
             if not self._stopped and not self._is_due():
                 self._work.wait(timeout_s)
-            return None if self._stopped else (self._next, self._is_due())
+            return None if self._stopped else (self._chain.next, self._is_due())
 
     def may_prepare_early(self, request: Request) -> bool:
         """Return whether `request` may be prepared early, because another rank asks for it."""
         with self._lock:
-            return self._next is request and self._failure is None and len(self._prepared) < _MOST_AHEAD
-
-    def stale(self, request: Request) -> bool:
-        """Return whether the trainer has moved past `request`."""
-        with self._lock:
-            return self._stale(request)
+            chain = self._chain
+            return chain.next is request and chain.failure is None and len(chain.prepared) < _MOST_AHEAD
 
     def superseded(self, request: Request) -> bool:
         """Return whether another request has replaced `request` as the next one."""
-        return self._stopped or self._next is not request
+        return self._stopped or self._chain.next is not request
 
     def urgent(self) -> bool:
         """Return whether no batch is queued or being gathered."""
@@ -294,18 +267,15 @@ class Schedule:
         with self._lock:
             if self.superseded(segment.request):
                 return False
-            self._prepared.append(segment)
-            self._open_segments.append(segment)
-            self._next = segment.next_request()
-            self._totals[segment.request.epoch] = segment.total
+            self._chain.add(segment)
             self._wake_all()
             return True
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Record that a thread failed on `request`: `take` raises `error` when the trainer reaches it."""
         with self._lock:
-            if not self._stopped and not self._stale(request) and self._failure is None:
-                self._failure = request, error
+            if self.wanted(request) and self._chain.failure is None:
+                self._chain.failure = request, error
                 self._wake_all()
 
     def to_open(self) -> Segment | None:
@@ -320,22 +290,23 @@ class Schedule:
         with self._lock:
             self._gathering, self._gathered = None, 0
             self._wake_if_due()
-            while not self._prepared:
+            while not self._chain.prepared:
                 if self._stopped:
                     return None
                 self._room.wait()
-            self._gathering = self._prepared.popleft()
+            self._gathering = self._chain.prepared.popleft()
             self._work.notify()
             return self._gathering
 
     def put(self, group: BatchGroup) -> bool:
         """Queue `group` when there is room; False if it is stale."""
+        request = group.segment.request
         with self._lock:
             if len(group) and self._queue.is_full:
-                while not (self._queue.has_room_again or self._unwanted(group)):
+                while not (self._queue.has_room_again or not self.wanted(request)):
                     pace, until = self._pace, self._queue.until_room
                     self._room.wait(pace.time_until_taken(until) if pace.is_slow else None)
-            if self._unwanted(group):
+            if not self.wanted(request):
                 return False
             self._queue.put(group)
             self._gathered += len(group)
@@ -349,28 +320,23 @@ class Schedule:
         Return False once most are taken or `flow` is stale, True when a slow trainer has taken some of the
         gathered batches.
         """
+        request = flow.segment.request
         with self._lock:
-            while not (flow.is_low or self._unwanted(flow)):
+            while self.wanted(request) and not flow.is_low:
                 # A trainer that pauses is not polled: `advance` notifies when it goes on.
                 pace, goes_on = self._pace, len(flow) != self._last_remaining
                 self._polls_slow_trainer, self._last_remaining = pace.is_slow and goes_on, len(flow)
                 self._room.wait(pace.time_until_taken(_POLL_BATCHES) if self._polls_slow_trainer else None)
-                if pace.is_slow and not self._unwanted(flow):
+                if pace.is_slow and self.wanted(request):
                     return True
             return False
 
-    def wanted(self, group: BatchGroup) -> bool:
-        """Return whether `group` is not stale."""
+    def wanted(self, request: Request) -> bool:
+        """Return whether the trainer is not past `request`, and the loader not closed."""
         with self._lock:
-            return not self._unwanted(group)
+            return not (self._stopped or self._chain.is_stale(request))
 
     # --- under the lock
-
-    def _unwanted(self, group: BatchGroup) -> bool:
-        return self._stopped or self._stale(group.segment.request)
-
-    def _stale(self, request: Request) -> bool:
-        return request.generation != self._generation or request.epoch < self._trained_epoch
 
     def _wake_if_due(self) -> None:
         if self._is_due():
@@ -381,7 +347,8 @@ class Schedule:
             condition.notify_all()
 
     def _is_due(self) -> bool:
-        if self._prepared or self._failure is not None or self._next.epoch > self._trained_epoch + 1:
+        chain = self._chain
+        if chain.prepared or chain.failure is not None or chain.next.epoch > chain.trained_epoch + 1:
             return False
         if self._gathering is None:
             return True
@@ -389,29 +356,22 @@ class Schedule:
         batches, gathered = self._gathering.plan.num_batches, self._gathered - ungathered
         return self._pace.should_prepare(batches, gathered, waiting - ungathered, self._ahead_s)
 
-    def _retire(self, done: Callable[[Segment], bool]) -> list[Segment]:
-        closing = [segment for segment in self._open_segments if done(segment)]
-        self._open_segments = [segment for segment in self._open_segments if not done(segment)]
-        return closing
-
     def _wait(self, ready: Callable[[], bool], epoch: int, timeout_s: float) -> None:
         """Wait until `ready`, for a trainer in `epoch`; raise if a thread failed, the trainer moved, or time
         is up.
         """
-        left_s, generation = timeout_s, self._generation
+        chain, left_s, generation = self._chain, timeout_s, self._chain.generation
         while not ready():
-            if self._failure is not None and self._failure[0].epoch <= epoch:
-                self._needs_request = True
-                if isinstance(
-                    self._failure[1], StopIteration
-                ):  # raised as it is, it would end the epoch normally
+            if chain.failure is not None and chain.failure[0].epoch <= epoch:
+                chain.needs_request = True
+                if isinstance(chain.failure[1], StopIteration):  # as it is, it would end the epoch normally
                     raise EpochError(
                         "the batch_transform or the sampler raised StopIteration; see its traceback"
-                    ) from self._failure[1]
-                raise self._failure[1]
+                    ) from chain.failure[1]
+                raise chain.failure[1]
             if self._stopped:
                 raise EpochError(_CLOSED)
-            if generation != self._generation or epoch < self._trained_epoch:
+            if generation != chain.generation or epoch < chain.trained_epoch:
                 raise EpochError(f"epoch {epoch} was left: another thread iterates or moves the loader")
             if left_s <= 0:
                 raise EpochError(self._diagnosis(epoch, timeout_s))

@@ -1,23 +1,31 @@
 """Segments, the parts of an epoch that are prepared ahead, and the requests for them.
 
 An epoch is a chain of segments, each a pass over one snapshot: one segment, unless `epoch_size` asks for more
-samples than are cached; then further passes follow over new snapshots, until the epoch is full.
+samples than are cached; then further passes follow over new snapshots, until the epoch is full. The state of
+training after any batch is the request for the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.schema import Snapshot
-from cachestream.training.batches.locations import LocationsAhead
-from cachestream.training.batches.mapped_shards import EpochMaps, fixed_row_bytes
-from cachestream.training.batches.ragged import Ragged
+from cachestream.errors import ConfigError
 from cachestream.training.checkpoint import SegmentRecord
-from cachestream.training.dataset import EpochDataset
-from cachestream.training.plan import Plan, SampleOrder
 
+if TYPE_CHECKING:
+    from cachestream.schema import Snapshot
+    from cachestream.training.batches.mapped_shards import EpochMaps
+    from cachestream.training.batches.ragged import Ragged
+    from cachestream.training.batches.segment_reader import LocationsAhead
+    from cachestream.training.dataset import EpochDataset
+    from cachestream.training.plan import Plan, SampleOrder
+
+_VERSION: Final = 3  # of states
 _MOST_TOGETHER: Final = 16
 _TOGETHER_BYTES: Final = 4 << 20
 
@@ -40,9 +48,57 @@ class Request:
     total: int | None = None
     records: Mapping[str, SegmentRecord] | None = None
 
-    @property
-    def name(self) -> str:
-        return f"{self.generation}.{self.epoch}.{self.index}"
+    def to_state(self) -> dict[str, Any]:
+        """The request as the `state_dict` of a loader.
+
+        The records are JSON text: torch.distributed.checkpoint flattens nested values and then expects the
+        same keys in a new loader's state, which has no records yet.
+        """
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "batch": self.done,
+            "segment": None,
+        }
+        if self.records is not None:
+            values = {
+                "index": self.index,
+                "drawn_by_all": self.drawn,
+                "caches": {cache_id: record.to_state() for cache_id, record in self.records.items()},
+            }
+            state["segment"] = json.dumps(values, separators=(",", ":"))
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Request:
+        """The request of a state; raises ConfigError for a value that `to_state` did not return."""
+        try:
+            if state["version"] != _VERSION:
+                raise ConfigError(
+                    f"this state has version {state['version']}, and this cachestream reads {_VERSION}"
+                )
+            epoch, done, segment = int(state["epoch"]), int(state["batch"]), state["segment"]
+            if epoch < 0 or done < 0:
+                raise ValueError(f"epoch {epoch}, batch {done}")
+            if segment is None:
+                if done:
+                    raise ConfigError(
+                        f"this state is of batch {done} of epoch {epoch}, and what the epoch was drawn from is missing; "
+                        "pass all that state_dict() gave"
+                    )
+                return cls(0, epoch)
+            values = json.loads(segment)
+            records = {
+                str(cache_id): SegmentRecord.from_state(record)
+                for cache_id, record in values["caches"].items()
+            }
+            return cls(0, epoch, int(values["index"]), done, int(values["drawn_by_all"]), records=records)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"this is no state of an EpochLoader ({error!r}); pass what state_dict() gave"
+            ) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +139,14 @@ class Segment:
         return self.dataset.snapshot
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the job."""
+        return sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
+
+    @property
     def batch_bytes(self) -> int:
         """The size of a batch's fields of fixed shape, in bytes."""
-        return self.plan.batch_size * sum(map(fixed_row_bytes, self.snapshot.schema.fields))
+        return self.plan.batch_size * sum(field.row_bytes for field in self.snapshot.schema.fields)
 
     @property
     def batches_together(self) -> int:
@@ -98,8 +159,7 @@ class Segment:
         """The number of samples that all ranks of the job have drawn after `batches` batches of
         this segment.
         """
-        world = sum(ranks for _, ranks in self.others.values()) or self.plan.ranks
-        return self.request.drawn + self.plan.position(batches) * world // self.plan.ranks
+        return self.request.drawn + self.plan.position(batches) * self.num_ranks // self.plan.ranks
 
     def next_request(self) -> Request:
         """The request for the epoch's next segment, or the next epoch."""
@@ -119,13 +179,74 @@ class Segment:
         """The share of the snapshot in the first `batches` batches of all ranks."""
         return self.plan.position(batches) / max(1, self.snapshot.num_samples)
 
-    def records_after(self, batches: int) -> dict[str, SegmentRecord]:
-        """The rest of the segment after `batches` batches, for each cache of the job by its id."""
+    def rest_after(self, done: int) -> Request:
+        """The request for the rest of the epoch after `done` batches, the last of them from this segment."""
+        batches, request = done - self.request.done, self.request
+        if done >= self.total:
+            return Request(0, request.epoch + 1)
         left = {self.snapshot.cache_id: self.record.cut(self.plan.position(batches))}
         for cache_id, (record, ranks) in self.others.items():
             left.setdefault(cache_id, record.cut(replace(self.plan, ranks=ranks).position(batches)))
-        return left
+        return Request(0, request.epoch, request.index, done, self.drawn_after(batches), records=left)
 
     def close(self) -> None:
         """Release the lease on the shards; maps in use by a gather stay until it ends."""
         self.dataset.close()
+
+
+class SegmentChain:
+    """The segments from the trainer's to the next one to prepare. Not thread-safe.
+
+    `next` requests the segment that follows all prepared ones. A request is stale once its generation or its
+    epoch is past; `failure` is the error of one that is not. `needs_request`: the next epoch must be
+    requested again, because its preparation failed or was interrupted. `open` are the segments that hold a
+    lease, oldest first; `retired` are those that the trainer is done with, which are to be closed.
+    """
+
+    def __init__(self) -> None:
+        self.next = Request(0, 0)
+        self.prepared: deque[Segment] = deque()
+        self.open: list[Segment] = []
+        self.retired: deque[Segment] = deque()
+        self.totals: dict[int, int] = {}  # batches by epoch, in this generation
+        self.failure: tuple[Request, BaseException] | None = None
+        self.needs_request = False
+        self.generation = 0
+        self.trained_epoch = -1
+
+    def begin(self, epoch: int, request: Request | None) -> None:
+        """Move on to `epoch`, and with `request` to a new generation that begins with it."""
+        if request is not None:
+            # A new generation renames the rounds in which ranks agree, so that a failed one can be repeated.
+            self.generation += 1
+            self.totals = {}
+            self.next = replace(request, generation=self.generation)
+            self.failure, self.needs_request = None, False
+        elif self.next.epoch < epoch:
+            self.next = Request(self.generation, epoch)
+        self.trained_epoch = epoch
+        self.prepared = deque(s for s in self.prepared if not self.is_stale(s.request))
+        if self.failure is not None and self.is_stale(self.failure[0]):
+            self.failure = None
+        self.totals = {known: total for known, total in self.totals.items() if known >= epoch}
+        self.retire(lambda segment: self.is_stale(segment.request))
+
+    def add(self, segment: Segment) -> None:
+        self.prepared.append(segment)
+        self.open.append(segment)
+        self.next = segment.next_request()
+        self.totals[segment.request.epoch] = segment.total
+
+    def is_stale(self, request: Request) -> bool:
+        return request.generation != self.generation or request.epoch < self.trained_epoch
+
+    def retire(self, done: Callable[[Segment], bool]) -> None:
+        self.retired += [segment for segment in self.open if done(segment)]
+        self.open = [segment for segment in self.open if not done(segment)]
+
+    def close_retired(self) -> None:
+        """Release the leases of the retired segments. The next call completes one that was interrupted."""
+        for segment in tuple(self.retired):
+            segment.close()
+            with suppress(ValueError):  # another thread has closed it, too
+                self.retired.remove(segment)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from cachestream.schema import IntArray, Snapshot
-
-_PENDING: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,60 +49,45 @@ class Reuse:
     def __init__(self) -> None:
         self._ids: IntArray = np.empty(0, np.int64)
         self._unseen = np.empty(0)  # for each shard the share of its samples that was never drawn
-        self._pending: list[tuple[Snapshot, float]] = []
         self._drawn = 0.0
         self._distinct = 0.0
 
     def add(self, snapshot: Snapshot, share: float) -> None:
         """Add a draw of the `share` of `snapshot` (above 1 if samples come several times)."""
-        if share > 0:
-            self._pending.append((snapshot, share))
-        if len(self._pending) > _PENDING:
-            self._count()
-
-    def _count(self) -> None:
-        pending, self._pending = self._pending, []
-        for snapshot, share in pending:
-            ids = np.union1d(self._ids, snapshot.shard_ids)
-            unseen = np.ones(len(ids))
-            unseen[np.searchsorted(ids, self._ids)] = self._unseen
-            drawn = np.searchsorted(ids, snapshot.shard_ids)
-            first_seen = unseen[drawn] * min(share, 1.0)
-            unseen[drawn] -= first_seen
-            self._drawn += share * snapshot.num_samples
-            self._distinct += float((first_seen * snapshot.counts).sum())
-            self._ids, self._unseen = ids, unseen
+        if share <= 0:
+            return
+        ids = np.union1d(self._ids, snapshot.shard_ids)
+        unseen = np.ones(len(ids))
+        unseen[np.searchsorted(ids, self._ids)] = self._unseen
+        drawn = np.searchsorted(ids, snapshot.shard_ids)
+        first_seen = unseen[drawn] * min(share, 1.0)
+        unseen[drawn] -= first_seen
+        self._drawn += share * snapshot.num_samples
+        self._distinct += float((first_seen * snapshot.counts).sum())
+        self._ids, self._unseen = ids, unseen
 
     @property
     def factor(self) -> float:
-        self._count()
         return self._drawn / self._distinct if self._distinct else 1.0
-
-
-class _Drawn:
-    """The distinct shards of the snapshots that an epoch's passes are drawn from."""
-
-    def __init__(self) -> None:
-        self._ids: IntArray = np.empty(0, np.int64)
-        self.shards = 0
-        self.samples = 0
-
-    def add(self, snapshot: Snapshot) -> None:
-        new = np.isin(snapshot.shard_ids, self._ids, invert=True, assume_unique=True)
-        self._ids = np.concatenate([self._ids, snapshot.shard_ids[new]])
-        self.shards += int(new.sum())
-        self.samples += int(snapshot.counts[new].sum())
 
 
 @dataclass(slots=True)
 class _EpochTotals:
-    """Counters of one epoch, which began at `began_s`."""
+    """Counters of one epoch, which began at `began_s`: the batches delivered, and the distinct shards of the
+    snapshots that its passes are drawn from.
+    """
 
     began_s: float = 0.0
     samples: int = 0
     batches: int = 0
     wait_s: float = 0.0
-    drawn: _Drawn = field(default_factory=_Drawn)
+    shard_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    shard_samples: int = 0
+
+    def add(self, snapshot: Snapshot) -> None:
+        new = np.isin(snapshot.shard_ids, self.shard_ids, invert=True, assume_unique=True)
+        self.shard_ids = np.concatenate([self.shard_ids, snapshot.shard_ids[new]])
+        self.shard_samples += int(snapshot.counts[new].sum())
 
 
 class Meter:
@@ -132,7 +114,7 @@ class Meter:
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
         """Begin a pass of the epoch over `snapshot`."""
-        self._epoch.drawn.add(snapshot)
+        self._epoch.add(snapshot)
 
     def add_gap(self, seconds: float) -> None:
         """Add `seconds` spent in the loader between two epochs."""
@@ -163,8 +145,8 @@ class Meter:
         epoch_s = self.last_s - totals.began_s
         return LoaderStats(
             epoch=epoch,
-            epoch_samples=totals.drawn.samples,
-            shards=totals.drawn.shards,
+            epoch_samples=totals.shard_samples,
+            shards=len(totals.shard_ids),
             samples=self.samples,
             batches=self.batches,
             skipped=self.skipped,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,15 @@ from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
 
+if TYPE_CHECKING:
+    from cachestream.training.ranks import Ranks
+
 _OFFSET_KEY: Final = 1
 _SHUFFLE_KEY: Final = 2
 
 Hashes = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
+Weighted = tuple[Hashes, npt.NDArray[np.float32]]  # of keys, and their weights
 Packed = dict[str, str]  # hashes and float32 weights in base64, for JSON in stores and checkpoints
 
 
@@ -39,9 +43,8 @@ class KeyWeights:
 
     def __init__(self, initial: Mapping[str, float] | None = None) -> None:
         self._lock = threading.Lock()
-        self._hashes: Hashes = np.empty(0, np.uint64)
-        self._weights: npt.NDArray[np.float32] = np.empty(0, np.float32)
-        self._pending: list[tuple[Hashes, npt.NDArray[np.float32]]] = []
+        self._known: Weighted = np.empty(0, np.uint64), np.empty(0, np.float32)
+        self._pending: list[Weighted] = []
         self._sent = 0
         self._of_shards: dict[int, Hashes] = {}
         if initial:
@@ -75,7 +78,7 @@ class KeyWeights:
         that is 0.
         """
         with self._lock:
-            known, weights = self._hashes, self._weights
+            known, weights = self._known
         if not len(known):
             return np.ones(len(hashes))
         positions = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
@@ -94,23 +97,18 @@ class KeyWeights:
 
     # --- between ranks, and checkpoints
 
-    def pending(self) -> Packed:
-        """The pending updates."""
+    def exchange(self, ranks: Ranks, name: str, cancelled: Callable[[], bool]) -> None:
+        """Apply the pending updates of all ranks, of later ranks last, in round `name`."""
         with self._lock:
             waiting = list(self._pending)
             self._sent = len(waiting)
-        return _pack(*_latest(waiting))
-
-    def settle(self, updates: Iterable[Packed]) -> None:
-        """Apply the `updates` of all ranks; later ones replace earlier ones."""
+        answers = ranks.agree(name, {"updates": _pack(*_latest(waiting))}, cancelled)
         with self._lock:
-            self._hashes, self._weights = _latest(
-                [(self._hashes, self._weights), *(_unpack(packed) for packed in updates)]
-            )
+            self._known = _latest([self._known, *(_unpack(answer["updates"]) for answer in answers)])
 
     def confirm(self) -> None:
-        """Drop the updates that `pending` returned. Called once all ranks agreed: a cancelled preparation
-        sends them again.
+        """Drop the updates that were exchanged. Called once all ranks agreed on the segment: a cancelled
+        preparation sends them again.
         """
         with self._lock:
             del self._pending[: self._sent]
@@ -119,21 +117,21 @@ class KeyWeights:
     def to_state(self) -> Packed:
         """All weights, with the pending updates applied."""
         with self._lock:
-            return _pack(*_latest([(self._hashes, self._weights), *self._pending]))
+            return _pack(*_latest([self._known, *self._pending]))
 
     def load(self, state: Packed) -> None:
         """Restore a state from `to_state`; raises ConfigError for another value."""
         try:
-            hashes, weights = _unpack(state)
+            known = _unpack(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"these are no weights of an EpochLoader ({error!r})") from error
         with self._lock:
             self._pending.clear()
             self._sent = 0
-            self._hashes, self._weights = hashes, weights
+            self._known = known
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._known[0])
 
 
 def draw(weights: Floats, count: int, key: int) -> IntArray:
@@ -172,9 +170,7 @@ def _bytes(key: str) -> bytes:
     return key.encode("utf-8", "surrogatepass")
 
 
-def _latest(
-    parts: Sequence[tuple[Hashes, npt.NDArray[np.float32]]],
-) -> tuple[Hashes, npt.NDArray[np.float32]]:
+def _latest(parts: Sequence[Weighted]) -> Weighted:
     """Merge `parts`: sorted by hash, with the last weight given for each."""
     hashes = np.concatenate([np.empty(0, np.uint64), *(part[0] for part in parts)])
     weights = np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
@@ -189,7 +185,7 @@ def _pack(hashes: Hashes, weights: npt.NDArray[np.float32]) -> Packed:
     return {name: base64.b64encode(array.tobytes()).decode() for name, array in values.items()}
 
 
-def _unpack(packed: Packed) -> tuple[Hashes, npt.NDArray[np.float32]]:
+def _unpack(packed: Packed) -> Weighted:
     hashes = np.frombuffer(base64.b64decode(packed["keys"]), "<u8").astype(np.uint64)
     weights = np.frombuffer(base64.b64decode(packed["weights"]), "<f4").astype(np.float32)
     if len(hashes) != len(weights):

@@ -25,6 +25,7 @@ from typing import Final
 from cachestream.errors import ConfigError
 from cachestream.linux import open_private
 
+PIECE_BYTES: Final = 1 << 20  # the usual size of a piece of a fetch, which is reported as it arrives
 TICK_S: Final = 0.5  # between the signs of life of a thread that waits
 NO_LIMIT_BYTES: Final = 1 << 62
 BURST_S: Final = 0.1

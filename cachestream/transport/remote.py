@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -33,8 +34,8 @@ from fsspec.utils import get_protocol
 from cachestream.config import check_mapping, parse_size
 from cachestream.errors import ConfigError
 from cachestream.transport import bounds, metering
+from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote_errors import classify, map_errors, redact, redact_text
-from cachestream.transport.stream import PIECE_BYTES
 
 T = TypeVar("T")
 
@@ -92,12 +93,12 @@ async def in_time(answer: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
 
 
-def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
+def result_of(future: concurrent.futures.Future[Any], timeout_s: float, since_s: float | None = None) -> Any:
     """Wait for `future` and return its result; report signs of life meanwhile.
 
-    After `timeout_s` the future is cancelled, and TimeoutError raised.
+    `timeout_s` after `since_s` (None: now) the future is cancelled, and TimeoutError raised.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = timeout_s + (time.monotonic() if since_s is None else since_s)
     while not future.done():
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
@@ -113,30 +114,26 @@ def result_of(future: concurrent.futures.Future[Any], timeout_s: float) -> Any:
 class CallPieces:
     """The size of a call to a driver that returns nothing before all bytes have arrived. Thread-safe.
 
-    It starts at `most_bytes`, is divided by four after a late call, and doubled after a quick one.
+    It starts at `CALL_BYTES`, is divided by four after a late call, and doubled after a quick one.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = self._nbytes = most_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+    def __init__(self) -> None:
+        self.nbytes = CALL_BYTES
 
     def took(self, nbytes: int, took_s: float) -> None:
         """Adapt to a call that returned `nbytes` after `took_s`."""
-        if nbytes >= self._nbytes and took_s < _QUICK_SHARE * CALL_S:
-            self._nbytes = min(2 * self._nbytes, self._most_bytes)
+        if nbytes >= self.nbytes and took_s < _QUICK_SHARE * CALL_S:
+            self.nbytes = min(2 * self.nbytes, CALL_BYTES)
 
     def was_late(self) -> None:
         """Adapt to a call that did not return in time."""
-        self._nbytes = max(self._nbytes // 4, min(_LEAST_CALL_BYTES, self._most_bytes))
+        self.nbytes = max(self.nbytes // 4, _LEAST_CALL_BYTES)
 
 
 class Caller:
     """A thread that makes blocking calls for another thread, which waits for them with a deadline.
 
-    After a late call the thread is abandoned: it ends when the call returns, and keeps no process alive.
+    A Caller with a late call is abandoned: its thread ends when the call returns, and keeps no process alive.
     """
 
     def __init__(self) -> None:
@@ -147,25 +144,35 @@ class Caller:
     def __del__(self) -> None:
         self._todo.put(None)
 
+    def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Have `call` made after those that were submitted before."""
+        future = concurrent.futures.Future[T]()
+        if _late_calls >= MOST_LATE:
+            _make(call, future)  # calls do not return any more: let the process hang, so that it is replaced
+        else:
+            self._todo.put((call, future))
+        return future
+
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
         """Make `call` and return its result; report signs of life meanwhile.
 
         Raises TimeoutError after `timeout_s`; this Caller must not be used again then.
         """
-        global _late_calls
-        if _late_calls >= MOST_LATE:
-            return call()  # calls do not return any more: let the process hang, so that it is replaced
-        future = concurrent.futures.Future[T]()
-        self._todo.put((call, future))
+        future = self.submit(call)
         try:
             found: T = result_of(future, timeout_s)
         except TimeoutError:
             if future.cancelled():
-                with _late_lock:
-                    _late_calls += 1
-                self._todo.put((_count_return, concurrent.futures.Future()))
+                self.abandon()
             raise
         return found
+
+    def abandon(self) -> None:
+        """Count a late call until it returns."""
+        global _late_calls
+        with _late_lock:
+            _late_calls += 1
+        self._todo.put((_count_return, concurrent.futures.Future()))
 
 
 def _count_return() -> None:
@@ -177,12 +184,59 @@ def _count_return() -> None:
 def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]) -> None:
     while (wanted := todo.get()) is not None:
         call, future = wanted
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-                future.set_exception(error)
+        if not future.cancelled():
+            _make(call, future)
         del wanted, call, future
+
+
+def _make(call: Callable[[], Any], future: concurrent.futures.Future[Any]) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # the future was cancelled
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
+            future.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """An open filesystem of fsspec, and where its calls run.
+
+    Those of an asynchronous one run on its event loop, for all threads. A blocking one serves one thread, as
+    fsspec's synchronous filesystems are not thread-safe; its `caller` makes the calls.
+    """
+
+    filesystem: Any
+    caller: Caller | None
+
+    @property
+    def is_async(self) -> bool:
+        return self.caller is None
+
+    def submit(
+        self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
+    ) -> concurrent.futures.Future[T]:
+        """Run the coroutine `work(*arguments)`. Where the filesystem blocks, so may the coroutine."""
+        if self.caller is None:
+            return asyncio.run_coroutine_threadsafe(work(*arguments), self.filesystem.loop)
+        return self.caller.submit(lambda: run_blocking(work(*arguments)))
+
+    def later(self, call: Callable[[], Any]) -> None:
+        """Make `call` after what was submitted before, without waiting for it."""
+        if self.caller is None:
+            self.filesystem.loop.call_soon_threadsafe(call)
+        else:
+            self.caller.submit(call)
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits for an event loop, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        found: T = done.value
+        return found
+    coroutine.close()
+    raise RuntimeError("a coroutine that must not wait does")
 
 
 def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
@@ -253,22 +307,17 @@ class Remote:
         self.secrets = _secrets(self._url, self._options)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._shared: Any = None
+        self._shared: Driver | None = None
         self._mean_object_bytes = 0.0  # of the objects that are read whole; a running mean
-        self.pieces = CallPieces(CALL_BYTES)
+        self.pieces = CallPieces()
         self._per_thread = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "url": self._url,
-            "options": self._options,
-            "protocol": self.protocol,
-            "object_bytes": self.object_bytes,
-        }
+    def __getstate__(self) -> tuple[str, dict[str, Any], int]:
+        return self._url, self._options, self.object_bytes
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._url, self._options, self.protocol = state["url"], state["options"], state["protocol"]
-        self.object_bytes = state["object_bytes"]
+    def __setstate__(self, state: tuple[str, dict[str, Any], int]) -> None:
+        self._url, self._options, self.object_bytes = state
+        self.protocol = get_protocol(self._url)
         self._reset()
 
     def __repr__(self) -> str:
@@ -351,96 +400,39 @@ class Remote:
         """The bound for the bytes of one object."""
         return bounds.smaller(self.object_bytes)
 
-    def filesystem(self) -> Any:
-        """Return the filesystem that this process reads with; open it at the first call.
-
-        An asynchronous one is shared by all threads. Otherwise each thread has its own, as fsspec's
-        synchronous filesystems are not thread-safe; they are used only through `call`.
-        """
+    def driver(self) -> Driver:
+        """Return the driver that this thread reads with; open it at the first call."""
         if self._pid != os.getpid():
             self._reset()
-        known = self._opened_filesystem()
+        known = self._opened_driver()
         if known is None:
             shared = "::" in self._url or fsspec.get_filesystem_class(self.protocol).async_impl
             # A thread with a filesystem of its own need not wait for a silent server of another thread.
             with self._lock if shared else contextlib.nullcontext():
-                known = self._opened_filesystem()  # another thread was first
+                known = self._opened_driver()  # another thread was first
                 if known is None:
                     caller = Caller()
-                    known, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
-                    if known.async_impl:
-                        self._shared = known
+                    filesystem, _ = caller.run(lambda: self._open(attempts=1), OPEN_TIMEOUT_S)
+                    if filesystem.async_impl:
+                        known = self._shared = Driver(filesystem, None)
                     else:
-                        self._per_thread.filesystem, self._per_thread.caller = known, caller
+                        known = self._per_thread.driver = Driver(filesystem, caller)
         return known
 
-    def call(self, work: Callable[[Any], T], nbytes: int = 0) -> T:
-        """Call `work`, which asks for `nbytes`, with this thread's filesystem, which is not asynchronous.
+    def note_failure(self, driver: Driver, error: Exception) -> None:
+        """Adapt to a call of `driver` that failed.
 
-        Raises TimeoutError after `CALL_S`. An error may leave the connection unusable, and some drivers keep
-        a connection for ever: the next call opens another filesystem then.
+        After a late call, calls are smaller. An error may leave the connection of a blocking driver unusable,
+        and some keep one for ever: the next call opens another filesystem then.
         """
-        filesystem = self.filesystem()
-        begun_s = time.monotonic()
-        metering.asking(max(1, nbytes))
-        try:
-            found: T = self._per_thread.caller.run(lambda: work(filesystem), CALL_S)
-        except EOFError as error:  # ftplib's error if the server closed the connection
-            self._discard_filesystem()
-            raise ConnectionError(f"the connection was closed {error}") from error
-        except Exception as error:
-            if classify(error) not in ("missing", "denied"):
-                self._discard_filesystem()
-            if isinstance(error, TimeoutError):
-                self.pieces.was_late()
-            raise
-        self.pieces.took(nbytes, time.monotonic() - begun_s)
-        return found
-
-    def open(self, path: str) -> Any:
-        """Open a file of this thread's filesystem, for `read` and `close`.
-
-        It reads ahead as much as the driver does by default, or less after a late call.
-        """
-        nbytes = self.pieces.nbytes
-        ahead = nbytes if nbytes < CALL_BYTES else None
-        return self.call(lambda filesystem: filesystem.open(path, "rb", block_size=ahead))
-
-    def read(self, file: Any, most: int = CALL_BYTES) -> bytes:
-        """Return the next bytes, at most `most`, of a `file` that was opened by a `call`; none at its end."""
-        nbytes = metering.at_most(min(most, self.pieces.nbytes))
-        data: bytes = self.call(lambda _: file.read(nbytes), nbytes)
-        metering.fetched(len(data))
-        return data
-
-    def close(self, file: Any) -> None:
-        """Close a `file` that was opened by a `call`."""
-        if (caller := getattr(self._per_thread, "caller", None)) is not None:
-            caller.run(file.close, CALL_S)
-
-    def run(self, call: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
-        """Await a `call` of an asynchronous filesystem, for `nbytes`. Raises TimeoutError after `CALL_S`."""
-        begun_s = time.monotonic()
-        try:
-            found: T = run(self.filesystem().loop, call, CALL_S)
-        except TimeoutError:
+        is_late = isinstance(error, TimeoutError)
+        if is_late:
             self.pieces.was_late()
-            raise
-        self.pieces.took(nbytes, time.monotonic() - begun_s)
-        return found
+        if driver.caller is not None and classify(error) not in ("missing", "denied"):
+            if is_late:
+                driver.caller.abandon()
+            if self._opened_driver() is driver:
+                self._per_thread.driver = None
 
-    def info(self, path: str) -> dict[str, Any]:
-        """Return the `info` of the driver on the file `path`: its "size", and more."""
-        filesystem = self.filesystem()
-        found: dict[str, Any]
-        if filesystem.async_impl:
-            found = self.run(filesystem._info(path))
-        else:
-            found = self.call(lambda filesystem: filesystem.info(path))
-        return found
-
-    def _discard_filesystem(self) -> None:
-        self._per_thread.filesystem = self._per_thread.caller = None
-
-    def _opened_filesystem(self) -> Any:
-        return self._shared if self._shared is not None else getattr(self._per_thread, "filesystem", None)
+    def _opened_driver(self) -> Driver | None:
+        return self._shared if self._shared is not None else getattr(self._per_thread, "driver", None)

@@ -22,151 +22,57 @@ Kind = Literal["missing", "denied", "credentials", "bucket", "unavailable", "ran
 BACKOFF_START_S: Final = 0.5
 BACKOFF_LIMIT_S: Final = 60.0
 
-_CODES: Final[dict[str, Kind]] = {
-    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "404", "410"), "missing"),
-    **dict.fromkeys(
-        ("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidPayer", "403"), "denied"
+# The codes of services and the statuses of HTTP, by the kind of failure.
+_KIND_CODES: Final[dict[Kind, tuple[str, ...]]] = {
+    "missing": ("NoSuchKey", "NoSuchVersion", "404", "410"),
+    "denied": ("AccessDenied", "AllAccessDisabled", "InvalidObjectState", "InvalidPayer", "403"),
+    "credentials": (
+        "AccountProblem", "AuthorizationHeaderMalformed", "CredentialsNotSupported", "ExpiredToken",
+        "ExpiredTokenException", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "MissingSecurityHeader",
+        "NotSignedUp", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
+        "UnrecognizedClientException", "401",
     ),
-    **dict.fromkeys(
-        (
-            "AccountProblem",
-            "AuthorizationHeaderMalformed",
-            "CredentialsNotSupported",
-            "ExpiredToken",
-            "ExpiredTokenException",
-            "InvalidAccessKeyId",
-            "InvalidSecurity",
-            "InvalidToken",
-            "MissingSecurityHeader",
-            "NotSignedUp",
-            "RequestTimeTooSkewed",
-            "SignatureDoesNotMatch",
-            "TokenRefreshRequired",
-            "UnrecognizedClientException",
-            "401",
-        ),
-        "credentials",
+    "bucket": (
+        "IllegalLocationConstraintException", "InvalidBucketName", "NoSuchBucket", "PermanentRedirect", "301",
     ),
-    **dict.fromkeys(
-        (
-            "IllegalLocationConstraintException",
-            "InvalidBucketName",
-            "NoSuchBucket",
-            "PermanentRedirect",
-            "301",
-        ),
-        "bucket",
+    "unavailable": (
+        "InternalError", "OperationAborted", "RequestLimitExceeded", "RequestTimeout", "ServiceUnavailable",
+        "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "408", "429", "500", "502", "503", "504",
     ),
-    **dict.fromkeys(
-        (
-            "InternalError",
-            "OperationAborted",
-            "RequestLimitExceeded",
-            "RequestTimeout",
-            "ServiceUnavailable",
-            "SlowDown",
-            "Throttling",
-            "ThrottlingException",
-            "TooManyRequests",
-            "408",
-            "429",
-            "500",
-            "502",
-            "503",
-            "504",
-        ),
-        "unavailable",
-    ),
-    "InvalidRange": "range",
-    "416": "range",
-    "PreconditionFailed": "changed",
-    "412": "changed",
-}
+    "range": ("InvalidRange", "416"),
+    "changed": ("PreconditionFailed", "412"),
+}  # fmt: skip
+_CODES: Final = {code: kind for kind, codes in _KIND_CODES.items() for code in codes}
 # With these codes a remote asks for fewer requests.
 _THROTTLED: Final = frozenset(
-    {
-        "RequestLimitExceeded",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequests",
-        "429",
-        "503",
-    }
-)
-_CLASSES: Final[dict[str, Kind]] = {
-    **dict.fromkeys(
-        (
-            "ClientAuthenticationError",
-            "CredentialRetrievalError",
-            "DefaultCredentialsError",
-            "NoCredentialsError",
-            "PartialCredentialsError",
-            "ProfileNotFound",
-            "RefreshError",
-            "TokenRetrievalError",
-            "UnauthorizedSSOTokenError",
-        ),
-        "credentials",
+    {"RequestLimitExceeded", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
+     "TooManyRequests", "429", "503"}
+)  # fmt: skip
+_KIND_CLASSES: Final[dict[Kind, tuple[str, ...]]] = {
+    "credentials": (
+        "ClientAuthenticationError", "CredentialRetrievalError", "DefaultCredentialsError", "NoCredentialsError",
+        "PartialCredentialsError", "ProfileNotFound", "RefreshError", "TokenRetrievalError", "UnauthorizedSSOTokenError",
     ),
-    **dict.fromkeys(("InvalidRegionError", "NoRegionError", "ParamValidationError"), "bucket"),
-    **dict.fromkeys(
-        (
-            "CertificateError",
-            "ClientConnectorCertificateError",
-            "LocalProtocolError",
-            "SSLCertVerificationError",
-            "UnsupportedProtocol",
-        ),
-        "other",
+    "bucket": ("InvalidRegionError", "NoRegionError", "ParamValidationError"),
+    "other": (
+        "CertificateError", "ClientConnectorCertificateError", "LocalProtocolError", "SSLCertVerificationError",
+        "UnsupportedProtocol",
     ),
-    **dict.fromkeys(
-        (
-            "ChunkedEncodingError",
-            "ClientConnectionError",
-            "ClientPayloadError",
-            "EndpointConnectionError",
-            "FSTimeoutError",
-            "HTTPClientError",
-            "IncompleteRead",
-            "IncompleteReadError",
-            "ReadTimeout",
-            "ResponseParserError",
-            "ResponseStreamingError",
-            "ServiceRequestError",
-            "ServiceResponseError",
-            "TimeoutError",
-            "TransportError",
-            "ConnectionError",
-            "gaierror",
-        ),
-        "unavailable",
+    "unavailable": (
+        "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "EndpointConnectionError",
+        "FSTimeoutError", "HTTPClientError", "IncompleteRead", "IncompleteReadError", "ReadTimeout",
+        "ResponseParserError", "ResponseStreamingError", "ServiceRequestError", "ServiceResponseError",
+        "TimeoutError", "TransportError", "ConnectionError", "gaierror",
     ),
-    **dict.fromkeys(("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"), "missing"),
-    "PermissionError": "denied",
-}
+    "missing": ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"),
+    "denied": ("PermissionError",),
+}  # fmt: skip
+_CLASSES: Final = {name: kind for kind, names in _KIND_CLASSES.items() for name in names}
 _UNAVAILABLE_ERRNOS: Final = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EMFILE,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.ENOTCONN,
-        errno.EPIPE,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    }
-)
+    {errno.EAGAIN, errno.EBUSY, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN,
+     errno.EHOSTUNREACH, errno.EMFILE, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH, errno.ENFILE,
+     errno.ENOMEM, errno.ENOTCONN, errno.EPIPE, errno.ESTALE, errno.ETIMEDOUT}
+)  # fmt: skip
 _NEXT_STEPS: Final[dict[Kind, str]] = {
     "missing": "not found; check the path",
     "denied": "access denied; check the file's permissions, or that these credentials may list and read it",
@@ -286,17 +192,24 @@ def _classify_one(error: BaseException) -> Kind | None:
     return None
 
 
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that drivers chained to `error`, the nearest first."""
+    cause = error.__cause__
+    for _ in range(8):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__
+
+
 def classify(error: BaseException) -> Kind:
     """Return the kind of failure of `error`; a cause that a driver chained to it takes precedence."""
-    cause, seen = error.__cause__, 0
-    while cause is not None and seen < 8:
+    for cause in _causes(error):
         is_conclusive = _code(cause) is not None or _CLASSES.get(type(cause).__name__) == "other"
         kind = _classify_one(cause) if is_conclusive else None
         if kind is not None:
             return kind
-        cause, seen = cause.__cause__, seen + 1
-    text = str(error)
-    if "bucket does not exist" in text:  # s3fs drops the error code when it looks up a path
+    if "bucket does not exist" in str(error):  # s3fs drops the error code when it looks up a path
         return "bucket"
     return _classify_one(error) or "other"
 
@@ -304,20 +217,9 @@ def classify(error: BaseException) -> Kind:
 def judge(error: BaseException) -> Kind:
     """Return the kind of failure of `error`; report to `metering` that a remote asks for fewer requests."""
     kind = classify(error)
-    if kind == "unavailable" and _is_throttled(error):
+    if kind == "unavailable" and any(_code(one) in _THROTTLED for one in (error, *_causes(error))):
         metering.slow_down()
     return kind
-
-
-def _is_throttled(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    for _ in range(8):
-        if cause is None:
-            break
-        if _code(cause) in _THROTTLED:
-            return True
-        cause = cause.__cause__
-    return False
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
-from cachestream.transport.remote import FIRST_BYTE_S, STALL_S, in_time
-
 logger = logging.getLogger("cachestream")
 
 MAX_STRIKES: Final = 3  # in a row: requests that only the client succeeded with
@@ -68,16 +66,21 @@ _composed: contextvars.ContextVar[_ComposedRequest | None] = contextvars.Context
 _buckets: Final[weakref.WeakKeyDictionary[Any, dict[str, _Bucket]]] = weakref.WeakKeyDictionary()
 
 
+def target_of(filesystem: Any, path: str) -> dict[str, str]:
+    """Return the arguments that name an object in requests to S3."""
+    bucket, key, version = filesystem.split_path(path)
+    return {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
+
+
 async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> dict[str, Any]:
     """Return the answer of GetObject: "Body", to be read and closed, "ContentLength", "ContentRange", "ETag".
 
-    `target` comes from `s3_target`; `wanted` may hold Range and IfMatch. Awaited on the loop of `filesystem`.
+    `target` comes from `target_of`; `wanted` may hold Range. Awaited on the loop of `filesystem`.
     Raises the errors of s3fs.
     """
-    if "VersionId" in target or not wanted.keys() <= {"Range", "IfMatch"}:
-        found: dict[str, Any] = await in_time(
-            filesystem._call_s3("get_object", **target, **wanted), _first_byte_s(filesystem)
-        )
+    found: dict[str, Any]
+    if "VersionId" in target:
+        found = await filesystem._call_s3("get_object", **target, **wanted)
         return found
     await filesystem.set_session()
     client = await filesystem.get_s3(target["Bucket"])
@@ -88,8 +91,7 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     failed = False
     if bucket.pattern is not None and bucket.strikes < MAX_STRIKES:
         try:
-            asking = _get(client, bucket.pattern, target["Key"], wanted)
-            answer = await in_time(asking, _first_byte_s(filesystem))
+            answer = await _get(client, bucket.pattern, target["Key"], wanted)
         except (AttributeError, TypeError):
             # Another release of the client: its internals that are used here are no public interface.
             logger.debug("requests to %s are left to the client", target["Bucket"], exc_info=True)
@@ -101,19 +103,12 @@ async def get_object(filesystem: Any, target: dict[str, str], **wanted: str) -> 
     composed = _ComposedRequest(target["Key"])
     token = _composed.set(composed)
     try:
-        asking = filesystem._call_s3("get_object", **target, **wanted)
-        found = await in_time(asking, _first_byte_s(filesystem))
+        found = await filesystem._call_s3("get_object", **target, **wanted)
     finally:
         _composed.reset(token)
     bucket.pattern = composed.pattern
     bucket.strikes += failed
     return found
-
-
-def _first_byte_s(filesystem: Any) -> float:
-    """Return the deadline for the first byte: the user's read timeout, if one was given."""
-    read_s = float(filesystem.config_kwargs.get("read_timeout", STALL_S))
-    return FIRST_BYTE_S if read_s == STALL_S else read_s
 
 
 # --- the first request -------------------------------------------------------------------------
@@ -178,8 +173,6 @@ async def _get(client: Any, pattern: _Pattern, key: str, wanted: dict[str, str])
     headers = dict(pattern.headers)
     if "Range" in wanted:
         headers["Range"] = wanted["Range"]
-    if "IfMatch" in wanted:
-        headers["If-Match"] = wanted["IfMatch"]
     request = AWSRequest("GET", pattern.url(key), headers, stream_output=True)
     if pattern.signing_name is not None:
         signer = await client._request_signer.get_auth_instance(

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 
 from cachestream.transport import bounds
+from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.remote_errors import map_errors
 
-PIECE_BYTES: Final = 1 << 20  # the usual size of a piece; its bytes are reported at once
 _EMPTY: Final = memoryview(b"")
 
 
@@ -69,7 +69,7 @@ class Stream:
             parts.append(part)
             have += len(part)
         self.position += have
-        return _join(parts, have)
+        return join(parts, have)
 
     def read_whole(self) -> memoryview:
         """Return the rest of the file, writable. Raises SampleError above the bound for one object."""
@@ -111,7 +111,7 @@ class Stream:
     def push_back(self, data: memoryview) -> None:
         """Put back `data`, which was read last, to be read again."""
         rest = self._piece
-        self._piece = _join([data, rest], len(data) + len(rest))
+        self._piece = join([data, rest], len(data) + len(rest))
         self.position -= len(data)
         self._ended = False
 
@@ -119,7 +119,8 @@ class Stream:
         return f"<{type(self).__name__} {self.where} at {self.position:,} of {self.size_bytes}>"
 
 
-def _join(parts: list[memoryview], nbytes: int) -> memoryview:
+def join(parts: list[memoryview], nbytes: int) -> memoryview:
+    """Return `parts`, of `nbytes` together, as one; a single one is not copied."""
     parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
@@ -129,3 +130,21 @@ def _join(parts: list[memoryview], nbytes: int) -> memoryview:
         whole[have : have + len(part)] = part
         have += len(part)
     return whole
+
+
+class StreamFile:
+    """A stream with the methods of a file that cannot seek. Closing it leaves the stream open."""
+
+    closed = False
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def read(self, nbytes: int) -> bytes:
+        return bytes(self._stream.read(nbytes))
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened the stream closes it."""

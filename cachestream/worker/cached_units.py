@@ -5,27 +5,28 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import xxhash
 
-from cachestream.listing.names import AnyNames, Names, StoredNames
+from cachestream.listing.names import Names
 from cachestream.schema import IntArray, Span
-from cachestream.sources.base import begins_with
-from cachestream.storage.cache import Cache
+from cachestream.sources.base import has_units, names_of
 from cachestream.storage.tables import PassRow
 from cachestream.worker.job import Payload
-from cachestream.worker.order import PassPlan, UnitOrder
-from cachestream.worker.passes import order_file
-from cachestream.worker.stored_listings import Listings, lists_units_of
+from cachestream.worker.lister import Listings, lists_units_of
+from cachestream.worker.order import END, Offsets, PassPlan, UnitOrder, intersection, order_file
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
 
 
 class EarlierNames:
     """The places of names in an earlier listing; takes 16 bytes of memory for each of its names."""
 
-    def __init__(self, names: AnyNames) -> None:
+    def __init__(self, names: Names) -> None:
         self._names = names
         hashes = np.fromiter(map(_hash, names), np.uint64, len(names))
         self._places = np.argsort(hashes, kind="stable")
@@ -46,7 +47,7 @@ class EarlierNames:
 class EarlierOrder:
     """The order of a pass over an earlier listing, looked up by the units of the listing `names`."""
 
-    def __init__(self, order: UnitOrder, earlier: EarlierNames, names: AnyNames) -> None:
+    def __init__(self, order: UnitOrder, earlier: EarlierNames, names: Names) -> None:
         self._order, self._earlier, self._names = order, earlier, names
 
     def positions(self, units: IntArray) -> IntArray:
@@ -58,10 +59,7 @@ def _hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(name))
 
 
-END: Final = 1 << 62  # an offset past the last sample of any unit
-
 AnyOrder = UnitOrder | EarlierOrder
-Offsets = Sequence[tuple[int, int]]
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
@@ -119,33 +117,6 @@ class Coverage:
         for covered in self._passes:
             covered.add(units, found)
         return [tuple(ranges) for ranges in found]
-
-
-def is_whole(ranges: Offsets) -> bool:
-    """True if the ranges together cover the whole unit."""
-    return not gaps(ranges, 0)
-
-
-def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
-    """The ranges of a unit from the offset `start` on that lie outside `ranges`."""
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(ranges):
-        if first > start:
-            found.append((start, first))
-        start = max(start, stop)
-    if start < END:
-        found.append((start, END))
-    return found
-
-
-def intersection(one: Offsets, other: Offsets) -> Offsets:
-    """The ranges of offsets that lie both in `one` and in `other`."""
-    return gaps([*gaps(one, 0), *gaps(other, 0)], 0)
-
-
-def is_covered(ranges: Offsets, offset: int) -> bool:
-    """True if the sample at `offset` lies in one of the ranges."""
-    return any(start <= offset < stop for start, stop in ranges)
 
 
 _COVERAGE_AGE_S: Final = 10.0
@@ -206,12 +177,12 @@ class KnownOrders:
     def _has_same_units(self, plan: PassPlan, current: PassPlan) -> bool:
         """True if the units of `plan` are those of the current pass, or the first of them."""
         same = (current.listing, current.num_units) == (plan.listing, plan.num_units)
-        return same or begins_with(self._payload.source, plan.num_units, plan.listing)
+        return same or has_units(self._payload.source, plan.num_units, plan.listing)
 
     def _earlier(self, plan: PassPlan) -> EarlierOrder | None:
         """The order of a pass over an earlier listing; None unless the names of both listings are known."""
-        names = getattr(self._payload.source, "first_names", None)
-        if not isinstance(names, Names | StoredNames):
+        names = names_of(self._payload.source)
+        if names is None:
             return None
         for listing in Listings(self._cache.directory).earlier():
             if lists_units_of(listing, plan):
@@ -223,15 +194,3 @@ class KnownOrders:
     def _is_known(self, plan: PassPlan) -> bool:
         """True if the order of `plan` is known: files of drawn orders do not outlive the catalogue."""
         return not plan.is_drawn or os.path.exists(order_file(self._cache.directory, plan.ordinal))
-
-
-def keep_all(_: int) -> bool:
-    """Skip none."""
-    return False
-
-
-def skipper(first: int, ranges: Offsets) -> Callable[[int], bool]:
-    """Return a predicate of offsets that are not wanted: those before `first`, and those in `ranges`."""
-    if not ranges:
-        return (lambda offset: offset < first) if first else keep_all
-    return lambda offset: offset < first or is_covered(ranges, offset)

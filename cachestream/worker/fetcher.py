@@ -3,7 +3,8 @@
 Threads read whole units (fetching and decoding release the GIL); the main thread takes the samples in the
 order in which the units were submitted, so that the progress of a claim is one number. The bytes that wait
 are bounded. The next unit to be delivered has a bound of its own: if it could not continue, no unit could. A
-unit that does not answer can be put aside; it becomes the next one as soon as samples of it arrive.
+unit that does not answer can be put aside: it keeps its thread, another thread takes its place, and it
+becomes the next unit as soon as samples of it arrive.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cachestream.storage.telemetry import Slot
+from cachestream.storage.telemetry import FLIGHTS, Slot
 from cachestream.worker.encode import SampleChunk
 from cachestream.worker.job import Job
-from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
+from cachestream.worker.unit_reader import Stall, UnitEvent, UnitRead, UnitState
 
 FIRST_READS: Final = 4  # reached without trials, by doubling for each unit that came whole
 TURN_S: Final = 0.3
@@ -27,6 +28,7 @@ STARVED: Final = 0.5  # of a turn: so much waiting for samples lets more reads b
 REST_TURNS: Final = 30
 RECOVERY_TURNS: Final = 3  # about a second between two increases after a slow-down
 KEEP: Final = 0.95  # of the rate: half as many reads are kept if they bring so much
+_TICK_S: Final = 0.5
 BUSY: Final = 0.7  # of one processor: the reads may be waiting for the interpreter
 
 
@@ -103,9 +105,6 @@ class Concurrency:
         return Concurrency(more, more, rate, RECOVERY_TURNS - 1, self.goal)
 
 
-_TICK_S: Final = 0.5
-
-
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """Samples of the next unit; `finished` if they are its last ones."""
@@ -115,38 +114,48 @@ class Delivery:
     finished: bool
 
 
-# The second argument is the thread's number.
-ReadUnit = Callable[[UnitRead, int], Iterator[SampleChunk]]
+# The second argument is the thread's number. Yields samples, and pauses in seconds: see `UnitReader.read`.
+ReadUnit = Callable[[UnitRead, int], Iterator[SampleChunk | float]]
 
 
 class Fetcher:
-    """`threads` daemon threads that read the submitted units; used from one thread.
+    """Daemon threads that read the submitted units, `threads` besides those of units put aside.
 
-    Each reason to wait has a condition of its own, so that an event wakes one thread and not all of them.
+    Used from one thread. Each reason to wait has a condition of its own, so that an event wakes one thread
+    and not all of them.
     """
 
     def __init__(self, read: ReadUnit, threads: int, max_bytes: int, on_wait: Callable[[int], None]) -> None:
-        self._read = read
-        self._max_bytes = max_bytes
-        self._on_wait = on_wait
+        self._read, self._max_bytes, self._on_wait = read, max_bytes, on_wait
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # samples or the end of the next unit
         self._units = threading.Condition(self._lock)  # units to be read
         self._room = threading.Condition(self._lock)  # room for samples
         self._turn = threading.Condition(self._lock)  # more threads may read than before
+        self._resumed = threading.Condition(self._lock)  # units put aside may be tried again
         self._order: deque[UnitRead] = deque()
         self._todo: deque[UnitRead] = deque()
         self._aside: list[UnitRead] = []
         self._bytes = 0
-        self._stopped = False
-        self.active = threads
-        self.reading = 0  # threads that read a unit now
-        for number in range(threads):
-            threading.Thread(target=self._work, args=(number,), name=f"fetch-{number}", daemon=True).start()
+        self._held = self._stopped = False
+        self._threads = self._busy = 0  # threads, and those that read a unit
+        self._most = self.active = threads
+        for _ in range(threads):
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        name = f"fetch-{self._threads}"
+        threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True).start()
+        self._threads += 1
 
     def __len__(self) -> int:
         """Units submitted and not yet delivered to their end."""
         return len(self._order) + len(self._aside)
+
+    @property
+    def reading(self) -> int:
+        """The units that are read now, besides those put aside."""
+        return self._busy - len(self._aside)
 
     @property
     def awaited(self) -> UnitRead | None:
@@ -155,30 +164,15 @@ class Fetcher:
             unit_read = self._order[0] if self._order else None
             return unit_read if unit_read is not None and unit_read.is_awaited else None
 
-    @property
-    def aside(self) -> list[UnitRead]:
-        """The units that are put aside: nothing of them has arrived since."""
-        with self._lock:
-            return self._aside.copy()
-
     def stalls(self) -> tuple[list[Stall], bool]:
         """The stalls of units, the next unit first; and True if all other units wait for these."""
         with self._lock:
-            waiting = [unit_read for unit_read in self._aside if unit_read.stall is not None]
+            waiting = [unit_read.stall for unit_read in self._aside if unit_read.stall is not None]
             all_wait = not self._order and bool(waiting)
             if self._order and self._order[0].is_awaited and self._order[0].stall is not None:
-                waiting.insert(0, self._order[0])
+                waiting.insert(0, self._order[0].stall)
                 all_wait = True
-            return [unit_read.stall for unit_read in waiting if unit_read.stall is not None], all_wait
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no unit is being read, or waits to be read or delivered.
-
-        Units that are asleep do not count.
-        """
-        with self._lock:
-            return not self._order and not self._todo and not self.reading
+            return waiting, all_wait
 
     def submit(self, unit_reads: list[UnitRead]) -> None:
         """Read `unit_reads` after those submitted before."""
@@ -188,26 +182,37 @@ class Fetcher:
             self._todo.extend(unread)
             self._units.notify(len(unread))
 
-    def put_aside(self, unit_read: UnitRead) -> None:
-        """Deliver the units behind `unit_read` first, if it is still the next one and nothing of it came."""
+    def put_aside(self, unit_read: UnitRead) -> bool:
+        """Deliver the units behind `unit_read` first; another thread takes its place.
+
+        False if it is not the next unit any more, if something of it came, or if as many units are put aside
+        as there may be: if more do not answer, the remote as a whole is away.
+        """
         with self._lock:
             # A unit that was put aside earlier may have arrived meanwhile, and be next.
-            if unit_read.is_awaited and self._order[0] is unit_read:
-                self._order.popleft()
-                self._aside.append(unit_read)
-                unit_read.state = unit_read.state.after(UnitEvent.PUT_ASIDE)
-                self._room.notify_all()
-                self._turn.notify_all()
+            is_next = bool(self._order) and self._order[0] is unit_read and unit_read.is_awaited
+            if not is_next or len(self._aside) >= min(self._most, FLIGHTS - 1):
+                return False
+            self._order.popleft()
+            self._aside.append(unit_read)
+            if self._threads < min(FLIGHTS, self._most + len(self._aside)):
+                self._start_thread()
+            self._room.notify_all()
+            self._turn.notify_all()
+            return True
 
-    def wake(self, is_due: Callable[[UnitRead], bool]) -> None:
-        """Have the units that are asleep and due read again."""
+    def hold(self, held: bool) -> None:
+        """Have units that are put aside pause, from the end of their current attempt on, or go on."""
         with self._lock:
-            asleep = [unit_read for unit_read in self._aside if unit_read.state is UnitState.ASLEEP]
-            due = [unit_read for unit_read in asleep if is_due(unit_read)]
-            for unit_read in due:
-                unit_read.state = unit_read.state.after(UnitEvent.WAKE)
-            self._todo.extendleft(due)
-            self._units.notify(len(due))
+            self._held = held
+            if not held:
+                self._resumed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no unit is being read, or waits to be read or delivered; held units do not count."""
+        with self._lock:
+            return self._held and not self._order and all(u.state is UnitState.PAUSED for u in self._aside)
 
     def use(self, threads: int) -> None:
         """Let at most `threads` threads begin to read further units."""
@@ -247,36 +252,35 @@ class Fetcher:
         with self._lock:
             self._stopped = True
             self._todo.clear()
-            for condition in (self._arrived, self._units, self._room, self._turn):
+            for condition in (self._arrived, self._units, self._room, self._turn, self._resumed):
                 condition.notify_all()
 
     def _work(self, number: int) -> None:
         while (unit_read := self._take(number)) is not None:
             error: BaseException | None = None
             try:
-                for chunk in self._read(unit_read, number):
-                    if not self._put(unit_read, chunk, number):
+                for item in self._read(unit_read, number):
+                    goes_on = (
+                        self._pause(unit_read, item)
+                        if isinstance(item, float)
+                        else self._put(unit_read, item, number)
+                    )
+                    if not goes_on:
                         return
-            except LaterError:
-                with self._lock:
-                    self.reading -= 1
-                    unit_read.state = unit_read.state.after(UnitEvent.PAUSE)
-                continue
             except BaseException as caught:  # noqa: BLE001  delivered with the unit
                 error = caught
             with self._lock:
-                self.reading -= 1
-                unit_read.error = error
-                self._note_arrival(unit_read, UnitEvent.END)
+                self._busy -= 1
+                unit_read.error, unit_read.state = error, unit_read.state.after(UnitEvent.END)
+                self._note_arrival(unit_read)
 
     def _take(self, number: int) -> UnitRead | None:
         with self._lock:
             while not self._stopped:
-                # Threads that wait for units put aside are not counted as active.
-                if number >= self.active + sum(unit_read.reading for unit_read in self._aside):
+                if number >= self.active + len(self._aside):  # each of these has a thread of its own
                     self._turn.wait()
                 elif self._todo:
-                    self.reading += 1
+                    self._busy += 1
                     unit_read = self._todo.popleft()
                     unit_read.state = unit_read.state.after(UnitEvent.TAKE)
                     return unit_read
@@ -284,12 +288,25 @@ class Fetcher:
                     self._units.wait()
             return None
 
-    def _note_arrival(self, unit_read: UnitRead, event: UnitEvent) -> None:
+    def _pause(self, unit_read: UnitRead, pause_s: float) -> bool:
+        """Wait before the next attempt; False if stopped meanwhile."""
+        until_s = time.monotonic() + pause_s
+        with self._lock:
+            unit_read.state = unit_read.state.after(UnitEvent.PAUSE)
+            while not self._stopped:
+                left_s = until_s - time.monotonic()
+                is_held = self._held and unit_read in self._aside
+                if left_s <= 0 and not is_held:
+                    break
+                self._resumed.wait(None if is_held else left_s)
+            unit_read.state = unit_read.state.after(UnitEvent.RESUME)
+            return not self._stopped
+
+    def _note_arrival(self, unit_read: UnitRead) -> None:
         """Note that samples or the end of `unit_read` came, and wake the main thread if that unit is next."""
-        if unit_read.aside:
+        if unit_read in self._aside:
             self._aside.remove(unit_read)
             self._order.appendleft(unit_read)
-        unit_read.state = unit_read.state.after(event)
         if self._order and self._order[0] is unit_read:
             self._arrived.notify()
 
@@ -312,7 +329,7 @@ class Fetcher:
             unit_read.chunks.append(chunk)
             unit_read.waiting_bytes += chunk.nbytes
             self._bytes += chunk.nbytes
-            self._note_arrival(unit_read, UnitEvent.ARRIVE)
+            self._note_arrival(unit_read)
             return True
 
 

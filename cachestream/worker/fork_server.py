@@ -1,9 +1,9 @@
-"""A fork server: sampling processes are forked from a process that has loaded the modules that they need.
+"""The processes of a supervisor, forked from a process that has loaded the modules that they need.
 
 A fork takes milliseconds and shares memory; a new Python takes up to a second of a processor, most of it to
 import the driver of the remote. The fork server has one thread, runs no code of the user and holds no lock:
-it is safe to fork. It forks twice, and the supervisor adopts the orphan: each sampling process is a child of
-the supervisor.
+it is safe to fork. It forks twice, and the supervisor adopts the orphan: each process is a child of the
+supervisor.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import IO, Any, Final
 
+from cachestream.linux import adopt_orphans, die_with_parent, is_stopped, is_there, name_process
+from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.processes import (
-    adopt_orphans,
+    EndedSessions,
     detach_from_terminal,
-    die_with_parent,
-    end_sessions,
-    is_stopped,
-    is_there,
-    name_process,
+    start_python,
+    write_frame,
 )
 
 _PID: Final = struct.Struct("<i")
@@ -40,8 +41,11 @@ _MESSAGE_BYTES: Final = 4096
 _PAUSE_S: Final = 0.005
 _ORPHANED_TURNS: Final = 400
 _STOPPED_S: Final = 3.0  # when a suspended job continues, its supervisor may be the first
-# Our modules that a sampling process needs, and those of the sources that `open_source` makes.
-_PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.sources.open")
+# Our modules that a sampling process needs; its source's module is known when there is a job.
+_PRELOADED: Final = ("cachestream.worker.sampler", "cachestream.sources.files")
+_LAST_WORDS_BYTES: Final = 8192
+
+logger = logging.getLogger("cachestream.worker")
 
 
 class Forked:
@@ -117,6 +121,7 @@ class ForkServer:
         self._waiting: deque[Forked] = deque()
         self._is_gone = False
         self._stopped_since_s: float | None = None
+        self.ended = EndedSessions()  # of the processes that it has started
         can_adopt = adopt_orphans()
         self._pid = os.fork()
         if not self._pid:
@@ -130,9 +135,9 @@ class ForkServer:
         if not can_adopt:
             self.close()
 
-    def load(self, protocols: Collection[str]) -> None:
-        """Load the fsspec drivers of `protocols` ahead of the processes that need them."""
-        self._send({"protocols": list(protocols)})
+    def load(self, protocols: Collection[str], source: str) -> None:
+        """Load the fsspec drivers of `protocols`, and our module `source`, ahead of the processes that need them."""
+        self._send({"protocols": list(protocols), "source": source})
 
     def start(self, module: str, job_fd: int) -> Forked | None:
         """Run `main()` of `module` in a process with pipes to its stdin and from its output.
@@ -215,20 +220,141 @@ class ForkServer:
         self._waiting.clear()
 
 
+def words_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines that a process prints, without the secrets of URLs; an endless line comes in pieces."""
+    for line in iter(lambda: stream.readline(_LAST_WORDS_BYTES), b""):
+        yield redact_text(line.decode("utf-8", "replace")).encode()
+
+
+class ChildProcess:
+    """A process of the supervisor, which runs `main()` of `module` and gets its arguments through a pipe.
+
+    It can be started again after its end. All that it prints goes to the log, under `name`; its last lines
+    are kept. An empty line is a sign of life only. `job_fd` is the shared job, see `job.share`. The process
+    is forked by `server`, or is a Python of its own if there is no fork server any more.
+    """
+
+    def __init__(
+        self, module: str, name: str, server: ForkServer | None, sys_path: tuple[str, ...], job_fd: int
+    ) -> None:
+        self._module, self._name = module, name
+        self._server, self._sys_path, self._job_fd = server, sys_path, job_fd
+        self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._listener: threading.Thread | None = None
+        self._last_lines: deque[bytes] = deque(maxlen=64)
+        self.life_s: float | None = None  # the time of its last sign of life
+        self.start_at_s: float | None = None  # the time at which it is to be started
+        self.started_s = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def is_over(self) -> bool:
+        """True if the process does not run, and is not to be started."""
+        return self._process is None and self.start_at_s is None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the running process; None where it is not known yet."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, now_s: float, *arguments: object) -> None:
+        """Start the process, and send it the descriptor of the job and its `arguments`.
+
+        It stays due if the system refuses.
+        """
+        self._last_lines.clear()
+        self.life_s, self.start_at_s = None, now_s
+        self._process = process = self._start()
+        self.started_s, self.start_at_s = now_s, None
+        assert process.stdout is not None
+        assert process.stdin is not None
+        self._listener = threading.Thread(target=self._listen, args=(process.stdout,), daemon=True)
+        self._listener.start()
+        with suppress(BrokenPipeError):  # it died already; `reap` tells
+            write_frame(process.stdin, (self._job_fd, *arguments))
+
+    def _start(self) -> subprocess.Popen[bytes] | Forked:
+        forked = None if self._server is None else self._server.start(self._module, self._job_fd)
+        return forked or start_python(
+            self._module,
+            self._sys_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(self._job_fd,),
+            start_new_session=True,  # as the fork server does
+        )
+
+    def _listen(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in words_of(stream):
+                if line == b"\n":
+                    self.life_s = time.monotonic()
+                    continue
+                self._last_lines.append(line)
+                logger.info("%s: %s", self._name, line[:1000].decode("utf-8", "replace").rstrip())
+
+    @property
+    def last_words(self) -> str:
+        """The end of what the process printed: its traceback, if it had one."""
+        return b"".join(self._last_lines)[-_LAST_WORDS_BYTES:].decode("utf-8", "replace")
+
+    def reap(self) -> int | None:
+        """The exit code of a process that has ended; None while it runs, or if there is none.
+
+        What the process has started ends with it (`ForkServer.ended`), except for processes in a session of
+        their own.
+        """
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            self._note_end()
+            self.ask_to_stop()
+            self._process = None
+            if self._listener is not None:
+                self._listener.join(timeout=1.0)
+        return code
+
+    def _note_end(self) -> None:
+        if self._server is not None and self.pid is not None:
+            self._server.ended.add(self.pid)
+            self._server.ended.end_members()  # now: they may keep our end of their output open
+
+    def ask_to_stop(self) -> None:
+        """Close the pipe: its end asks the process to stop."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Kill the process; `reap` ends what it has started."""
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process, and wait for it; what it has started ends as after `reap`."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=5.0)
+            self._note_end()
+
+
 def _serve(supervisor: socket.socket, protocols: Collection[str]) -> None:
     """The main of the fork server: serve until the supervisor is gone, then end all sessions."""
     ours, parent, sessions = os.getpid(), os.getppid(), set[int]()
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         if os.getpid() == ours and _is_orphaned(parent):
-            end_sessions(sessions)
+            EndedSessions(sessions).wait()
         os._exit(1)
 
     signal.signal(signal.SIGTERM, leave)
     die_with_parent(signal.SIGTERM)
     with suppress(OSError):  # ECONNRESET if the supervisor was killed before it had read all
         _answer(supervisor, protocols, parent, sessions)
-    end_sessions(sessions)  # the signal may come later: the socket closes before the parent changes
+    EndedSessions(sessions).wait()  # the signal may come later: the socket closes before the parent changes
 
 
 def _is_orphaned(parent: int) -> bool:
@@ -259,6 +385,8 @@ def _answer(supervisor: socket.socket, protocols: Collection[str], parent: int, 
             return
         message = json.loads(said)
         _load(message.get("protocols", ()))
+        if source := message.get("source"):
+            importlib.import_module(source)
         if "module" in message:  # each gets an answer, also if the system had no room for the descriptors
             sessions -= {session for session in sessions if not is_there(session)}
             pid = _fork(message["module"], message["job_fd"], fds, supervisor, parent)

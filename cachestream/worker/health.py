@@ -1,12 +1,29 @@
-"""Judging the deaths of processes: suspects, pauses and giving up (pure functions)."""
+"""The health of sampling processes: signs of life, deaths, suspects, pauses, and giving up.
+
+The judgements are pure functions; `SamplingProcesses` acts by them.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import random
+import secrets
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from cachestream.config import NO_THREADS
+from cachestream.linux import is_stopped
+from cachestream.storage.tables import Suspect
+from cachestream.storage.telemetry import ENDED, STARTING, Board
+from cachestream.worker.fork_server import ChildProcess, ForkServer
+from cachestream.worker.processes import EXIT_FATAL, EXIT_LATER, EXIT_RESTART
+
+if TYPE_CHECKING:
+    from cachestream.worker.job import Job
 
 BREAKER_CRASHES: Final = 5
 BREAKER_ISOLATIONS: Final = 16  # two a unit: eight bad ones in a row
@@ -16,10 +33,13 @@ START_DEADLINE_S: Final = 120.0
 TROUBLE_S: Final = 60.0
 _QUIET_S: Final = 5.0  # housekeeping, which causes most system errors, runs more often
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+LATER_PAUSE_S: Final = 2.0  # until the disk or the catalogue may be free
 
 # Weights of a death, of a position in flight with others or alone; a sum of 12 quarantines a position. A
 # SIGKILL may well have come from outside, from a person or from the out-of-memory killer.
 _SHARED, _ALONE, _SHARED_KILL, _ALONE_KILL = 4, 8, 1, 3
+
+logger = logging.getLogger("cachestream.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +103,14 @@ class Trouble:
         return self.last_s - self.since_s > TROUBLE_S
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """A position that may have caused a death, and the weight of that."""
-
-    position: int
-    weight: int
-
-
-def suspicions(death: Death, positions: Sequence[int]) -> list[Suspicion]:
-    """The suspicions on the `positions` that a process was working on at its `death`."""
+def suspects_of(death: Death, positions: Sequence[int]) -> list[Suspect]:
+    """The suspects among the `positions` that a process was working on at its `death`, with their weights."""
     if death.orderly:
         return []
     when_alone, when_shared = (_ALONE_KILL, _SHARED_KILL) if death.is_kill else (_ALONE, _SHARED)
     distinct = sorted(set(positions))
     weight = when_alone if len(distinct) == 1 else when_shared
-    return [Suspicion(position, weight) for position in distinct]
+    return [Suspect(position, weight, str(death)) for position in distinct]
 
 
 def hanging_positions(
@@ -158,3 +170,160 @@ def longest_pause_s(deaths: Sequence[Death]) -> float:
             break
         failures += 1
     return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures - 1, 16)))
+
+
+class GiveUpError(Exception):
+    """The filling cannot go on; `output`, the last output of a process, is for the user."""
+
+    def __init__(self, output: str, message: str = "") -> None:
+        super().__init__(message or last_error(output))
+        self.output = output
+
+
+def last_error(output: str) -> str:
+    """The message of the error at the end of `output`."""
+    lines = output.strip().splitlines()
+    if not lines:
+        return "the worker cannot go on"
+    message = lines[-1].partition(": ")[2] or lines[-1]
+    return f"{message}: {NO_THREADS}" if "can't start new thread" in message else message
+
+
+class SamplingProcess:
+    """The sampling process in slot `index` of the board: started, watched and reaped."""
+
+    def __init__(self, job: Job, server: ForkServer, job_fd: int, index: int, board: Board) -> None:
+        self.index = index
+        name = f"process {index}"
+        self.process = ChildProcess("cachestream.worker.sampler", name, server, job.sys_path, job_fd)
+        self._board, self._slot = board, board.slot(index)
+        self._committed_before = 0
+        self._hung: list[int] | None = None
+        self._was_stopped = False
+
+    def start_if_due(self, now_s: float) -> None:
+        """Start the process if it is due; it stays due if the system refuses."""
+        if self.process.start_at_s is None or now_s < self.process.start_at_s:
+            return
+        self._board.clear_flights(self.index)
+        self._slot["state"], self._slot["beat_s"] = STARTING, now_s
+        self._committed_before = int(self._slot["committed"])
+        self._hung, self._was_stopped = None, False
+        self.process.start(now_s, self.index, f"{os.getpid()}-{self.index}-{secrets.token_hex(6)}")
+
+    def _reads(self) -> list[tuple[float, int]]:
+        """The fetching threads' last beats, and the positions they read."""
+        beats, positions = self._slot["flight_beats_s"].tolist(), self._slot["flights"].tolist()
+        return [(beat_s, one - 1) for beat_s, one in zip(beats, positions, strict=True) if one]
+
+    def _in_transform(self) -> int | None:
+        """The position of the sample that is being transformed."""
+        return int(self._slot["alone"]) - 1 if self._slot["alone"] else None
+
+    def kill_if_hanging(self, now_s: float, resumed_s: float, timeout_s: float) -> None:
+        """Kill the process if it shows no life.
+
+        Time before `resumed_s`, when all went on after a stop, does not count.
+        """
+        if not self.process.running or self._hung is not None:
+            return
+        if int(self._slot["state"]) == STARTING:
+            if now_s - max(self.process.started_s, resumed_s) > START_DEADLINE_S:
+                self._hung = []
+        elif now_s - resumed_s > timeout_s:
+            main = (float(self._slot["beat_s"]), self._in_transform())
+            self._hung = hanging_positions(now_s, timeout_s, main, self._reads())
+        if self._hung is not None:
+            pid = self.process.pid
+            self._was_stopped = pid is not None and is_stopped(pid)
+            self.process.kill()
+
+    def reap(self, now_s: float) -> tuple[Death, list[Suspect], int] | None:
+        """The death of the process, the positions that are suspected of it, and their pass.
+
+        None while it runs.
+        """
+        code = self.process.reap()
+        if code is None:
+            return None
+        positions = self._hung
+        if positions is None:
+            in_transform = self._in_transform()
+            positions = [position for _, position in self._reads()]
+            positions += [] if in_transform is None else [in_transform]
+        death = Death(
+            now_s,
+            code,
+            hanging=self._hung is not None,
+            stopped=self._was_stopped,
+            # A process that did not show its end was ended by what it worked on, whatever its exit code.
+            orderly=int(self._slot["state"]) == ENDED,
+            progressed=int(self._slot["committed"]) > self._committed_before,
+            suspects=len(set(positions)),
+        )
+        pass_id = int(self._slot["pass_id"])
+        self._board.clear_flights(self.index)
+        return death, suspects_of(death, positions), pass_id
+
+
+class SamplingProcesses:
+    """All sampling processes of a job: those that die are started again, unless it is time to give up."""
+
+    def __init__(self, job: Job, server: ForkServer, job_fd: int, board: Board) -> None:
+        indices = range(job.num_workers)
+        self._children = [SamplingProcess(job, server, job_fd, index, board) for index in indices]
+        self._board, self._hang_timeout_s = board, job.hang_timeout_s
+        self._deaths: list[Death] = []
+        self.unrecorded: list[tuple[int, Suspect]] = []  # each with the id of its pass
+
+    @property
+    def processes(self) -> list[ChildProcess]:
+        return [child.process for child in self._children]
+
+    @property
+    def running(self) -> list[int]:
+        """The indices of the processes that run."""
+        return [child.index for child in self._children if child.process.running]
+
+    @property
+    def are_over(self) -> bool:
+        """True if none runs, and none is to be started: there is nothing left to claim."""
+        return all(child.process.is_over for child in self._children)
+
+    def begin(self, now_s: float) -> None:
+        """Start all processes, by the next `start_due` at the latest."""
+        for child in self._children:
+            child.process.start_at_s = now_s
+
+    def start_due(self, now_s: float) -> None:
+        """Start the processes that are due; raises OSError if the system refuses: they stay due."""
+        for child in self._children:
+            child.start_if_due(now_s)
+
+    def look(self, now_s: float, resumed_s: float) -> None:
+        """Kill what hangs, and note what has died; raises GiveUpError if another start would not help."""
+        for child in self._children:
+            child.kill_if_hanging(now_s, resumed_s, self._hang_timeout_s)
+            self._reap(child, now_s)
+
+    def _reap(self, child: SamplingProcess, now_s: float) -> None:
+        ended = child.reap(now_s)
+        if ended is None:
+            return
+        death, suspects, pass_id = ended
+        code, words = death.returncode if death.orderly else None, child.process.last_words
+        if code == 0:
+            return
+        if code in (EXIT_RESTART, EXIT_LATER):
+            child.process.start_at_s = now_s + (LATER_PAUSE_S if code == EXIT_LATER else 0.0)
+            return
+        logger.warning("sampling process %d %s", child.index, death)
+        if code == EXIT_FATAL:
+            raise GiveUpError(words)
+        self._deaths.append(death)
+        if is_crash_loop(self._deaths, now_s, len(self._children)):
+            how = last_error(words) if death.orderly else f"what they read {death}"
+            raise GiveUpError(words, f"the sampling processes died {len(self._deaths)} times: {how}")
+        self._board.count_restart()
+        child.process.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
+        self.unrecorded += [(pass_id, suspect) for suspect in suspects]

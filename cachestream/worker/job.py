@@ -9,16 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from cachestream.errors import ConfigError, WorkerError
 from cachestream.sources.user_code import by_value
 from cachestream.worker.order import Partition
+from cachestream.worker.processes import LENGTH
 
-_LENGTH: Final = struct.Struct("<Q")
 _OUT_OF_BAND_BYTES: Final = 64 * 1024  # buffers of at least this size are sent beside their pickle
 _ALIGNMENT: Final = 64
 
@@ -41,12 +40,11 @@ class Job:
     `payload`: the user's objects, pickled. `sampler`: the sampler or curriculum, which only the supervisor
     needs, pickled by itself because it may import torch.
 
-    `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan.
-    `rounds`: see DivisibleSource: each round reads one part of every divided unit.
-    `listing`: the digest of the names of the source; of its first `num_units` names only if the source is
-    `growing`.
-    `label_names`: the names that the labels of the source are indices of, if it has any.
-    `protocols`: the names of the fsspec drivers that read the source.
+    `kind`, `seed`, `rule`, `partition`: the order over units, see PassPlan. `round_ends`: see
+    DivisibleSource: each round reads a share of every file. `listing`: the digest of the names of the source;
+    of its first `num_units` names only if the source is `growing`. `label_names`: the names that the labels
+    of the source are indices of, if it has any. `protocols`: the names of the fsspec drivers that read the
+    source. `source_module`: the module of its class if that is ours.
     """
 
     root: str
@@ -70,7 +68,8 @@ class Job:
     growing: bool = False
     label_names: tuple[str, ...] = ()
     protocols: tuple[str, ...] = ()
-    rounds: int = 1
+    source_module: str = ""
+    round_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +97,37 @@ def pack(payload: Payload, visit: Callable[[Any], None] = lambda _: None) -> Pac
             buffers.append(view.tobytes())
             return False
 
-    return Packed(_pickled(payload, _culprit, in_band, visit), tuple(buffers))
+    return Packed(_pickled(payload, in_band, visit), tuple(buffers))
 
 
 def pack_sampler(sampler: Any) -> bytes:
     """Pickle the user's sampler (b"" for None); raises ConfigError if that fails."""
-    return b"" if sampler is None else _pickled(sampler, lambda _: None)
+    return b"" if sampler is None else _pickled(sampler)
 
 
 def _pickled(
     value: Any,
-    culprit: Callable[[Any], tuple[str, Exception] | None],
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
     visit: Callable[[Any], None] = lambda _: None,
 ) -> bytes:
     try:
         return by_value(value, buffer_callback, visit)
     except Exception as error:  # noqa: BLE001  pickling runs the user's code
-        name, cause = culprit(value) or ("order", error)
+        name, cause = ("order", error) if not isinstance(value, Payload) else _culprit(value, error)
         raise ConfigError(
             f"the {name} cannot be sent to the background processes ({type(cause).__name__}: {cause}); "
             "open files, connections, locks and generators inside it, at its first use there"
         ) from cause
 
 
-def _culprit(payload: Payload) -> tuple[str, Exception] | None:
-    """The user's name for the object in `payload` that does not pickle, and the error; None if all do."""
-    names = {
-        "source": "source",
-        "transform": "transform",
-        "eviction": "eviction function",
-        "weights": "order",
-    }
-    for attribute, name in names.items():
+def _culprit(payload: Payload, error: Exception) -> tuple[str, Exception]:
+    """The user's name for the object in `payload` that does not pickle, and its error."""
+    for attribute in ("source", "transform", "eviction", "weights"):
         try:
             by_value(getattr(payload, attribute))
-        except Exception as error:  # noqa: BLE001  pickling runs the user's code
-            return name, error
-    return None
+        except Exception as cause:  # noqa: BLE001  pickling runs the user's code
+            return {"eviction": "eviction function", "weights": "order"}.get(attribute, attribute), cause
+    return "order", error
 
 
 def unpack(packed: Packed) -> Payload:
@@ -170,7 +162,7 @@ def share(job: Job) -> int:
     sizes = [len(buffer) for buffer in job.payload.buffers]
     head = pickle.dumps((replace(job, payload=Packed(job.payload.data)), sizes))
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(_LENGTH.pack(len(head)) + head)
+        file.write(LENGTH.pack(len(head)) + head)
         for buffer in job.payload.buffers:
             file.seek(_aligned(file.tell()))
             file.write(buffer)
@@ -186,9 +178,9 @@ def load_shared(fd: int) -> Job:
         memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
-    (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
-    end = _LENGTH.size + length
-    job, sizes = pickle.loads(memory[_LENGTH.size : end])  # noqa: S301  shared by our own parent
+    (length,) = LENGTH.unpack(memory[: LENGTH.size])
+    end = LENGTH.size + length
+    job, sizes = pickle.loads(memory[LENGTH.size : end])  # noqa: S301  shared by our own parent
     buffers = []
     for size in sizes:
         start = _aligned(end)
@@ -200,27 +192,3 @@ def load_shared(fd: int) -> Job:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def write_frame(stream: IO[bytes], value: Any) -> None:
-    """Send one value through a pipe."""
-    stream.write(frame(value))
-    stream.flush()
-
-
-def frame(value: Any) -> bytes:
-    """Encode `value` for `read_frame`."""
-    data = pickle.dumps(value)
-    return _LENGTH.pack(len(data)) + data
-
-
-def read_frame(stream: IO[bytes]) -> Any:
-    """Receive one value; raises EOFError if the other side is gone."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError("the pipe was closed")
-    (length,) = _LENGTH.unpack(head)
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError("the pipe was closed")
-    return pickle.loads(data)  # noqa: S301  sent by our own parent or child through a pipe

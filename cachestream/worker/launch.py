@@ -1,48 +1,214 @@
-"""The start of a supervisor, from both sides.
+"""The start of a worker: its options, checked and made into a job, and the Python of its supervisor.
 
-The caller starts a Python for the supervisor while the source is still being opened (`head_start`), hands
-over the job and waits for the answer (`Launch.give`). The supervisor's process (`main`) loads what it needs
-meanwhile, takes the job, becomes the supervisor of the cache, answers, and supervises.
+The caller starts that Python while the source is still being opened (`head_start`), hands over the job, and
+waits for the answer (`Launch.give`).
 """
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
+import math
 import os
 import select
 import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import TextIOWrapper
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
-from cachestream.errors import CacheLockedError, CacheStreamError, WorkerError
-from cachestream.linux import move, open_private
-from cachestream.storage.cache import Cache
-from cachestream.storage.layout import remove_if_there
-from cachestream.storage.locks import HeldFile, lock_file
-from cachestream.storage.os_errors import CatalogueDamagedError, translated_disk_errors
-from cachestream.worker.fork_server import ForkServer
-from cachestream.worker.job import Job, frame, read_frame, unpack, write_frame
-from cachestream.worker.passes import begin
-from cachestream.worker.processes import (
-    begin_clean,
-    detach_from_terminal,
-    import_path,
-    name_process,
-    start_python,
+from cachestream.config import SHORTEST_S, check_count, check_seconds, format_size, parse_size
+from cachestream.errors import CacheStreamError, ConfigError, WorkerError
+from cachestream.sources.base import (
+    DivisibleSource,
+    LabelledSource,
+    Source,
+    as_incremental,
+    listing_digest_of,
+    units_of,
+    whole_units,
 )
-from cachestream.worker.supervisor import Supervisor
+from cachestream.sources.user_code import fingerprint_of
+from cachestream.storage.layout import overhead_bytes
+from cachestream.storage.locks import lock_file
+from cachestream.storage.reservations import HEADROOM_BYTES
+from cachestream.storage.telemetry import FLIGHTS, PROCESSES_AT_MOST
+from cachestream.transport.remote import Remote
+from cachestream.worker.job import Job, Payload, pack, pack_sampler
+from cachestream.worker.order import Partition, PassPlan, check_curriculum, check_weights, parse_partition
+from cachestream.worker.processes import frame, import_path, read_frame, start_python
 
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
+
+CONCURRENCY: Final = 16
+HANG_TIMEOUT_S: Final = 30.0
+DEFAULT_SHARD: Final = "64MB"
+_GROWING: Final = ("shuffle", "sequential")  # orders that can begin before all units are known
+_WHEN_FULL: Final = ("evict", "wait", "stop")
 START_TIMEOUT_S: Final = 60.0
-_LOG_BYTES: Final = 64 * 1024
-_LOCK_TIMEOUT_S: Final = 1.0
+_ORDERS: Final = "weights, a function of progress, or a torch Sampler over units"
 
-logger = logging.getLogger("cachestream.worker")
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """The options of `start_worker` that describe the filling; `start_worker` documents them."""
+
+    num_workers: int | None = None
+    shard_size: int | str | None = None
+    order: Any = "shuffle"
+    bandwidth_limit: int | str | None = None
+    when_full: str = "evict"
+    concurrency: int = CONCURRENCY
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    partition: Any = None
+    transform: Any = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError for values that are wrong with any cache and source."""
+        if self.num_workers is not None:
+            check_count("num_workers", self.num_workers, 1, PROCESSES_AT_MOST)
+        check_count("concurrency", self.concurrency, 1, FLIGHTS)
+        if self.when_full not in _WHEN_FULL:
+            raise ConfigError(f"when_full={self.when_full!r}: choose one of {', '.join(_WHEN_FULL)}")
+        check_seconds("hang_timeout_s", self.hang_timeout_s, SHORTEST_S)
+        if self.transform is not None and not callable(self.transform):
+            raise ConfigError(f"transform={self.transform!r}: must be a function of one sample")
+        check_count("seed", self.seed, -math.inf)
+        if self.shard_size is not None:
+            parse_size(self.shard_size, "shard_size")
+        self._bandwidth()
+        parse_partition(self.partition)
+        _kind_of(self.order)
+
+    def job(self, cache: Cache, source: Source) -> Job:
+        """The job of the worker that fills `cache` from `source`, by options that `check` has passed.
+
+        Raises ConfigError for options that cannot work with this cache and source.
+        """
+        partition = parse_partition(self.partition)
+        source = self._divided(cache, source)
+        growing = as_incremental(source) if isinstance(self.order, str) and self.order in _GROWING else None
+        source_name = type(source).__name__
+        num_units = (
+            whole_units(units_of(source), source_name) if growing is None else len(growing.first_names)
+        )
+        fingerprint: object = source.fingerprint
+        if not isinstance(fingerprint, str) or not fingerprint:
+            raise ConfigError(
+                f"{source_name}: fingerprint={fingerprint!r}: must be a str that names the data"
+            )
+        _check_share(partition, num_units)
+        kind, weights, sampler = _order(self.order, num_units, partition)
+        policy = cache.eviction if callable(cache.eviction) else None
+        protocols: set[str] = set()
+
+        def collect_protocol(value: Any) -> None:
+            if isinstance(value, Remote) and not value.is_local:
+                protocols.add(value.protocol)
+
+        return Job(
+            root=cache.path,
+            sys_path=import_path(),
+            fingerprint=fingerprint,
+            kind=kind,
+            seed=int(self.seed),
+            num_units=num_units,
+            listing=listing_digest_of(source) if growing is None else growing.first_names.digest,
+            num_workers=int(self.num_workers or min(4, os.cpu_count() or 1)),
+            concurrency=int(self.concurrency),
+            shard_bytes=self._shard_bytes(cache),
+            bandwidth_bytes_per_s=self._bandwidth(),
+            when_full=self.when_full,
+            hang_timeout_s=float(self.hang_timeout_s),
+            custom_eviction=policy is not None,
+            payload=pack(Payload(source, self.transform, policy, weights), collect_protocol),
+            sampler=pack_sampler(sampler),
+            partition=partition,
+            rule=fingerprint_of(self.order) if kind == "curriculum" else "",
+            growing=growing is not None,
+            label_names=tuple(map(str, source.label_names)) if isinstance(source, LabelledSource) else (),
+            protocols=tuple(sorted(protocols)),
+            source_module=module
+            if (module := type(source).__module__).startswith("cachestream.sources.")
+            else "",
+            round_ends=source.round_ends if kind == "shuffle" and isinstance(source, DivisibleSource) else (),
+        )
+
+    def _divided(self, cache: Cache, source: Source) -> Source:
+        """The source, divided into parts so small that the cache holds samples of many units.
+
+        If the cache has had a pass over the source, the number of parts is that of the last pass.
+        """
+        is_shuffled = isinstance(self.order, str) and self.order == "shuffle"
+        if not isinstance(source, DivisibleSource) or source.round_ends or not is_shuffled:
+            return source
+        state = cache.filling.state()
+        if state.last_pass is not None and state.source == source.fingerprint:
+            parts = max(1, len(PassPlan.from_json(state.last_pass.plan).segments))
+        else:
+            parts = source.parts_for(cache.size_limit)
+        return source.divided(parts) if parts > 1 else source
+
+    def _shard_bytes(self, cache: Cache) -> int:
+        usable = cache.size_limit - overhead_bytes(cache.directory) - HEADROOM_BYTES
+        if self.shard_size is None:
+            return min(parse_size(DEFAULT_SHARD), max(1, usable // 8))
+        shard_bytes = parse_size(self.shard_size, "shard_size")
+        if not 0 < shard_bytes <= usable:
+            raise ConfigError(
+                f"shard_size={self.shard_size!r} does not fit a cache of {format_size(cache.size_limit)} "
+                f"({format_size(max(0, usable))} of it for shards); raise size_limit or lower shard_size"
+            )
+        return shard_bytes
+
+    def _bandwidth(self) -> float | None:
+        if self.bandwidth_limit is None:
+            return None
+        bytes_per_s = parse_size(self.bandwidth_limit, "bandwidth_limit")
+        if bytes_per_s <= 0:
+            raise ConfigError("bandwidth_limit must be above 0; None means no limit")
+        return float(bytes_per_s)
+
+
+def _check_share(partition: Partition | None, num_units: int | None) -> None:
+    if partition is not None and num_units is not None and not partition.length(num_units):
+        raise ConfigError(
+            f"partition={partition}: the source has {num_units} units, too few for every node to get one; "
+            "use fewer nodes, or smaller units"
+        )
+
+
+def _order(
+    order: Any, num_units: int | None, partition: Partition | None
+) -> tuple[str, list[float] | None, Any]:
+    """The kind of an order, its weights if any, and its sampler or curriculum if any."""
+    kind = _kind_of(order)
+    if kind == "weighted":
+        return kind, check_weights(order, num_units, partition), None
+    if kind == "curriculum":
+        check_curriculum(order, 0.0, num_units)
+    return kind, None, None if isinstance(order, str) else order
+
+
+def _kind_of(order: Any) -> str:
+    """The kind of `order`: "shuffle", "sequential", "weighted", "sampler" or "curriculum".
+
+    Raises ConfigError.
+    """
+    if isinstance(order, str):
+        if order not in _GROWING:
+            raise ConfigError(f"order={order!r}: choose 'shuffle' or 'sequential', or give {_ORDERS}")
+        return order
+    if isinstance(order, Sequence) or hasattr(order, "__array__"):
+        return "weighted"
+    if isinstance(order, type):
+        raise ConfigError(f"order={order!r} is a class: make one of it first")
+    if hasattr(order, "__iter__"):
+        return "sampler"
+    if callable(order):
+        return "curriculum"
+    raise ConfigError(f"order={order!r}: give 'shuffle', 'sequential', {_ORDERS}")
 
 
 class Launch:
@@ -51,7 +217,7 @@ class Launch:
     def __init__(self, protocols: Collection[str] = ()) -> None:
         self._sys_path = import_path()
         self._process: subprocess.Popen[bytes] | None = start_python(
-            "cachestream.worker.launch",
+            "cachestream.worker.supervisor",
             self._sys_path,
             *protocols,
             stdin=subprocess.PIPE,
@@ -149,86 +315,3 @@ def _is_ready(fd: int, event: int, deadline_s: float) -> bool:
     waiter = select.poll()  # select() takes no descriptor above 1023
     waiter.register(fd, event)
     return bool(waiter.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))
-
-
-def main() -> None:
-    """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
-    name_process("cs-supervisor")
-    begin_clean()
-    server = ForkServer(sys.argv[1:])  # first: it must not inherit the files and locks below
-    try:
-        supervisor = _begin(server)
-        code = 0 if supervisor is None else supervisor.run()
-    finally:
-        server.close()
-    logging.shutdown()
-    os._exit(code)  # the lock is released with the process: a free lock means that nothing of it is left
-
-
-def _begin(server: ForkServer) -> Supervisor | None:
-    """Take the job, start its processes and answer; None if there is nothing to supervise."""
-    try:
-        job: Job = read_frame(sys.stdin.buffer)
-    except EOFError:
-        return None  # the source could not be opened, or the caller has died
-    answer = sys.stdout.buffer
-    try:
-        cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
-        lock = _become_the_supervisor(cache)
-        _open_log(cache)
-        removed = cache.recover()
-        _forget_debts(cache)
-        supervisor = Supervisor(job, cache, lock, server)
-        try:
-            has_more = begin(cache, job, supervisor.draw)
-        except CatalogueDamagedError:  # the next use rebuilds the catalogue
-            has_more = begin(cache, job, supervisor.draw)
-        supervisor.start(is_complete=not has_more)
-        write_frame(answer, "ready")
-    except CacheStreamError as error:
-        write_frame(answer, error)
-        return None
-    except Exception as error:  # a process's main: the caller gets the traceback
-        write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
-        raise
-    logger.info("started, %d left-over files removed", removed)
-    detach_from_terminal()
-    return supervisor
-
-
-def _become_the_supervisor(cache: Cache) -> HeldFile:
-    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
-    if lock is None:
-        raise CacheLockedError(f"another supervisor runs for {cache.path}; attach to it by starting again")
-    return lock
-
-
-def _forget_debts(cache: Cache) -> None:
-    """Remove the budget file: a debt under a mistyped bandwidth limit could last for days."""
-    budget = cache.directory.worker_file("budget")
-    with translated_disk_errors(budget, "removing it"):
-        remove_if_there(budget)
-
-
-class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log file that only its owner can read, because it holds the output of transforms."""
-
-    def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
-
-    def doRollover(self) -> None:  # noqa: N802  logging's name
-        if self.stream is not None:
-            self.stream.close()
-        with suppress(OSError):
-            move(self.baseFilename, self.baseFilename + ".1")
-        self.stream = self._open()
-
-
-def _open_log(cache: Cache) -> None:
-    handler = _PrivateLog(
-        cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
-    )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

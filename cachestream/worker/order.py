@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,11 @@ from cachestream.permutation import Permutation, mix_key
 from cachestream.schema import IntArray
 from cachestream.storage.os_errors import CatalogueDamagedError
 
+if TYPE_CHECKING:
+    from cachestream.storage.layout import Directory
+
 Curriculum = Callable[[float], Any]
+Offsets = Sequence[tuple[int, int]]  # ranges [start, stop) of offsets of samples in a unit
 
 PASS_KEY: Final = 1
 _WEIGHT_KEY: Final = 2
@@ -33,6 +37,7 @@ _KINDS: Final = ("shuffle", "sequential", "weighted", "sampler", "curriculum")
 STEPS: Final = 100
 _LAST: Final = 1e6  # above the logarithm of any number: units without weight come last
 MOST_NODES: Final = 1_000_000
+END: Final = 1 << 62  # an offset past the last sample of any unit
 _PARTITION_TEXT: Final = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 
 
@@ -402,3 +407,35 @@ def check_drawn(drawn: Iterable[Any], num_units: int | None, partition: Partitio
         if not len(units):
             raise ConfigError(f"order: the sampler gave no unit of the share {partition}")
     return units
+
+
+def order_file(directory: Directory, ordinal: int) -> str:
+    """The path of the order that was drawn for a pass."""
+    return directory.worker_file(f"order-{ordinal}.npy")
+
+
+def is_whole(ranges: Offsets) -> bool:
+    """True if the ranges together cover the whole unit."""
+    return not gaps(ranges, 0)
+
+
+def gaps(ranges: Offsets, start: int) -> list[tuple[int, int]]:
+    """The ranges of a unit from the offset `start` on that lie outside `ranges`."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if first > start:
+            found.append((start, first))
+        start = max(start, stop)
+    if start < END:
+        found.append((start, END))
+    return found
+
+
+def intersection(one: Offsets, other: Offsets) -> Offsets:
+    """The ranges of offsets that lie both in `one` and in `other`."""
+    return gaps([*gaps(one, 0), *gaps(other, 0)], 0)
+
+
+def is_covered(ranges: Offsets, offset: int) -> bool:
+    """True if the sample at `offset` lies in one of the ranges."""
+    return any(start <= offset < stop for start, stop in ranges)

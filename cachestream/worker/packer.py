@@ -202,7 +202,7 @@ class Packer:
         Raises SchemaMismatchError unless the sample fits the shard and `known`, the schema of the cache.
         After any error, a MemoryError too, the shard is as it was before.
         """
-        name, before = key.encode("utf-8", "surrogatepass"), self._schema
+        name, before = encoded(key), self._schema
         self._fit(record.schema, known)
         try:
             for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
@@ -287,10 +287,19 @@ def _width(dtype: str) -> int:
     return int(digits) // 8 if digits else 1
 
 
+def encoded(key: str) -> bytes:
+    """The bytes of a key as shards store them."""
+    return key.encode("utf-8", "surrogatepass")
+
+
+def decoded(key: bytes) -> str:
+    return key.decode("utf-8", "surrogatepass")
+
+
 def keys_of(part: Part) -> list[str]:
     """The keys of the samples in `part`."""
     if isinstance(part, Table):
-        return [key.decode("utf-8", "surrogatepass") for key in part.keys]
+        return list(map(decoded, part.keys))
     return [part[0]]
 
 
@@ -323,15 +332,19 @@ class FirstSamples:
     def due_in_s(self, now_s: float, most_bytes: int) -> float:
         """The time left until the next step: to ask for the votes of the others, then to decide.
 
-        0 if the step is due: there are enough votes, or more than `most_bytes` are held back.
+        0 if the step is due: there are enough votes, or more than `most_bytes` are held back. A few samples
+        that are alike are enough, unless they hold integers: the next ones may hold floats.
         """
         if not self.parts or self.nbytes >= most_bytes:
             return 0.0
-        enough, longest_s = (ALIKE, ALIKE_S) if self.others is None else (MIXED, MIXED_S)
         votes = self.all_votes
-        if sum(count for _, count in votes) >= enough or (self.others is not None and len(votes) == 1):
+        count = sum(each for _, each in votes)
+        if self.others is None:
+            return 0.0 if count >= ALIKE else max(0.0, self.since_s + ALIKE_S - now_s)
+        may_differ = len(votes) > 1 or (count < ALIKE and votes[0][0].has_integers)
+        if not may_differ or count >= MIXED:
             return 0.0
-        return max(0.0, self.since_s + longest_s - now_s)
+        return max(0.0, self.since_s + MIXED_S - now_s)
 
 
 def majority(votes: Votes) -> Schema | None:

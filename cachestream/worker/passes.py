@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -19,22 +19,42 @@ from cachestream.errors import CacheFullError, ConfigError
 from cachestream.linux import move, open_private, remove
 from cachestream.listing.names import Names, StoredNames
 from cachestream.schema import WHOLE, IntArray
-from cachestream.storage.cache import Cache
 from cachestream.storage.filling import Assignment, Filling, FillState, LabelNames, PlannedPass
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.reservations import Owner, disk_footprint
 from cachestream.storage.tables import PassRow
-from cachestream.worker.job import Job
-from cachestream.worker.order import PassPlan
-from cachestream.worker.stored_listings import Listings
+from cachestream.worker.job import Job, unpack_sampler
+from cachestream.worker.lister import Listings
+from cachestream.worker.order import PassPlan, all_units, check_drawn, draw_curriculum, order_file
 
-Draw = Callable[[int], IntArray]
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
 
 MOST_POSITIONS: Final = 1024
 SHARES: Final = 16
 
 _UNIT_FAILURES: Final = ("sample", "source", "quarantined")  # failures of whole units, most of them
+
+
+class UserOrder:
+    """The user's sampler or curriculum, which draws the units of a pass."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._sampler: Any = None
+
+    def draw(self, ordinal: int) -> IntArray:
+        """The units of pass `ordinal` in their order."""
+        if self._sampler is None:
+            self._sampler = unpack_sampler(self._job.sampler)  # kept: its generator continues
+        job, sampler = self._job, self._sampler
+        if job.kind == "curriculum" and job.num_units is not None:
+            share = all_units(job.num_units, job.partition)
+            return draw_curriculum(sampler, share, job.num_units, seed=job.seed, ordinal=ordinal)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(ordinal)
+        return check_drawn(sampler, job.num_units, job.partition)
 
 
 def pass_is_open(state: FillState) -> bool:
@@ -54,28 +74,17 @@ def first_plan(job: Job, listings: Listings) -> PassPlan:
         else:
             return PassPlan(job.kind, job.seed, 0, 0, "", 0, job.partition, job.rule, growing=True)
     plan = PassPlan(job.kind, job.seed, 0, job.num_units, job.listing, None, job.partition, job.rule)
-    if job.rounds > 1 and job.num_units is not None:
-        size = job.num_units // job.rounds
-        plan = replace(plan, segments=tuple(range(size, job.num_units + 1, size)))
-    return replace(plan, length=plan.share)
+    return replace(plan, length=plan.share, segments=job.round_ends)
 
 
-def parts_of_last_pass(cache: Cache, fingerprint: str) -> int | None:
-    """The parts that the last pass over a source read each unit in; None where there was none."""
-    state = cache.filling.state()
-    row = state.last_pass if state.source == fingerprint else None
-    return None if row is None else max(1, len(PassPlan.from_json(row.plan).segments))
-
-
-def begin(cache: Cache, job: Job, draw: Draw) -> bool:
+def begin(cache: Cache, job: Job, order: UserOrder) -> bool:
     """Resume the cache's open pass if this job would begin the same one; else begin another one.
 
     Returns False if the last pass was complete and nothing was evicted since: then another one begins only
-    for units that failed. `draw(ordinal)` gives what the user's sampler or curriculum draws for a pass.
+    for units that failed.
     """
     listings = Listings(cache.directory)
     was_complete = False
-    listings.forget_secrets()
     if cache.filling.state().last_pass is None:
         listings.drop()
     elif not listings.begins(job.fingerprint, job.num_units or 0, job.listing):
@@ -91,30 +100,25 @@ def begin(cache: Cache, job: Job, draw: Draw) -> bool:
         if was_complete and not has_failed:
             return False  # and nothing was lost since
     # After a pass that was complete except for failed units, only these units are read again.
-    _insert_pass(cache, plan, draw)
+    _insert_pass(cache, plan, order)
     return not was_complete
 
 
-def go_on(cache: Cache, job: Job, draw: Draw, *, has_changed: bool = False) -> bool:
+def go_on(cache: Cache, job: Job, order: UserOrder, *, has_changed: bool = False) -> bool:
     """Begin the next pass if the last one is over and samples were evicted, or the listing `has_changed`.
 
     Returns False if there is nothing left to do.
     """
     # Only a supervisor begins passes, so what is read here holds until the insert.
-    state, is_open = cache.filling.judged(lambda state: (state, pass_is_open(state)))
-    if is_open:
+    state = cache.filling.state()
+    if pass_is_open(state):
         return True
     if state.last_pass is None:  # the catalogue was lost, and no shard is cached that records the pass
         _adopt(cache, job)
     elif not has_changed and not state.has_evicted:
         return False
-    _insert_pass(cache, first_plan(job, Listings(cache.directory)), draw)
+    _insert_pass(cache, first_plan(job, Listings(cache.directory)), order)
     return True
-
-
-def order_file(directory: Directory, ordinal: int) -> str:
-    """The path of the order that was drawn for a pass."""
-    return directory.worker_file(f"order-{ordinal}.npy")
 
 
 def _can_resume(cache: Cache, one: PassPlan, other: PassPlan, job: Job) -> bool:
@@ -170,7 +174,7 @@ def _check_labels(cache: Cache, state: FillState, names: Sequence[str]) -> None:
         )
 
 
-def _insert_pass(cache: Cache, plan: PassPlan, draw: Draw) -> None:
+def _insert_pass(cache: Cache, plan: PassPlan, order: UserOrder) -> None:
     held = cache.filling.cached_spans(PassPlan.from_json, (WHOLE,))
     plan = replace(plan, ordinal=max((known.ordinal for known in held.plans.values()), default=-1) + 1)
     # The plans of passes whose samples are still cached: their orders tell which ones.
@@ -178,7 +182,7 @@ def _insert_pass(cache: Cache, plan: PassPlan, draw: Draw) -> None:
     _remove_orders(cache.directory, {known.ordinal for known in cached})
     Listings(cache.directory).keep_earlier(cached)
     if plan.is_drawn:
-        drawn = draw(plan.ordinal)
+        drawn = order.draw(plan.ordinal)
         plan = replace(plan, length=len(drawn))
         _save_order(cache, plan.ordinal, drawn)
     # Earlier failures of units are forgotten: they would count once in each pass.

@@ -1,18 +1,27 @@
-"""Processes on Linux: started, named, tied to their parents, and ended with their groups."""
+"""Background processes: started, tied to their parents, and ended with all that they have started."""
 
 from __future__ import annotations
 
-import ctypes
+import faulthandler
+import functools
 import json
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Collection
+import traceback
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
+
+from cachestream.errors import CacheFullError, CacheLockedError
+from cachestream.linux import die_with_parent
+from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError
 
 # The child has the `sys.path` of its parent, and leaves the cores to the threads of the trainer.
 _BOOT: Final = (
@@ -20,15 +29,15 @@ _BOOT: Final = (
     "[os.environ.setdefault(n, '1') for n in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')]; "
     "from {module} import main; main()"
 )
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_NAME: Final = 15
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _GRACE_S: Final = 1.0
-_TICK_S: Final = 0.01
 _TURN_S: Final = 0.05
-_GRACE_TURNS: Final = 20
 _MOST_TURNS: Final = 200  # a process takes long to die on a busy machine
-_asked_to_end_s: dict[int, float] = {}  # leaders of groups that were asked to end, and the time of that
+LENGTH: Final = struct.Struct("<Q")  # of a frame
+EXIT_FATAL: Final = 3  # another process would fail, too
+EXIT_RESTART: Final = 4  # another process is to go on at once
+EXIT_LATER: Final = 5  # another process is to go on once the disk or the catalogue may be free
+STOP_S: Final = 3.0
+_NICE: Final = 5
 
 
 def import_path() -> tuple[str, ...]:
@@ -79,45 +88,6 @@ def detach_from_terminal() -> None:
     os.close(nothing)
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Get the signal `number` when the parent ends, in whatever way."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def adopt_orphans() -> bool:
-    """Become the parent of descendants whose own parent ends (a subreaper).
-
-    False if the system cannot do that.
-    """
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def name_process(name: str) -> None:
-    """Set the name that `ps` and `top` show, the first 15 characters of it."""
-    _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
-
-
-def end_group(pid: int) -> None:
-    """Send SIGTERM to the group that the child `pid` leads.
-
-    `reap_orphans` kills what is left of it a moment later.
-
-    To be called before the child is waited for: after that its id may belong to another process. The group is
-    not killed at once, because the resource tracker of multiprocessing first removes what the group has left
-    in /dev/shm.
-    """
-    _asked_to_end_s[pid] = time.monotonic()
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGTERM)
-
-
-def end_group_of_dead(pid: int) -> None:
-    """Call `end_group` if the child `pid` has ended."""
-    with suppress(ChildProcessError):
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            end_group(pid)
-
-
 def end_if_forked(pid: int) -> None:
     """End this process if it is a fork of `pid` that has returned from the user's code.
 
@@ -130,89 +100,72 @@ def end_if_forked(pid: int) -> None:
         os._exit(1)
 
 
-def reap_orphans(others: Collection[int]) -> int:
+def reap_orphans(others: Collection[int]) -> None:
     """Wait for adopted processes that have ended, as no other code does.
 
     Children in `others` are waited for elsewhere. Children in our own session are not adopted: each process
-    that may leave orphans has a session of its own. Kills processes of groups that were asked to end a moment
-    ago, and returns how many of these are left.
+    that may leave orphans has a session of its own.
     """
     try:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:
-        return 0  # not all kernels have this file
-    ours, left = os.getsid(0), []
+        return  # not all kernels have this file
+    ours = os.getsid(0)
     for pid in set(map(int, children.split())) - set(others):
         with suppress(ProcessLookupError, ChildProcessError):
-            session = os.getsid(pid)
-            if session != ours and os.waitpid(pid, os.WNOHANG) == (0, 0) and session in _asked_to_end_s:
-                left.append(session)
-                if time.monotonic() - _asked_to_end_s[session] >= _GRACE_S:
-                    os.kill(pid, signal.SIGKILL)
-    for session in _asked_to_end_s.keys() - set(left):
-        if time.monotonic() - _asked_to_end_s[session] >= _GRACE_S:
-            del _asked_to_end_s[session]
-    return len(left)
+            if os.getsid(pid) != ours:
+                os.waitpid(pid, os.WNOHANG)
 
 
-def is_there(pid: int) -> bool:
-    """True if there is a process `pid`, or any process in the group that it led.
+class EndedSessions:
+    """The sessions of processes that have ended; what they have started there ends with them.
 
-    A new process may not lead its group yet.
+    It gets SIGTERM, and SIGKILL a moment later: the resource tracker of multiprocessing first removes what a
+    session has left in /dev/shm. While a process with the id of a leader exists, it may be an unrelated one;
+    once there is none, the id cannot be reused as long as its session has a member.
     """
-    for look in (os.kill, os.killpg):
+
+    def __init__(self, leaders: Collection[int] = ()) -> None:
+        self._leaders = set(leaders)
+        self._asked_s: dict[int, float] = {}  # process id to the time of its SIGTERM
+
+    def add(self, leader: int) -> None:
+        self._leaders.add(leader)
+
+    def end_members(self) -> bool:
+        """Ask the members of the sessions to end, or kill those that were asked before; False without any."""
+        if not self._leaders:
+            return False
         try:
-            look(pid, 0)
-        except ProcessLookupError:
-            continue
-        except PermissionError:
-            pass
-        return True
-    return False
-
-
-def is_stopped(pid: int) -> bool:
-    """True if the process is stopped (by SIGSTOP or a debugger)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in (b"T", b"t")
-
-
-def end_orphans() -> None:
-    """Wait until no process is left of the groups that were asked to end, at most twice their grace time."""
-    deadline_s = time.monotonic() + 2 * _GRACE_S
-    while reap_orphans(()) and time.monotonic() < deadline_s:
-        time.sleep(_TICK_S)
-
-
-def end_sessions(leaders: Collection[int]) -> None:
-    """End all processes in the sessions that `leaders` led, by SIGTERM and a moment later by SIGKILL.
-
-    The leaders themselves are about to end, and are only waited for. While a process with the id of a leader
-    exists, it may be an unrelated one; once there is none, the id cannot be reused as long as its session has
-    a member.
-    """
-    asked: dict[int, int] = {}
-    for turn in range(_MOST_TURNS):  # counts turns, not time: this process may be stopped meanwhile
-        sessions = _sessions()
-        if sessions.keys().isdisjoint(leaders) and not set(sessions.values()) & set(leaders):
-            return
+            sessions, now_s = _sessions(), time.monotonic()
+        except OSError:  # too few descriptors: another call will tell
+            return True
         for pid, session in sessions.items():
-            if session in leaders and session not in sessions:
-                waited = turn - asked.setdefault(pid, turn)
+            if session in self._leaders and session not in sessions:
+                is_new = pid not in self._asked_s
+                asked_s = self._asked_s.setdefault(pid, now_s)
                 with suppress(ProcessLookupError, PermissionError):
-                    if not waited or waited >= _GRACE_TURNS:
-                        os.kill(pid, signal.SIGKILL if waited else signal.SIGTERM)
-        time.sleep(_TURN_S)
+                    if is_new or now_s - asked_s >= _GRACE_S:
+                        os.kill(pid, signal.SIGTERM if is_new else signal.SIGKILL)
+        self._leaders &= sessions.keys() | set(sessions.values())
+        self._asked_s = {pid: asked_s for pid, asked_s in self._asked_s.items() if pid in sessions}
+        return bool(self._leaders)
+
+    def wait(self, turns: int = _MOST_TURNS) -> None:
+        """Wait until nothing is left, the leaders too.
+
+        Counts turns of 50 ms, not time: this process may be stopped meanwhile.
+        """
+        while turns > 0 and self.end_members():
+            turns -= 1
+            time.sleep(_TURN_S)
 
 
 def _sessions() -> dict[int, int]:
-    """The session of each process that has not ended."""
+    """The session of each process that has not ended; raises OSError if one cannot be read."""
     found = {}
     for name in os.listdir("/proc"):
-        with suppress(OSError, ValueError):  # no process, or it has just ended
+        with suppress(ProcessLookupError, FileNotFoundError, ValueError):  # no process, or it has just ended
             stat = Path(f"/proc/{int(name)}/stat").read_bytes()
             state, _parent, _group, session = stat.rpartition(b")")[2].split()[:4]
             if state not in (b"Z", b"X"):
@@ -220,7 +173,108 @@ def _sessions() -> dict[int, int]:
     return found
 
 
-def _prctl(option: int, value: object) -> bool:
-    with suppress(OSError, AttributeError):
-        return bool(ctypes.CDLL(None).prctl(option, value) == 0)
-    return False
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    """Send one value through a pipe."""
+    stream.write(frame(value))
+    stream.flush()
+
+
+def frame(value: Any) -> bytes:
+    """Encode `value` for `read_frame`."""
+    data = pickle.dumps(value)
+    return LENGTH.pack(len(data)) + data
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """Receive one value; raises EOFError if the other side is gone."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        raise EOFError("the pipe was closed")
+    (length,) = LENGTH.unpack(head)
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError("the pipe was closed")
+    return pickle.loads(data)  # noqa: S301  sent by our own parent or child through a pipe
+
+
+def live_with_parent(stop: threading.Event | None = None) -> Any:
+    """Tie this process to the supervisor: die with it, and set `stop` when the supervisor asks for that.
+
+    Without `stop` the process then ends at once. Returns the arguments that the supervisor sends first.
+    """
+    faulthandler.enable()
+    die_with_parent()
+    # The supervisor handles Ctrl-C. SIG_IGN would outlast an exec.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    with suppress(OSError):
+        os.nice(_NICE)  # the trainer comes first
+    stream = sys.stdin.buffer
+    message = read_frame(stream)
+    if stop is not None:
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=_restore_signals,
+    )
+    fd = stream.fileno()
+    threading.Thread(target=_watch_parent, args=(fd, stop), name="parent", daemon=True).start()
+    return message
+
+
+def _restore_signals() -> None:
+    """Restore the default signal handlers in a process that the user's code has forked, and unblock SIGTERM.
+
+    A multiprocessing pool waits for ever for a process that ignores SIGTERM. The signal is blocked during the
+    fork: our handler would take it, in a process that has nothing to stop.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def exit_code(
+    work: Callable[[], None], fatal: type[Exception], restart: tuple[type[Exception], ...] = ()
+) -> int:
+    """Do `work`, and print its error if it has one; return the exit code that tells the supervisor of it.
+
+    Errors of the class `fatal` would come again in another process; after those of `restart` another process
+    is to go on at once.
+    """
+    try:
+        work()
+    except restart:
+        return EXIT_RESTART
+    except (
+        CacheFullError,
+        CacheLockedError,
+        CatalogueDamagedError,
+        DiskFailedError,
+    ) as error:  # may be over soon
+        sys.stderr.write(f"{error}\n")
+        return EXIT_LATER
+    except BaseException as error:  # noqa: BLE001  a process's main: the supervisor ships the traceback home
+        traceback.print_exc()
+        return EXIT_FATAL if isinstance(error, fatal) else 1
+    return 0
+
+
+def end_now(code: int) -> None:
+    """End the process without waiting for its threads, which may hang in a dead connection."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _watch_parent(fd: int, stop: threading.Event | None) -> None:
+    """Wait for the end of the pipe from the supervisor, set `stop`, and end the process a moment later."""
+    # Not through sys.stdin: a process that the user's code forks would hold its lock for ever, and
+    # multiprocessing closes it.
+    with suppress(OSError):
+        while os.read(fd, 1):
+            pass
+    if stop is None:
+        os._exit(1)
+    stop.set()
+    time.sleep(STOP_S)  # as a rule the process, and this thread with it, ends meanwhile
+    os._exit(0)

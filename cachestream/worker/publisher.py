@@ -8,24 +8,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, SampleError, SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, Schema, Span, is_held_out
-from cachestream.storage.cache import Cache
-from cachestream.storage.opening import MIN_LIMIT_BYTES
 from cachestream.storage.os_errors import DiskFailedError, translated_disk_errors
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import disk_footprint
+from cachestream.storage.settings import MIN_LIMIT_BYTES
 from cachestream.storage.shard import ShardContent
 from cachestream.storage.tables import FailureRow, PassRow
 from cachestream.storage.telemetry import NO_SPACE, WRITING, Slot, board_text
 from cachestream.transport.remote_errors import redact_text
-from cachestream.worker.cached_units import END
 from cachestream.worker.encode import Table
 from cachestream.worker.job import Job
+from cachestream.worker.order import END
 from cachestream.worker.packer import Packer, Part
+
+if TYPE_CHECKING:
+    from cachestream.storage.cache import Cache
 
 BEAT_S: Final = 0.25  # between two signs of life while a shard is waited for
 _REASON_CHARS: Final = 300
@@ -104,22 +106,17 @@ class Tally:
         claims = tuple((claim_id, *done) for claim_id, done in self._claims.items())
         return UnitProgress(pass_id, claims, tuple(self.settled), failures)
 
-    def clear(self) -> None:
-        self._claims.clear()
-        self._failures.clear()
-        self.done = 0
-        self.settled.clear()
-        self._spans.clear()
-
 
 class OpenShard:
-    """Samples that are not published yet, and the progress to be committed with them."""
+    """Samples that are not published yet, and the progress to be committed with them.
 
-    def __init__(self) -> None:
-        self.packer = Packer()
+    The packers are those of an earlier shard, whose memory is used again.
+    """
+
+    def __init__(self, packer: Packer, held_out: Packer) -> None:
+        self.packer, self.held_out = packer, held_out
         # The share of the samples that is held out, in a shard of their own; None if none are.
         self.holdout: float | None = None
-        self.held_out = Packer()
         # The splits of which samples were left out because other shards hold them.
         self.elsewhere: set[int] = set()
         self.tally = Tally()
@@ -180,15 +177,6 @@ class OpenShard:
             found.append(packer.content(entries | fill))  # spans come last in a manifest
         return found
 
-    def clear(self) -> None:
-        self.packer.clear()
-        self.held_out.clear()
-        self.elsewhere.clear()
-        self.holdout = None
-        self.tally.clear()
-        self.row = None
-        self.since_s = None
-
 
 class Outbox:
     """Publishes one shard at a time, in the order they are sent, so that progress only moves forward."""
@@ -198,7 +186,7 @@ class Outbox:
         self.publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner)
         self._thread = ThreadPoolExecutor(1, "publish")
         self._sent: Future[None] | None = None
-        self._spare = OpenShard()
+        self._spare = Packer(), Packer()  # of the shard before the one that is being published
         self._gave_up = False
         self.published = 0
         self.schema: Schema | None = cache.schema
@@ -210,9 +198,10 @@ class Outbox:
         or StartAgainError.
         """
         self.settle()
-        spare, self._spare = self._spare, shard
+        empty = OpenShard(*self._spare)
+        self._spare = shard.packer, shard.held_out
         self._sent = self._thread.submit(self._publish_or_commit, shard)
-        return spare
+        return empty
 
     def settle(self) -> None:
         """Wait until nothing is being published; raises the error of the last shard."""
@@ -222,10 +211,6 @@ class Outbox:
             if wait([self._sent], timeout=BEAT_S).done:
                 self._sent.result()
                 self._sent = None
-
-    def close(self) -> None:
-        """Let the thread end after the current shard."""
-        self._thread.shutdown()
 
     def _publish_or_commit(self, shard: OpenShard) -> None:
         begun_s = time.monotonic()
@@ -247,18 +232,19 @@ class Outbox:
         self.schema = self._cache.schema
         if not self._gave_up:
             self._slot["committed"] += shard.tally.done
-        shard.clear()
+        shard.packer.clear()
+        shard.held_out.clear()
         self._slot["publish_s"] += time.monotonic() - begun_s
 
     def _publish(self, shard: OpenShard, row: PassRow) -> None:
         """Write the shard as soon as there is space; not at all if the process is stopped before that."""
-        contents = shard.contents(self._fill(shard.tally, row))
-        progress = shard.tally.progress(row.id)
+        spans, progress = shard.tally.spans, shard.tally.progress(row.id)
+        fill = {"source": self._job.fingerprint, "plan": row.plan, "length": row.length}
+        contents = shard.contents({**fill, "spans": [[*span.start, *span.stop] for span in spans]})
         may_evict = self._job.when_full == "evict"
 
         def publish() -> bool:
-            spans = shard.tally.spans
-            return self.publisher.publish_together(contents, spans, progress, may_evict=may_evict) is not None
+            return self.publisher.publish(contents, spans, progress, may_evict=may_evict) is not None
 
         def check() -> None:
             for content in contents:
@@ -321,10 +307,6 @@ class Outbox:
         if refusal and not self._slot["refusal"]:
             sys.stderr.write(f"{refusal}; it is tried again until then\n")
         self._slot["refusal"] = board_text(refusal)
-
-    def _fill(self, tally: Tally, row: PassRow) -> dict[str, Any]:
-        spans = [[*span.start, *span.stop] for span in tally.spans]
-        return {"source": self._job.fingerprint, "plan": row.plan, "length": row.length, "spans": spans}
 
     def _check_fits(self, content: ShardContent) -> None:
         """Raise unless a shard of this size can ever fit the cache."""

@@ -1,103 +1,124 @@
 """The supervisor of a cache: it starts, watches, restarts and stops the sampling processes.
 
 The supervisor reads no samples and holds no state that must survive. It loads neither torch nor fsspec,
-unless the user's sampler does.
+unless the user's sampler does. Its process (`main`) loads what it needs while the caller opens the source,
+takes the job, becomes the supervisor of the cache, answers, and supervises.
 """
 
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import math
 import os
-import random
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
-from cachestream.config import NO_THREADS
-from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError
-from cachestream.schema import IntArray
+from cachestream.errors import CacheError, CacheFullError, CacheLockedError, CacheStreamError, WorkerError
+from cachestream.linux import move, name_process, open_private
 from cachestream.storage.cache import Cache
 from cachestream.storage.filling import RESTS, WAITS
-from cachestream.storage.locks import HeldFile
-from cachestream.storage.os_errors import DiskFailedError
+from cachestream.storage.layout import remove_if_there
+from cachestream.storage.locks import HeldFile, lock_file
+from cachestream.storage.os_errors import CatalogueDamagedError, DiskFailedError, translated_disk_errors
 from cachestream.storage.status import describe_skipped, shortage_of_disk
-from cachestream.storage.tables import Suspect
 from cachestream.storage.telemetry import NO_SPACE, STATE_NAMES, WRITING, Board, History
 from cachestream.worker.attachments import Attachments
-from cachestream.worker.child import EXIT_FATAL, EXIT_LATER, EXIT_RESTART, SamplingProcess
 from cachestream.worker.fork_server import ForkServer
-from cachestream.worker.health import (
-    Death,
-    Trouble,
-    is_crash_loop,
-    longest_pause_s,
-    was_away,
+from cachestream.worker.health import GiveUpError, SamplingProcesses, Trouble, was_away
+from cachestream.worker.job import Job, share, unpack
+from cachestream.worker.lister import Lister, Listings
+from cachestream.worker.passes import UserOrder, begin, go_on
+from cachestream.worker.processes import (
+    begin_clean,
+    detach_from_terminal,
+    read_frame,
+    reap_orphans,
+    write_frame,
 )
-from cachestream.worker.job import Job, share, unpack_sampler
-from cachestream.worker.lister import Lister, ListingError
-from cachestream.worker.order import all_units, check_drawn, draw_curriculum
-from cachestream.worker.passes import go_on
-from cachestream.worker.processes import end_orphans, reap_orphans
-from cachestream.worker.stored_listings import Listings
 
 _TICK_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _BOOKS_S: Final = 60.0
 _STOP_S: Final = 4.0
 _LEAVE_S: Final = 1.0
-_LATER_PAUSE_S: Final = 2.0
+_END_TURNS: Final = 40
 _LOG_AGAIN_S: Final = 60.0
 _FULL_AFTER_S: Final = 3.0  # by then all processes that wait for space have tried again
+_LOG_BYTES: Final = 64 * 1024
+_LOCK_TIMEOUT_S: Final = 1.0
 
 logger = logging.getLogger("cachestream.worker")
 
 
-class _GiveUpError(Exception):
-    """The filling cannot continue; the message and the traceback of the child (`output`) are for the user."""
+class FillRecord:
+    """The state of the filling as the supervisor records it in the catalogue, on changes only."""
 
-    def __init__(self, message: str, output: str) -> None:
-        super().__init__(message)
-        self.output = output
+    def __init__(self, cache: Cache, board: Board) -> None:
+        self._filling, self._board = cache.filling, board
+        self.state = self.message = ""
+        self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
+        self._waited_at_bytes = -1
+        self._catalogue_id: str | None = None
+
+    def write(self, state: str, message: str = "", output: str = "") -> None:
+        """Record the state, its reason, and the last output of a process that has failed."""
+        written_bytes = self._board.totals().written_bytes
+        # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
+        waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
+        if (state, message) == (self.state, self.message) and not waits_anew:
+            return
+        if message == WAITS:
+            self._waited_at_bytes = written_bytes
+        catalogue_id = self._filling.record(state, message, output)
+        self._catalogue_id = self._catalogue_id or catalogue_id
+        self.state, self.message = state, message
+
+    def look(self, is_looking: bool) -> None:
+        """Record whether the remote is still searched for changes, so that another pass may follow."""
+        if is_looking != self._is_looking:
+            self._filling.record_looking(is_looking)
+            self._is_looking = is_looking
+
+    def write_anew(self, catalogue_id: str | None) -> bool:
+        """Record all in a catalogue that was rebuilt, as the shards do not hold it; False if none was."""
+        if catalogue_id == self._catalogue_id:
+            return False
+        logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
+        self._catalogue_id = catalogue_id
+        looking, self._is_looking = bool(self._is_looking), None
+        self.look(looking)
+        self.state = ""  # a pass is open again, or the next tick corrects that
+        self.write("filling")
+        return True
 
 
 class Supervisor:
     """Runs the processes of one job until it is stopped; `run` returns the exit code."""
 
     def __init__(self, job: Job, cache: Cache, lock: HeldFile, server: ForkServer) -> None:
-        self._job = job
-        self._cache = cache
-        self._lock = lock
-        self._server = server
+        self._job, self._cache, self._lock, self._server = job, cache, lock, server
         self._board = Board(cache.directory.worker_file("board"))
-        server.load(job.protocols)
-        job_fd = share(job)
-        self._children = [
-            SamplingProcess(server, job_fd, job.sys_path, index, self._board)
-            for index in range(job.num_workers)
-        ]
-        self._lister = Lister(job, server, job_fd, Listings(cache.directory))
-        self._look_for_changes = False
-        self._is_looking: bool | None = None  # unknown at first: an earlier supervisor may have been killed
-        self._attachments = Attachments(cache.directory)
+        self._record = FillRecord(cache, self._board)
         self._history = History(cache.directory.worker_file("history"))
-        self._deaths: list[Death] = []
-        self._trouble = Trouble()
-        self._unrecorded: list[tuple[int, Suspect]] = []
-        self._full_logged_s = self._room_expected_s = -math.inf
-        self._has_promoted = False
-        self._sampler: Any = None
-        self._leave_lock: HeldFile | None = None
-        self._resting = False
-        self._state = self._message = ""
-        self._waited_at_bytes = -1
-        self._catalogue_id: str | None = None
+        self._attachments = Attachments(cache.directory)
+        server.load(job.protocols, job.source_module)
+        job_fd = share(job)
+        self._samplers = SamplingProcesses(job, server, job_fd, self._board)
+        self._lister = Lister(job, server, job_fd, Listings(cache.directory))
+        self.order = UserOrder(job)
         self._stop = threading.Event()
+        self._look_for_changes = self._has_promoted = self._resting = False
+        self._trouble = Trouble()
+        self._full_logged_s = self._room_expected_s = -math.inf
         self._housekeeping_at_s = self._books_at_s = 0.0
         self._ticked_s, self._resumed_s = math.inf, -math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -109,21 +130,33 @@ class Supervisor:
             os._exit(128 + number)  # the second signal ends the process at once; its children die with it
         self._stop.set()
 
+    def start(self, *, is_complete: bool) -> None:
+        """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
+        self._look_for_changes = is_complete and self._job.growing
+        self._record.look(self._look_for_changes)
+        self._record.write("filling")
+        now_s = time.monotonic()
+        self._board.reset(os.getpid(), self._job.num_workers, now_s)
+        if self._job.growing:
+            self._lister.begin()
+        self._samplers.begin(now_s)
+        self._samplers.start_due(now_s)
+
     def run(self) -> int:
         """Watch until asked to stop, until no process needs the worker any more, or until it fails."""
         try:
-            while not (self._try(self._should_end) and self._leave()):
+            while not self._try(self._leave):
                 self._try(self._tick)
                 self._stop.wait(_TICK_S)
             self._end()
         except Exception as error:  # a process's main: all who wait get the error
-            output = error.output if isinstance(error, _GiveUpError) else traceback.format_exc()
+            output = error.output if isinstance(error, GiveUpError) else traceback.format_exc()
             logger.exception("giving up")
             self._give_up(str(error) or type(error).__name__, output)
             return 1
         try:
-            if self._state == "filling" or self._message == RESTS:
-                self._record_state("stopped")
+            if self._record.state == "filling" or self._record.message == RESTS:
+                self._record.write("stopped")
         except CacheFullError:
             logger.exception("the end could not be recorded")
         self._board.end()
@@ -135,41 +168,35 @@ class Supervisor:
                 try:
                     # Until this process ends: no process is to attach to a worker that has failed.
                     with suppress(CacheLockedError):
-                        self._leave_lock = self._attachments.attach_lock(_LEAVE_S)
+                        self._attachments.attach_lock(_LEAVE_S)
                     self._end()
                 finally:  # it may fail for the same reason
-                    self._record_state("failed", message, output)
+                    self._record.write("failed", message, output)
                     self._board.end()
         except (CacheStreamError, OSError):
             logger.exception("the end could not be recorded")  # the children die with this process
 
-    def start(self, *, is_complete: bool) -> None:
-        """Start the sampling processes; if the pass `is_complete`, look for changes of the remote first."""
-        self._look_for_changes = is_complete and self._job.growing
-        self._record_looking(self._look_for_changes)
-        self._record_state("filling")
-        self._board.reset(os.getpid(), self._job.num_workers, time.monotonic())
-        if self._job.growing:
-            self._lister.begin()
-        for child in self._children:
-            child.start(time.monotonic())
-
     def _leave(self) -> bool:
-        """Take the attach lock until this process ends; False if a process attached at the last moment."""
+        """Take the attach lock until this process ends, if it is to end and no process attaches meanwhile."""
+        if not self._should_end():
+            return False
         try:
-            self._leave_lock = self._attachments.attach_lock(_LEAVE_S)
+            lock = self._attachments.attach_lock(_LEAVE_S)
         except CacheLockedError:
             # After a signal, do not wait for a process that was stopped while it attached.
             return self._stop.is_set()
-        if self._should_end():
-            return True
-        self._leave_lock.release()
-        return False
+        is_over = False
+        try:
+            is_over = self._should_end()
+        finally:
+            if not is_over:
+                lock.release()
+        return is_over
 
     def _should_end(self) -> bool:
         if self._stop.is_set() or self._attachments.stop_requested():
             return True
-        if self._state == "full" and self._job.when_full == "stop":
+        if self._record.state == "full" and self._job.when_full == "stop":
             return True
         return not self._attachments.is_needed()
 
@@ -177,7 +204,11 @@ class Supervisor:
         """The result of `step`; False if it fails for a reason that may be over soon."""
         now_s = time.monotonic()
         try:
-            return step()
+            try:
+                return step()
+            except CatalogueDamagedError as error:
+                logger.warning("%s; rebuilding it", error)
+                self._cache.rebuild()
         except CacheLockedError:
             logger.exception("the catalogue is locked")  # by a process that was stopped, and may continue
         except (CacheFullError, DiskFailedError) as error:  # the step is repeated until that is over
@@ -194,76 +225,37 @@ class Supervisor:
 
     def _tick(self) -> bool:
         if not self._lock.is_ours:
-            raise _GiveUpError(f"{self._lock.path} is gone: the cache was removed", "")
+            raise GiveUpError("", f"{self._lock.path} is gone: the cache was removed")
         now_s = time.monotonic()
         if was_away(now_s - self._ticked_s, self._job.hang_timeout_s):
             self._resumed_s = now_s  # the job was suspended: no process could show life
         self._ticked_s = now_s
-        for child in self._children:
-            child.kill_if_hanging(now_s, self._resumed_s, self._job.hang_timeout_s)
-            self._reap(child, now_s)
+        self._samplers.look(now_s, self._resumed_s)
         if now_s >= self._housekeeping_at_s:
             self._housekeeping_at_s = now_s + _HOUSEKEEPING_S
             self._reap_orphans()
-            self._housekeep()
-        self._record_suspects()
-        self._watch_lister(now_s)
-        if not any(child.process.running or child.start_at_s is not None for child in self._children):
+            self._housekeep(now_s)
+        if self._samplers.unrecorded:  # before another process reads them
+            self._cache.filling.record_suspects(self._samplers.unrecorded)
+            self._samplers.unrecorded.clear()
+        self._lister.tick(now_s, self._resumed_s)
+        if self._samplers.are_over:
             self._next_pass(now_s)
-        for child in self._children:
-            if child.start_at_s is not None and now_s >= child.start_at_s:
-                child.start(now_s)
+        self._samplers.start_due(now_s)
         if not self._resting:
-            self._record_state(*self._space_state(now_s))
+            self._record.write(*self._space_state(now_s))
         return True
 
-    def _reap(self, child: SamplingProcess, now_s: float) -> None:
-        ended = child.reap(now_s)
-        if ended is None:
-            return
-        death, suspicions, pass_id = ended
-        if death.orderly and death.returncode == 0:
-            return
-        if death.orderly and death.returncode == EXIT_RESTART:
-            child.start_at_s = now_s
-            return
-        if death.orderly and death.returncode == EXIT_LATER:
-            child.start_at_s = now_s + _LATER_PAUSE_S
-            return
-        logger.warning("sampling process %d %s", child.index, death)
-        if death.orderly and death.returncode == EXIT_FATAL:
-            raise _GiveUpError(_last_error(child.process.last_words), child.process.last_words)
-        self._deaths.append(death)
-        if is_crash_loop(self._deaths, now_s, self._job.num_workers):
-            how = _last_error(child.process.last_words) if death.orderly else f"what they read {death}"
-            raise _GiveUpError(
-                f"the sampling processes died {len(self._deaths)} times: {how}", child.process.last_words
-            )
-        self._board.count_restart()
-        child.start_at_s = now_s + random.uniform(0.0, longest_pause_s(self._deaths))
-        self._unrecorded += [(pass_id, Suspect(one.position, one.weight, str(death))) for one in suspicions]
-
-    def _record_suspects(self) -> None:
-        """Record the suspects before another process reads them."""
-        if self._unrecorded:
-            self._cache.filling.record_suspects(self._unrecorded)
-            self._unrecorded.clear()
-
     def _reap_orphans(self) -> None:
-        """Wait for processes that transforms leave behind; no other code does."""
+        """End what dead processes leave behind, and wait for orphans; no other code does."""
+        self._server.ended.end_members()
         self._server.listen()
         if self._server.give_up_if_stopped(time.monotonic()):
             logger.warning("the fork server was stopped; processes are started without it")
-        waited_for = [pid for child in self._children for pid in child.process.pids] + self._lister.pids
-        known = [pid for pid in waited_for if pid is not None]
-        if len(known) == len(waited_for):  # else an orphan might be a child whose id is not known yet
+        pids = [one.pid for one in (*self._samplers.processes, self._lister.process) if one.running]
+        known = [pid for pid in pids if pid is not None]
+        if len(known) == len(pids):  # else an orphan might be a child whose id is not known yet
             reap_orphans(known)
-
-    def _watch_lister(self, now_s: float) -> None:
-        try:
-            self._lister.tick(now_s, self._resumed_s)
-        except ListingError as error:
-            raise _GiveUpError(_last_error(error.output), error.output) from error
 
     def _next_pass(self, now_s: float) -> None:
         """Begin another pass, or rest. All processes have ended, because there was nothing left to claim."""
@@ -273,25 +265,18 @@ class Supervisor:
         if self._lister.running and not self._resting:
             return  # the pass may grow until the listing ends
         self._has_promoted |= self._lister.promote()  # kept until a pass over the new listing has begun
-        has_more = go_on(self._cache, self._job, self.draw, has_changed=self._has_promoted)
+        has_more = go_on(self._cache, self._job, self.order, has_changed=self._has_promoted)
         has_changed, self._has_promoted = self._has_promoted, False
-        self._record_looking(False)
+        self._record.look(False)
         if not has_more:
             if not self._resting:
-                self._record_state("complete", self._missing_message())
+                self._record.write("complete", self._missing_message())
                 self._resting = True
             return
         self._resting = False
         if self._job.growing and not has_changed:
             self._lister.look_for_changes()
-        for child in self._children:
-            child.start_at_s = now_s
-
-    def _record_looking(self, looking: bool) -> None:
-        """Record whether the remote is still searched for changes, so that another pass may follow."""
-        if looking != self._is_looking:
-            self._cache.filling.record_looking(looking)
-            self._is_looking = looking
+        self._samplers.begin(now_s)
 
     def _missing_message(self) -> str:
         """The reasons for which the cache holds fewer samples than the remote; "" if there are none.
@@ -304,31 +289,19 @@ class Supervisor:
         all_dropped = f"transform returned None for {dropped} samples, which leaves them out"
         return "; ".join(filter(None, (skipped, all_dropped if dropped and not state.num_samples else "")))
 
-    def draw(self, ordinal: int) -> IntArray:
-        """Draw the units of pass `ordinal` by the user's sampler or curriculum."""
-        if self._sampler is None:
-            self._sampler = unpack_sampler(self._job.sampler)  # kept: its generator continues
-        job, sampler = self._job, self._sampler
-        if job.kind == "curriculum" and job.num_units is not None:
-            share = all_units(job.num_units, job.partition)
-            return draw_curriculum(sampler, share, job.num_units, seed=job.seed, ordinal=ordinal)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(ordinal)
-        return check_drawn(sampler, job.num_units, job.partition)
-
     def _space_state(self, now_s: float) -> tuple[str, str]:
         """The state of the filling while it is not over, and a message if all processes wait for space."""
         states = self._board.states()
-        running = {states[child.index] for child in self._children if child.process.running}
+        running = {states[index] for index in self._samplers.running}
         if not running or running - {STATE_NAMES[NO_SPACE], STATE_NAMES[WRITING]}:
             return "filling", ""
         if STATE_NAMES[WRITING] in running:  # the process may be about to find that there is no space
-            return self._state, self._message
+            return self._record.state, self._record.message
         evicts = self._job.when_full == "evict" and self._cache.eviction != "none"
         state = self._cache.filling.state()
         # Files outside the cache take the space, and may be removed at any time.
         is_short = bool(shortage_of_disk(self._cache.directory, state.min_free))
-        has_room = state.phase != self._state  # the process that made room has recorded another state
+        has_room = state.phase != self._record.state  # the process that made room recorded another state
         is_used = evicts and self._cache.admission.leases.count() > 0
         if is_short or has_room or is_used:
             self._room_expected_s = now_s
@@ -336,17 +309,15 @@ class Supervisor:
             return "full", RESTS if evicts else ""
         return "filling", WAITS if is_used and not is_short else ""
 
-    def _housekeep(self) -> None:
-        if (now_s := time.monotonic()) >= self._books_at_s:
+    def _housekeep(self, now_s: float) -> None:
+        if now_s >= self._books_at_s:
             self._books_at_s = now_s + _BOOKS_S
             if (problem := self._cache.check_books()) is not None:
                 logger.warning("%s: corrected", problem)
         self._cache.enforce_limit()
         state = self._cache.filling.state()
-        if state.catalogue_id != self._catalogue_id:
-            logger.warning("the catalogue was lost, and was made anew from the shards: going on with that")
-            self._catalogue_id = state.catalogue_id
-            self._record_anew()
+        if self._record.write_anew(state.catalogue_id):
+            self._resting = False
         self._history.append(
             state.num_samples,
             self._cache.size_bytes,
@@ -357,49 +328,107 @@ class Supervisor:
             state.snapshots,
         )
 
-    def _record_state(self, state: str, message: str = "", output: str = "") -> None:
-        written_bytes = self._board.totals().written_bytes
-        # Filling may take the room that an epoch leaves between two ticks: then it waits for another epoch.
-        waits_anew = message == WAITS and written_bytes > self._waited_at_bytes
-        if (state, message) == (self._state, self._message) and not waits_anew:
-            return
-        if message == WAITS:
-            self._waited_at_bytes = written_bytes
-        catalogue_id = self._cache.filling.record(state, message, output)
-        self._catalogue_id = self._catalogue_id or catalogue_id
-        self._state, self._message = state, message
-
-    def _record_anew(self) -> None:
-        """Record the state of the filling in a rebuilt catalogue; the shards do not hold it."""
-        looking, self._is_looking = bool(self._is_looking), None
-        self._record_looking(looking)
-        self._state, self._resting = "", False  # a pass is open again, or the next tick corrects that
-        self._record_state("filling")
-
     def _end(self) -> None:
         self._lister.stop()
-        for child in self._children:
-            child.process.ask_to_stop()
+        processes = self._samplers.processes
+        for process in processes:
+            process.ask_to_stop()
         deadline_s = time.monotonic() + _STOP_S
-        while any(child.process.running for child in self._children) and time.monotonic() < deadline_s:
-            for child in self._children:
-                child.reap(time.monotonic())
+        while self._samplers.running and time.monotonic() < deadline_s:
+            for process in processes:
+                process.reap()
             time.sleep(0.01)
-        for child in self._children:
-            child.process.end()
-        end_orphans()
+        for process in processes:
+            process.end()
+        self._server.ended.wait(_END_TURNS)
         self._attachments.clear_requests()
         try:
             self._cache.recover()  # removes unfinished shards of processes that were killed
-            self._housekeep()
+            self._housekeep(time.monotonic())
         except CacheFullError:
             logger.exception("left to the next who opens the cache")
 
 
-def _last_error(output: str) -> str:
-    """The message of the error at the end of `output`."""
-    lines = output.strip().splitlines()
-    if not lines:
-        return "the worker cannot go on"
-    message = lines[-1].partition(": ")[2] or lines[-1]
-    return f"{message}: {NO_THREADS}" if "can't start new thread" in message else message
+def main() -> None:
+    """The main of the supervisor: its job comes through stdin, one answer goes to stdout."""
+    name_process("cs-supervisor")
+    begin_clean()
+    server = ForkServer(sys.argv[1:])  # first: it must not inherit the files and locks below
+    try:
+        supervisor = _begin(server)
+        code = 0 if supervisor is None else supervisor.run()
+    finally:
+        server.close()
+    logging.shutdown()
+    os._exit(code)  # the lock is released with the process: a free lock means that nothing of it is left
+
+
+def _begin(server: ForkServer) -> Supervisor | None:
+    """Take the job, start its processes and answer; None if there is nothing to supervise."""
+    try:
+        job: Job = read_frame(sys.stdin.buffer)
+    except EOFError:
+        return None  # the source could not be opened, or the caller has died
+    answer = sys.stdout.buffer
+    try:
+        cache = Cache(job.root, eviction=unpack(job.payload).eviction if job.custom_eviction else None)
+        lock = _become_the_supervisor(cache)
+        cache.catalogue.patience_s = 0.0  # this process rebuilds it where others wait
+        _open_log(cache)
+        removed = cache.recover()
+        _forget_debts(cache)
+        supervisor = Supervisor(job, cache, lock, server)
+        try:
+            has_more = begin(cache, job, supervisor.order)
+        except CatalogueDamagedError:
+            cache.rebuild()
+            has_more = begin(cache, job, supervisor.order)
+        supervisor.start(is_complete=not has_more)
+        write_frame(answer, "ready")
+    except CacheStreamError as error:
+        write_frame(answer, error)
+        return None
+    except Exception as error:  # a process's main: the caller gets the traceback
+        write_frame(answer, WorkerError(f"the worker cannot start: {error}", traceback.format_exc()))
+        raise
+    logger.info("started, %d left-over files removed", removed)
+    detach_from_terminal()
+    return supervisor
+
+
+def _become_the_supervisor(cache: Cache) -> HeldFile:
+    lock = lock_file(cache.directory.worker_file("supervisor.lock"), timeout_s=_LOCK_TIMEOUT_S)
+    if lock is None:
+        raise CacheLockedError(f"another supervisor runs for {cache.path}; attach to it by starting again")
+    return lock
+
+
+def _forget_debts(cache: Cache) -> None:
+    """Remove the budget file: a debt under a mistyped bandwidth limit could last for days."""
+    budget = cache.directory.worker_file("budget")
+    with translated_disk_errors(budget, "removing it"):
+        remove_if_there(budget)
+
+
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    """A log file that only its owner can read, because it holds the output of transforms."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
+
+    def doRollover(self) -> None:  # noqa: N802  logging's name
+        if self.stream is not None:
+            self.stream.close()
+        with suppress(OSError):
+            move(self.baseFilename, self.baseFilename + ".1")
+        self.stream = self._open()
+
+
+def _open_log(cache: Cache) -> None:
+    handler = _PrivateLog(
+        cache.directory.worker_file("log.txt"), maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8"
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

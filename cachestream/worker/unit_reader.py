@@ -1,8 +1,7 @@
-"""Reading one unit from the remote: seeded, counted, throttled, retried, and given up if it stalls."""
+"""Reading one unit from the remote: seeded, counted, throttled, tried again, and left out in the end."""
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import threading
@@ -18,26 +17,91 @@ import numpy as np
 
 from cachestream.errors import SampleError, SourceUnavailableError
 from cachestream.permutation import mix_key
-from cachestream.sources.base import Rows, RowsSource, Source
+from cachestream.sources.base import ColumnarSource, Rows, Source
+from cachestream.sources.mix import MixSource
 from cachestream.storage.layout import Directory
 from cachestream.storage.os_errors import translated_disk_errors
 from cachestream.storage.telemetry import Slot
 from cachestream.transport import metering
 from cachestream.transport.metering import Throttle
-from cachestream.transport.remote_errors import backoff_delays
-from cachestream.worker.cached_units import keep_all
 from cachestream.worker.encode import Item, SampleChunk, approximate_bytes, gather, to_table
 from cachestream.worker.job import Job
-from cachestream.worker.order import PassPlan
+from cachestream.worker.order import Offsets, PassPlan, is_covered, is_whole
 from cachestream.worker.processes import end_if_forked
 
-_AWAY_S: Final = 5.0
 _UNIT_KEY: Final = 3
 _SAMPLE_KEY: Final = 5
 BEAT_S: Final = 0.001
-_PROBE_S: Final = 5.0  # one unit of a remote that is away is tried again within this time
+_FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 5.0  # what waits for the end of an outage notices it so soon
 REQUEST_S: Final = 0.05  # one request asks for so many seconds of the bandwidth
 LEAST_REQUEST_BYTES: Final = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of a claim. Its samples before the offset `first` are done, and those in `cached` are cached.
+
+    `parts`, where samples are held out: the cached ranges of the train split and of the held-out split.
+    """
+
+    position: int
+    number: int
+    claim_id: int
+    first: int = 0
+    cached: Offsets = ()
+    parts: Sequence[Offsets] = ()
+
+    @property
+    def is_cached(self) -> bool:
+        """True if the cache holds all of the unit: it is not read."""
+        return bool(self.cached) and is_whole(self.cached)
+
+    def is_wanted(self, offset: int) -> bool:
+        return offset >= self.first and not (self.cached and is_covered(self.cached, offset))
+
+
+class UnitState(Enum):
+    """The state of a unit between its submission to a fetcher and its delivery; changed by `after` alone.
+
+        QUEUED ──TAKE──▶ READING ──END──▶ FINISHED
+                          │   ▲
+                        PAUSE RESUME
+                          ▼   │
+                         PAUSED
+
+    Besides, a unit that does not answer is put aside: the units behind it are delivered first, until
+    something of it arrives (`Fetcher.put_aside`).
+    """
+
+    QUEUED = "waits for a thread"
+    READING = "is read by a thread"
+    PAUSED = "its thread waits for the next attempt"
+    FINISHED = "read to its end, or failed"
+
+    def after(self, event: UnitEvent) -> UnitState:
+        """The next state; raises ValueError for an event that cannot happen in this state."""
+        try:
+            return _TRANSITIONS[self, event]
+        except KeyError:
+            raise ValueError(f"{event.name} cannot happen to a unit that is {self.name}") from None
+
+
+class UnitEvent(Enum):
+    """Events that change the state of a unit."""
+
+    TAKE = "a thread takes it"
+    PAUSE = "an attempt has failed"
+    RESUME = "the pause is over"
+    END = "all has been read, or reading failed for good"
+
+
+_TRANSITIONS: Final = {
+    (UnitState.QUEUED, UnitEvent.TAKE): UnitState.READING,
+    (UnitState.READING, UnitEvent.PAUSE): UnitState.PAUSED,
+    (UnitState.PAUSED, UnitEvent.RESUME): UnitState.READING,
+    (UnitState.READING, UnitEvent.END): UnitState.FINISHED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,134 +120,43 @@ class Stall:
         return now_s - self.since_s >= 4 * hang_timeout_s
 
 
-@dataclass(slots=True)
-class Answers:
-    """The times at which the remotes of a source last answered, and last answered again after an outage."""
-
-    _last_s: dict[Hashable, float] = field(default_factory=dict)
-    _back_s: dict[Hashable, float] = field(default_factory=dict)
-
-    def heard(self, remote: Hashable, now_s: float) -> None:
-        """Note that something came from `remote`."""
-        if self.is_away(remote, now_s):
-            self._back_s[remote] = now_s
-        self._last_s[remote] = now_s
-
-    def is_away(self, remote: Hashable, now_s: float) -> bool:
-        """True if nothing has come from `remote` lately."""
-        return now_s - self._last_s.get(remote, -math.inf) > _AWAY_S
-
-    def is_back(self, remote: Hashable, since_s: float) -> bool:
-        """True if an outage of `remote` has ended after `since_s`."""
-        return self._back_s.get(remote, -math.inf) > since_s
-
-
-class LaterError(Exception):
-    """The unit was put aside, and its thread is free: the unit is to be read again later, by any thread."""
-
-
-class UnitState(Enum):
-    """The state of a unit between its submission to a fetcher and its delivery; changed by `after` alone.
-
-        QUEUED ─────TAKE─────▶ READING ─────END─────▶ FINISHED
-          │                    │     ▲                    ▲
-       PUT_ASIDE          PUT_ASIDE  ARRIVE               │
-          ▼                    ▼     │                    │
-        ASIDE ─────TAKE─────▶ READING_ASIDE ────END───────┘
-          ▲                    │
-          └──WAKE── ASLEEP ◀─PAUSE
-
-    The remote of a unit that is put aside does not answer: the units behind it are delivered first. A unit of
-    which something arrives is the next to be delivered.
-    """
-
-    QUEUED = "waits for a thread"
-    READING = "is read by a thread"
-    ASIDE = "put aside, waits for a thread"
-    READING_ASIDE = "put aside, is read by a thread"
-    ASLEEP = "put aside, is to be read again later"
-    FINISHED = "read to its end, or failed"
-
-    def after(self, event: UnitEvent) -> UnitState:
-        """The next state; raises ValueError for an event that cannot happen in this state."""
-        try:
-            return _TRANSITIONS[self, event]
-        except KeyError:
-            raise ValueError(f"{event.name} cannot happen to a unit that is {self.name}") from None
-
-
-class UnitEvent(Enum):
-    """Events that change the state of a unit in a fetcher."""
-
-    TAKE = "a thread begins to read it"
-    PUT_ASIDE = "it has not answered for long"
-    ARRIVE = "samples came"
-    PAUSE = "an attempt failed, and the thread goes on with another unit"
-    WAKE = "the pause is over"
-    END = "all has been read, or reading failed for good"
-
-
-_TRANSITIONS: Final = {
-    (UnitState.QUEUED, UnitEvent.TAKE): UnitState.READING,
-    (UnitState.QUEUED, UnitEvent.PUT_ASIDE): UnitState.ASIDE,
-    (UnitState.READING, UnitEvent.PUT_ASIDE): UnitState.READING_ASIDE,
-    (UnitState.READING, UnitEvent.ARRIVE): UnitState.READING,
-    (UnitState.READING, UnitEvent.END): UnitState.FINISHED,
-    (UnitState.ASIDE, UnitEvent.TAKE): UnitState.READING_ASIDE,
-    (UnitState.READING_ASIDE, UnitEvent.ARRIVE): UnitState.READING,
-    (UnitState.READING_ASIDE, UnitEvent.PAUSE): UnitState.ASLEEP,
-    (UnitState.READING_ASIDE, UnitEvent.END): UnitState.FINISHED,
-    (UnitState.ASLEEP, UnitEvent.WAKE): UnitState.ASIDE,
-}
-_PUT_ASIDE: Final = frozenset({UnitState.ASIDE, UnitState.READING_ASIDE, UnitState.ASLEEP})
-
-
 @dataclass(slots=True, eq=False)
 class UnitRead:
-    """One unit to be read: `skip` tells which offsets of its samples are not wanted.
+    """The reading of one unit.
 
-    A unit that is FINISHED when it is submitted is only delivered in its turn: `covered` when the cache holds
-    all of it, or with the `error` for which it is not read. `cached`: the ranges of offsets that lie in other
-    shards; `parts`, where samples are held out: those ranges of the train split and of the held-out split.
-    All samples before the offset `done` are packed, dropped or skipped.
+    A unit that is FINISHED when it is submitted is only delivered in its turn: the cache holds all of it, or
+    it has an `error` for which it is not read. `claim_id` is the claim that its progress belongs to; before a
+    unit is put aside it gets one of its own. `chunks` have been read and not delivered. All samples before
+    the offset `num_read` have been read, and all before `done` are packed, dropped or skipped.
 
-    The samples before the offset `num_read` have been read. `asked_s`: the time of a request that the remote
-    has not answered yet; 0 without one. A unit that does not answer has a `stall`, and is tried again after
-    the `delays`, the next time at `again_at_s`; its last attempt failed at `paused_at_s`. Before a unit is
-    put aside it gets a claim of its own.
+    `asked_s`: the time of a request that the remote has not answered yet; 0 without one. A unit that does not
+    answer has a `stall`, and has been tried again `retries` times since it last did.
     """
 
-    position: int
-    unit: int
-    claim_id: int
-    skip: Callable[[int], bool]
-    cached: Sequence[tuple[int, int]] = ()
-    parts: Sequence[Sequence[tuple[int, int]]] = ()
-    done: int = 0
-    covered: bool = False
-    chunks: deque[SampleChunk] = field(default_factory=deque)
-    waiting_bytes: int = 0
+    unit: Unit
+    claim_id: int = field(init=False)
+    done: int = field(init=False)
     state: UnitState = UnitState.QUEUED
     error: BaseException | None = None
+    chunks: deque[SampleChunk] = field(default_factory=deque)
+    waiting_bytes: int = 0
     num_read: int = 0
     asked_s: float = 0.0
     stall: Stall | None = None
-    delays: Iterator[float] | None = None
-    has_own_claim: bool = False
-    paused_at_s: float = 0.0
-    again_at_s: float = 0.0
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        self.claim_id, self.done = self.unit.claim_id, self.unit.first
+        if self.unit.is_cached:
+            self.state = UnitState.FINISHED
 
     @property
     def finished(self) -> bool:
         return self.state is UnitState.FINISHED
 
     @property
-    def aside(self) -> bool:
-        return self.state in _PUT_ASIDE
-
-    @property
-    def reading(self) -> bool:
-        return self.state in (UnitState.READING, UnitState.READING_ASIDE)
+    def has_own_claim(self) -> bool:
+        return self.claim_id != self.unit.claim_id
 
     @property
     def is_awaited(self) -> bool:
@@ -193,14 +166,14 @@ class UnitRead:
     def is_stalled(self, now_s: float, hang_timeout_s: float) -> bool:
         """True if the unit has not answered for long, in its attempts so far or in the current one."""
         if self.stall is None and self.asked_s:
-            since = Stall(self.asked_s, f"unit {self.unit}: no answer yet")
+            since = Stall(self.asked_s, f"unit {self.unit.number}: no answer yet")
             self.stall = since if since.is_long(now_s, hang_timeout_s) else None
         return self.stall is not None and self.stall.is_long(now_s, hang_timeout_s)
 
     def heard(self, chunk: SampleChunk) -> None:
         """Note that `chunk` came: the remote answers."""
         self.num_read = chunk.offsets[-1] + 1
-        self.stall = self.delays = None
+        self.stall, self.retries = None, 0
 
 
 class UnitReader:
@@ -220,217 +193,226 @@ class UnitReader:
         in_rows: bool = False,
     ) -> None:
         self.plan: PassPlan | None = None
+        self.meter = FetchMeter(job, directory, slot)
         self._pid = os.getpid()
         self._read: Callable[[int, np.random.Generator], Iterator[Rows | tuple[str, Any]]] = (
-            source.read_rows if in_rows and isinstance(source, RowsSource) else source.read
+            source.read_rows if in_rows and isinstance(source, ColumnarSource) else source.read
         )
         # Of the remotes of a mix, one may be away while the others answer.
-        self._remote_of: Callable[[int], Hashable] = getattr(source, "remote_of", lambda _: None)
+        self._remote_of: Callable[[int], Hashable] = (
+            source.remote_of if isinstance(source, MixSource) else lambda _: None
+        )
         self._known_good: dict[Hashable, int] = {}  # the first unit of each remote that came whole
-        self._answers = Answers()
-        self._probe: UnitRead | None = None  # the unit that finds out whether a remote is back
-        self._is_reported = False  # the source reports the bytes that it fetches
         self._hang_timeout_s = job.hang_timeout_s
-        self._slot = slot
-        self._stop = stop
-        self._local = threading.local()
-        self._counting = threading.Lock()
-        limit = job.bandwidth_bytes_per_s
-        budget = directory.worker_file("budget")
-        with translated_disk_errors(budget):
-            self._throttle = None if limit is None else Throttle(budget, limit)
-        self._throttled = False
-        # A server sends all that one request asks for, whether it is read or not: sockets have buffers.
-        most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
-        metering.install(self._on_reported, self._on_request, self._on_slow_down, most)
+        self._slot, self._stop = slot, stop
 
-    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
-        """Yield the samples of the unit that are wanted.
+    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
+        """Yield the samples of the unit that are wanted, and before each further attempt a pause in seconds.
 
-        A remote that does not answer is tried again for ever, with full-jitter back-off; reading continues
-        after the samples that came through, as a unit always gives the same samples. Raises LaterError while
-        a unit that was put aside does not answer, and in the end SampleError if its remote delivers other
-        units.
+        A remote that does not answer is tried again for ever; reading continues after the samples that came
+        through, as a unit always gives the same samples. Raises SampleError in the end if its remote delivers
+        other units.
         """
-        self._local.number, self._local.unit_read = number, unit_read
-        slot = self._slot
-        self.beat(number)  # before the position is shown: the last beat of an idle thread may be old
-        slot["flights"][number] = unit_read.position + 1
+        unit, flights = unit_read.unit, self._slot["flights"]
+        self.meter.begin(unit_read, number)
+        flights[number] = unit.position + 1
         try:
             while True:
-                self.beat(number)
                 began_s = time.monotonic()
                 try:
-                    with closing(self._wanted(unit_read, number)) as items:
+                    with closing(self._wanted(unit_read)) as items:
                         for chunk in gather(items):
                             unit_read.heard(chunk)
-                            self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
                             yield chunk
-                    self._known_good.setdefault(self._remote_of(unit_read.unit), unit_read.unit)
-                    self._answers.heard(self._remote_of(unit_read.unit), time.monotonic())
+                    self._known_good.setdefault(self._remote_of(unit.number), unit.number)
                     return
                 except SourceUnavailableError as error:
                     if self._stop.is_set():
                         raise
-                    slot["retries"] += 1
-                    self._pause(unit_read, self._retry_delay_s(unit_read, str(error), began_s))
+                    self._slot["retries"] += 1
+                    pause_s = self._pause_s(unit_read, str(error), began_s)
+                flights[number] = 0  # a death during the pause is not the fault of this unit
+                yield pause_s
+                self.meter.beat(number)
+                flights[number] = unit.position + 1
         finally:
             end_if_forked(self._pid)
-            self._refund()
-            unit_read.asked_s = 0.0
-            slot["flights"][number] = 0
+            self.meter.end()
+            flights[number] = 0
 
-    def _retry_delay_s(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
+    def _pause_s(self, unit_read: UnitRead, reason: str, began_s: float) -> float:
         """The pause after a failed attempt that began at `began_s`; notes the stall of the unit.
 
-        Raises SampleError if the unit is to be left out.
+        Raises SampleError if the unit is to be left out. Full jitter, doubling (Marc Brooker, "Exponential
+        Backoff And Jitter", AWS Architecture Blog, 2015).
         """
-        before, now_s = unit_read.stall, time.monotonic()
+        before, remote = unit_read.stall, self._remote_of(unit_read.unit.number)
         unit_read.stall = stall = Stall(began_s if before is None else before.since_s, reason)
-        if stall.is_too_long(now_s, self._hang_timeout_s) and self._remote_answers(
-            self._remote_of(unit_read.unit)
-        ):
+        if stall.is_too_long(time.monotonic(), self._hang_timeout_s) and self._answers(remote):
             raise SampleError(f"{reason}; left out after a while, as others do come from there")
-        was_back = self._answers.is_back(self._remote_of(unit_read.unit), unit_read.paused_at_s)
-        if unit_read.delays is None or was_back:  # made when needed: seeding may cost more than a read
-            unit_read.delays = backoff_delays(random.Random())
-        return next(unit_read.delays)
+        longest_s = min(LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(unit_read.retries, 10))
+        unit_read.retries += 1
+        return random.uniform(0.0, longest_s)
 
-    def _remote_answers(self, remote: Hashable) -> bool:
+    def _answers(self, remote: Hashable) -> bool:
         """True if a unit that came from `remote` before comes again, and not from a cache in the source."""
-        unit, self._local.fetched = self._known_good.get(remote), 0
+        unit = self._known_good.get(remote)
         if unit is None or self.plan is None:
             return False
+        self.meter.begin_attempt()
         try:
             next(iter(self._read(unit, unit_generator(self.plan, unit))), None)
         except SampleError:
             return True  # an answer, such as "not found"
         except Exception:  # noqa: BLE001  whatever a source raises: it did not answer
             return False
-        return bool(self._local.fetched) or not self._is_reported
+        return self.meter.has_fetched
 
-    def _wanted(self, unit_read: UnitRead, number: int) -> Generator[Item | SampleChunk, None, None]:
+    def _wanted(self, unit_read: UnitRead) -> Generator[Item | SampleChunk, None, None]:
         """Yield the samples that are wanted after those that earlier attempts have read."""
         assert self.plan is not None
-        first = unit_read.num_read
-        rng = unit_generator(self.plan, unit_read.unit)
-        self._local.fetched = 0
-        self._refund()
-        offset, beat_s = 0, 0.0
-        for item in self._read(unit_read.unit, rng):
+        unit, first, meter = unit_read.unit, unit_read.num_read, self.meter
+        rng = unit_generator(self.plan, unit.number)
+        meter.begin_attempt()
+        offset = 0
+        for item in self._read(unit.number, rng):
             end_if_forked(self._pid)
-            if (now_s := time.monotonic()) - beat_s >= BEAT_S:
-                self.beat(number)
-                beat_s = now_s
+            meter.beat_now_and_then()
             if isinstance(item, Rows):
-                if (chunk := self._wanted_rows(item, offset, first, unit_read)) is not None:
+                if (chunk := self._wanted_rows(item, offset, first, unit)) is not None:
                     yield chunk
                 offset += len(item.keys)
                 continue
             key, sample = item
             nbytes = approximate_bytes(sample)
-            self._count(nbytes)
-            if offset >= first and not unit_read.skip(offset):
+            meter.count(nbytes)
+            if offset >= first and unit.is_wanted(offset):
                 yield offset, key, sample, nbytes
             offset += 1
 
-    def _wanted_rows(self, rows: Rows, offset: int, first: int, unit_read: UnitRead) -> SampleChunk | None:
-        """The wanted samples of `rows`, the first of which is at `offset` in its unit.
-
-        None if none are wanted.
-        """
+    def _wanted_rows(self, rows: Rows, offset: int, first: int, unit: Unit) -> SampleChunk | None:
+        """The wanted samples of `rows`, the first of which is at `offset` in its unit; None without any."""
         table = to_table(rows)
-        self._count(table.nbytes)
+        self.meter.count(table.nbytes)
         offsets: Sequence[int] = range(offset, offset + len(table))
-        if first > offset or unit_read.skip is not keep_all:
-            wanted = [i for i, at in enumerate(offsets) if at >= first and not unit_read.skip(at)]
+        if max(first, unit.first) > offset or unit.cached:
+            wanted = [i for i, at in enumerate(offsets) if at >= first and unit.is_wanted(at)]
             if len(wanted) < len(table):
                 table, offsets = table.take(wanted), [offset + i for i in wanted]
         return SampleChunk(offsets, (), table, table.nbytes) if offsets else None
 
-    def _count(self, nbytes: int) -> None:
-        """Count `nbytes` of a sample as fetched, unless the source reports its bytes itself."""
-        if not self._local.fetched:
-            self._on_fetched(nbytes)
-            self._local.fetched = 0
+
+@dataclass(slots=True)
+class _Account:
+    """The bytes that a thread has fetched in the current attempt, and those that it has paid for ahead."""
+
+    unit_read: UnitRead
+    number: int
+    fetched_bytes: int = 0
+    paid_bytes: int = 0
+    beat_s: float = 0.0
+
+
+class FetchMeter:
+    """The accounting of the reading threads: bytes and signs of life on the board, and the bandwidth limit.
+
+    Bytes that other threads of the process fetch, such as those of a transform, do not count.
+    """
+
+    def __init__(self, job: Job, directory: Directory, slot: Slot) -> None:
+        self._slot = slot
+        self._local = threading.local()
+        self._counting = threading.Lock()
+        self._is_reported = False  # the source reports the bytes that it fetches
+        self._is_throttled = False
+        limit = job.bandwidth_bytes_per_s
+        budget = directory.worker_file("budget")
+        with translated_disk_errors(budget):
+            self._throttle = None if limit is None else Throttle(budget, limit)
+        # A server sends all that one request asks for, whether it is read or not: sockets have buffers.
+        most = metering.NO_LIMIT_BYTES if limit is None else max(LEAST_REQUEST_BYTES, int(limit * REQUEST_S))
+        metering.install(self._on_reported, self._on_request, self._on_slow_down, most)
+
+    def begin(self, unit_read: UnitRead, number: int) -> None:
+        """Account for `unit_read` in this thread, which has a `number` on the board."""
+        self._local.account = _Account(unit_read, number)
+        self.beat(number)  # before the position is shown: the last beat of an idle thread may be old
+
+    def begin_attempt(self) -> None:
+        """Count the bytes of another attempt, and refund what was paid for bytes that never came."""
+        account: _Account = self._local.account
+        account.fetched_bytes = 0
+        if self._throttle is not None and account.paid_bytes:
+            self._throttle.reserve(-account.paid_bytes)
+        account.paid_bytes = 0
+
+    def end(self) -> None:
+        self.begin_attempt()
+        self._local.account.unit_read.asked_s = 0.0
+        self._local.account = None
 
     def beat(self, number: int) -> None:
         """Show that thread `number` is alive."""
         self._slot["flight_beats_s"][number] = time.monotonic()
+
+    def beat_now_and_then(self) -> None:
+        """Show that this thread is alive, every millisecond at most."""
+        account: _Account = self._local.account
+        if (now_s := time.monotonic()) - account.beat_s >= BEAT_S:
+            self._slot["flight_beats_s"][account.number] = account.beat_s = now_s
+
+    @property
+    def has_fetched(self) -> bool:
+        """True if the current attempt has fetched bytes, or may have done so: the source reports none."""
+        return bool(self._local.account.fetched_bytes) or not self._is_reported
+
+    def count(self, nbytes: int) -> None:
+        """Count `nbytes` of a sample as fetched, unless the source reports its bytes itself."""
+        if not self._local.account.fetched_bytes:
+            self._on_fetched(nbytes)
+            self._local.account.fetched_bytes = 0
 
     def _on_reported(self, nbytes: int) -> None:
         self._is_reported |= nbytes > 0
         self._on_fetched(nbytes)
 
     def _on_fetched(self, nbytes: int) -> None:
-        number = getattr(self._local, "number", None)
-        if number is None:
-            return  # a thread of the user, or of the transform
-        self.beat(number)
+        account: _Account | None = getattr(self._local, "account", None)
+        if account is None:
+            return
+        self.beat(account.number)
         if not nbytes:
             return
-        self._local.unit_read.asked_s = 0.0
-        self._local.fetched += nbytes
+        account.unit_read.asked_s = 0.0
+        account.fetched_bytes += nbytes
         with self._counting:
             self._slot["fetched_bytes"] += nbytes
         if self._throttle is not None:
-            paid = getattr(self._local, "paid", 0)
-            self._local.paid = max(0, paid - nbytes)
-            self._throttle.spend(nbytes - paid, lambda: self.beat(number))
+            owed_bytes = nbytes - account.paid_bytes
+            account.paid_bytes = max(0, -owed_bytes)
+            self._throttle.spend(owed_bytes, lambda: self.beat(account.number))
 
     def _on_request(self, nbytes: int) -> None:
         """Pay for bytes before they are on the wire.
 
         Otherwise the bytes that many readers have in flight would exceed the limit.
         """
-        number = getattr(self._local, "number", None)
-        if self._throttle is not None and number is not None:
-            self._local.paid = getattr(self._local, "paid", 0) + nbytes
-            self._throttle.spend(nbytes, lambda: self.beat(number))
-        if number is not None and nbytes:
-            self._local.unit_read.asked_s = self._local.unit_read.asked_s or time.monotonic()
-
-    def _refund(self) -> None:
-        """Refund what was paid for bytes that never came."""
-        paid = getattr(self._local, "paid", 0)
-        if self._throttle is not None and paid:
-            self._local.paid = 0
-            self._throttle.reserve(-paid)
+        account: _Account | None = getattr(self._local, "account", None)
+        if account is None:
+            return
+        if self._throttle is not None:
+            account.paid_bytes += nbytes
+            self._throttle.spend(nbytes, lambda: self.beat(account.number))
+        if nbytes:
+            account.unit_read.asked_s = account.unit_read.asked_s or time.monotonic()
 
     def _on_slow_down(self) -> None:
-        self._throttled = True
+        self._is_throttled = True
 
     def take_throttled(self) -> bool:
         """True if a remote asked to slow down since the last call."""
-        throttled, self._throttled = self._throttled, False
+        throttled, self._is_throttled = self._is_throttled, False
         return throttled
-
-    def _pause(self, unit_read: UnitRead, delay_s: float) -> None:
-        """Wait for the next attempt, or the end of an outage; raises LaterError if the unit is put aside."""
-        unit_read.paused_at_s = time.monotonic()
-        unit_read.again_at_s = unit_read.paused_at_s + delay_s
-        while not self.may_try_again(unit_read, time.monotonic()):
-            if unit_read.aside:
-                raise LaterError
-            if self._stop.wait(min(max(0.0, unit_read.again_at_s - time.monotonic()), metering.TICK_S)):
-                return
-            self.beat(self._local.number)
-
-    def may_try_again(self, unit_read: UnitRead, now_s: float) -> bool:
-        """True if the pause of a unit is over, or its remote is back.
-
-        One probing unit of a remote that is away is tried sooner.
-        """
-        remote = self._remote_of(unit_read.unit)
-        with self._counting:
-            is_due = self._answers.is_back(remote, unit_read.paused_at_s)
-            if not is_due and self._probe is None and self._answers.is_away(remote, now_s):
-                self._probe = unit_read
-                unit_read.again_at_s = min(unit_read.again_at_s, now_s + random.uniform(0.0, _PROBE_S))
-            is_due |= now_s >= unit_read.again_at_s
-            if is_due and self._probe is unit_read:
-                self._probe = None
-        return is_due
 
 
 def unit_generator(plan: PassPlan, unit: int) -> np.random.Generator:

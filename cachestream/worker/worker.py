@@ -17,20 +17,25 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
-import xxhash
-
 from cachestream.config import check_seconds, keywords_of, reject_unknown
 from cachestream.errors import ConfigError, WorkerError, WorkerTimeoutError
 from cachestream.sources.open import SOURCE_OPTIONS, open_source, protocols_of
+from cachestream.sources.user_code import fingerprint_of
 from cachestream.storage.cache import Cache
-from cachestream.storage.holdout import choose_split
 from cachestream.storage.locks import HeldFile
+from cachestream.storage.os_errors import CatalogueDamagedError
+from cachestream.storage.settings import choose_split
 from cachestream.storage.status import CacheStatus, forget_lost_worker, lost_worker, warn_of_skipped
-from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments
+from cachestream.worker.attachments import LINGER_AT_MOST_S, Attachments, WorkerMonitor
 from cachestream.worker.job import Job
-from cachestream.worker.launch import START_TIMEOUT_S, Launch, head_start
-from cachestream.worker.monitor import WorkerMonitor
-from cachestream.worker.options import CONCURRENCY, HANG_TIMEOUT_S, WorkerOptions
+from cachestream.worker.launch import (
+    CONCURRENCY,
+    HANG_TIMEOUT_S,
+    START_TIMEOUT_S,
+    Launch,
+    WorkerOptions,
+    head_start,
+)
 from cachestream.worker.order import Partition, PassPlan
 
 if TYPE_CHECKING:
@@ -61,15 +66,15 @@ class Worker:
         self._attachment = attachment
         self._attachments = Attachments(cache.directory)
         self.attached = process is None  # the worker was already running
-        self._monitor = None if job is None else WorkerMonitor(cache, job, process, self._need_predicate())
+        self._monitor = None if job is None else self._watch(job, process)
 
-    def _need_predicate(self) -> Callable[[], bool]:
-        """Return a predicate: this process still needs the worker. The predicate does not refer to `self`."""
-        if self._attachment is not None:
-            attachment = self._attachment
-            return lambda: attachment.held
-        this = weakref.ref(self)
-        return lambda: this() is not None
+    def _watch(self, job: Job, process: subprocess.Popen[bytes] | None) -> WorkerMonitor:
+        this, attachment = weakref.ref(self), self._attachment
+
+        def is_needed() -> bool:  # of a detached worker: as long as this object is there
+            return this() is not None if attachment is None else attachment.held
+
+        return WorkerMonitor(self.cache, process, lambda: Launch(job.protocols).give(job), is_needed)
 
     def status(self) -> CacheStatus:
         """The contents of the cache and the activity of the worker."""
@@ -95,7 +100,10 @@ class Worker:
             state, last = self._progress()
             first = min(first, last) or max(first, last)  # a catalogue made anew counts from 1 again
             if state == "failed":
-                self._raise_failure()
+                failure = self.cache.filling.state()
+                raise WorkerError(
+                    f"the worker of {self.cache.path} failed: {failure.message}", failure.traceback
+                )
             if state in ("complete", "full") or last not in (0, first):
                 warn_of_skipped(self.cache)
                 return True
@@ -122,10 +130,6 @@ class Worker:
         state = self.cache.filling.state()
         return state.phase, 0 if state.last_pass is None or state.is_looking else state.last_pass.id
 
-    def _raise_failure(self) -> None:
-        state = self.cache.filling.state()
-        raise WorkerError(f"the worker of {self.cache.path} failed: {state.message}", state.traceback)
-
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop the worker for all processes, and wait until it is gone; the samples stay cached.
 
@@ -141,10 +145,9 @@ class Worker:
                     forget_lost_worker(directory)
             if not self.cache.has_worker():
                 self._attachments.clear_requests()  # a worker that was ending may not have seen the request
-        for held in [
-            held for held in _own_attachments if os.path.dirname(held.path) == self.cache.directory.worker
-        ]:
-            _release(held)
+        for held in list(_own_attachments):
+            if os.path.dirname(held.path) == directory.worker:
+                _release(held)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker go: it stops unless another process needs it, or it is detached.
@@ -279,7 +282,11 @@ def start_worker(
     with head_start(cache, protocols_of(source)) as launch:
         with _warn_if_slow(cache):
             opened = open_source(source)
-        job = options.job(cache, opened)
+        try:
+            job = options.job(cache, opened)
+        except CatalogueDamagedError:  # it was lost while no worker ran
+            cache.rebuild()
+            job = options.job(cache, opened)
         worker = _start_or_attach(cache, job, launch, detach, linger_s)
     _warn_if_transform_changed(worker, transform)
     return worker
@@ -311,7 +318,7 @@ def _refuse_source_options(options: Mapping[str, object]) -> None:
 
 
 def _warn_if_transform_changed(worker: Worker, transform: Callable[..., Any] | None) -> None:
-    if _transform_has_changed(worker.cache, transform):
+    if _transform_has_changed(worker, transform):
         logger.warning(
             "the transform has changed, and %s keeps the samples of the one before%s; to make them anew, "
             "'cachestream clear' the cache (cache.clear()), or use another directory",
@@ -320,21 +327,21 @@ def _warn_if_transform_changed(worker: Worker, transform: Callable[..., Any] | N
         )
 
 
-def _transform_has_changed(cache: Cache, transform: Callable[..., Any] | None) -> bool:
-    """Record `transform` in the catalogue; return whether samples are cached that another one made.
+def _transform_has_changed(worker: Worker, transform: Callable[..., Any] | None) -> bool:
+    """True if samples are cached that another transform made; only `transform_fingerprint` counts.
 
-    Only differences of `transform_fingerprint` count.
+    Records the transform of a worker that this process has started.
     """
     fingerprint = transform_fingerprint(transform)
-    state = cache.filling.state()
+    state = worker.cache.filling.state()
     known = state.transform
-    if known != fingerprint:
-        cache.filling.record_transform(fingerprint)
+    if known == fingerprint:
+        return False
+    if not worker.attached:
+        worker.cache.filling.record_transform(fingerprint)
     # Other versions of Python compile the same function to something else.
-    comparable = (
-        known is not None and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
-    )
-    return bool(comparable and known != fingerprint and state.num_samples)
+    is_comparable = known and fingerprint and known.partition(":")[0] == fingerprint.partition(":")[0]
+    return bool(is_comparable and state.num_samples)
 
 
 def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
@@ -345,62 +352,40 @@ def transform_fingerprint(transform: Callable[..., Any] | None) -> str:
     """
     while isinstance(transform, functools.partial):
         transform = transform.func
-    version = "{}.{}".format(*sys.version_info)
+    version = "python {}.{}".format(*sys.version_info)
     if transform is None:
         return f"{version}:"
     function = getattr(transform, "__func__", transform)
-    code = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
-    if not isinstance(code, CodeType):
-        return ""
-    return f"{version}:{xxhash.xxh3_64_hexdigest(repr(_code_parts(code)).encode())}"
-
-
-def _code_parts(code: CodeType) -> tuple[Any, ...]:
-    return code.co_name, code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return _code_parts(value)
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))  # the order of a frozenset depends on the process
-    if isinstance(value, tuple):
-        return tuple(map(_constant, value))
-    return value
+    code: Any = getattr(function, "__code__", None) or getattr(type(transform).__call__, "__code__", None)
+    has_code = isinstance(code, CodeType)
+    return f"{version}:{fingerprint_of(code)}" if has_code else ""
 
 
 def _start_or_attach(cache: Cache, job: Job, launch: Launch | None, detach: bool, linger_s: float) -> Worker:
     attachments = Attachments(cache.directory)
     for _ in _polls(START_TIMEOUT_S):
         with attachments.locked():
-            running = cache.has_worker()
-            if not running:
-                return _start(cache, job, attachments, launch or Launch(), detach, linger_s)
+            is_running = cache.has_worker()
             # A worker that was asked to stop cannot be attached to; it needs the attach lock to leave.
-            if not attachments.stop_requested():
-                if _fills_as_asked(cache, job) or attachments.is_used():
-                    return _attach(cache, job, attachments, detach, linger_s)
+            if is_running and attachments.stop_requested():
+                continue
+            if is_running and not attachments.is_used() and not _fills_as_asked(cache, job):
                 attachments.request_stop()  # it lingers, for another source or share
+                continue
+            if is_running:
+                _check_same_source(cache, job)
+                logger.info("attached to the worker that already fills %s", cache.path)
+            else:
+                attachments.clear_requests()
+            attachment = _hold_worker(attachments, detach, linger_s)
+            try:
+                process = None if is_running else (launch or Launch(job.protocols)).give(job)
+                return Worker(cache, attachment, process, linger_s, job)
+            except BaseException:
+                if attachment is not None:
+                    _release(attachment)
+                raise
     raise WorkerError(f"the worker of {cache.path} was asked to stop and is still there; kill it")
-
-
-def _attach(cache: Cache, job: Job, attachments: Attachments, detach: bool, linger_s: float) -> Worker:
-    _check_same_source(cache, job)
-    logger.info("attached to the worker that already fills %s", cache.path)
-    return Worker(cache, _hold_worker(attachments, detach, linger_s), None, linger_s, job)
-
-
-def _start(
-    cache: Cache, job: Job, attachments: Attachments, launch: Launch, detach: bool, linger_s: float
-) -> Worker:
-    attachments.clear_requests()
-    attachment = _hold_worker(attachments, detach, linger_s)
-    try:
-        return Worker(cache, attachment, launch.give(job), linger_s, job)
-    except BaseException:
-        if attachment is not None:
-            _release(attachment)
-        raise
 
 
 def _hold_worker(attachments: Attachments, detach: bool, linger_s: float) -> HeldFile | None:

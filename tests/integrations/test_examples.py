@@ -87,12 +87,15 @@ def cached(folder: Path) -> int:
         return cache.num_samples
 
 
-def test_the_example_for_lightning_trains_two_processes_and_goes_on_where_it_was(
-    remote: Path, run: Run, tmp_path: Path
-) -> None:
+def test_the_example_for_lightning_trains_two_processes(remote: Path, run: Run) -> None:
     first = epochs(run("lightning_ddp", remote, "cache", "--epochs", "2"))
     assert [number for number, _ in first] == [0, 1]
     assert all(1 <= count <= 2 for _, count in first)
+
+
+@pytest.mark.slow
+def test_the_example_for_lightning_goes_on_where_it_was(remote: Path, run: Run, tmp_path: Path) -> None:
+    run("lightning_ddp", remote, "cache", "--epochs", "2")
     more = run("lightning_ddp", remote, "cache", "--epochs", "3", "--devices", "1")
     assert epochs(more) == [(2, 4)]  # one process: twice the batches
     assert "100.0% right" in more
@@ -109,6 +112,7 @@ def test_the_example_for_accelerate_trains_two_processes(remote: Path, run: Run,
     assert cached(tmp_path / "cache") >= 64
 
 
+@pytest.mark.slow
 def test_the_example_for_the_trainer_has_equal_epochs_in_two_processes(
     remote: Path, run: Run, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.listing.names import Names
 from cachestream.listing.pages import PAGE_NAMES
-from cachestream.sources.base import as_growing, is_source
+from cachestream.sources.base import as_incremental, is_source, units_of
 from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
 from tests.sources.reading import keys
@@ -120,13 +120,14 @@ def test_what_comes_after_the_first_names_is_left_to_be_listed(server: S3Server)
     closed = FileSource("s3://paged", storage_options=options, first_names=visible)
     source = FileSource("s3://paged", storage_options=options, first_names=30, label=None)
     assert not closed.is_listing
-    assert as_growing(closed) is None
-    assert as_growing(source) is source
+    assert as_incremental(closed) is None
+    assert as_incremental(source) is source
     assert is_source(source)
+    assert source.num_units is None
     assert source.is_listing, "nothing of this has asked for the rest"
     assert f"{len(source.first_names)} files and more" in repr(source)
     rest = [name for page in source.more_names(source.first_names[-1]) for name in page.names]
-    assert [*source.first_names, *rest] == [closed.key(unit) for unit in range(closed.num_units)]
+    assert [*source.first_names, *rest] == [closed.key(unit) for unit in range(len(closed.first_names))]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_the_first_batch_needs_one_page_and_one_request_for_the_labels(
     assert isinstance(source, FileSource)
     assert len(source.first_names) == PAGE_NAMES
     assert source.label_names == ("a", "b")
-    assert as_growing(source) is source
+    assert as_incremental(source) is source
     assert s3_proxy.lists == 2
 
 
@@ -166,11 +167,12 @@ def test_images_in_a_deeper_folder_are_said_to_have_no_label(server: S3Server) -
     assert source.label_names == ("a", "b")
     rest = [name for page in source.more_names(source.first_names[-1]) for name in page.names]
     worker = source.over(Names([*source.first_names, *rest]))
-    unit = {worker.key(unit): unit for unit in range(worker.num_units)}
+    unit = {worker.key(unit): unit for unit in range(len(worker.first_names))}
     with pytest.raises(SampleError, match=r"a/z/1\.jpg: has no label.*first_names=None"):
         next(worker.read(unit["a/z/1.jpg"], np.random.default_rng(0)))
     assert next(worker.read(unit["a/z/2.txt"], np.random.default_rng(0))) == ("a/z/2.txt", {"text": "x"})
-    assert source.num_units == worker.num_units
+    assert source.num_units is None
+    assert units_of(source) == worker.num_units
     assert list(source.label_names) == ["a", "b", "z"], "all is listed here"
 
 

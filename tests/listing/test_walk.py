@@ -15,7 +15,7 @@ from cachestream.errors import SourceError, SourceUnavailableError
 from cachestream.listing import walk as walk_module
 from cachestream.listing.pages import Page
 from cachestream.listing.walk import FIRST_OF_DISKS, FIRST_OF_OTHERS, GoneError, Walk, open_walk
-from cachestream.sources.base import as_growing
+from cachestream.sources.base import as_incremental
 from cachestream.sources.files import FileSource
 from cachestream.transport.remote import Remote
 from tests.sources.reading import keys, read, read_all
@@ -121,7 +121,7 @@ def test_of_a_server_only_the_folders_of_the_first_names_are_asked_for_and_later
     put(server.root / "many", [f"{folder:02d}/{number}.jpg" for folder in range(60) for number in range(4)])
     server.asked.clear()
     source = FileSource("ftp://127.0.0.1/many", storage_options=server.options, first_names=8, label=None)
-    assert as_growing(source) is source
+    assert as_incremental(source) is source
     assert len(source.first_names) == 8
     assert server.asked == ["/many", "/many/00", "/many/01"]
     labelled = FileSource("ftp://127.0.0.1/many", storage_options=server.options, first_names=8)
@@ -222,7 +222,7 @@ def test_a_disk_of_this_machine_is_listed_at_once_up_to_more_names_than_a_mount_
     assert opened is not None
     for kind, first in (("ext4", FIRST_OF_DISKS), ("nfs4", FIRST_OF_OTHERS), ("fuse.sshfs", FIRST_OF_OTHERS)):
         monkeypatch.setattr(walk_module, "filesystem_of", lambda _, kind=kind: kind)
-        assert opened.usual_first == first
+        assert opened.usual_first() == first
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cachestream.errors import SampleError
-from cachestream.sources.base import Source
+from cachestream.sources.base import Source, units_of
 from cachestream.sources.files import FileSource
 
-__all__ = ["keys", "read", "read_all", "read_unit"]
+__all__ = ["keys", "read", "read_all", "read_unit", "record_places"]
 
 
 def read(source: Source, unit: int) -> list[tuple[str, Any]]:
@@ -36,4 +38,13 @@ def read_unit(source: Source, unit: int = 0) -> tuple[list[tuple[str, Any]], str
 
 def keys(source: FileSource) -> list[str]:
     """Return the keys of all units, without reading them."""
-    return [source.key(unit) for unit in range(source.num_units)]
+    return [source.key(unit) for unit in range(units_of(source) or 0)]
+
+
+def record_places(path: Path) -> list[int]:
+    """Return the byte at which each record of an undamaged TFRecord file begins."""
+    data, places, at = path.read_bytes(), [], 0
+    while at < len(data):
+        places.append(at)
+        at += 8 + 4 + struct.unpack_from("<Q", data, at)[0] + 4
+    return places

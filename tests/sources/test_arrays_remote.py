@@ -17,8 +17,9 @@ import pytest
 from cachestream.errors import CacheStreamError, SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.arrays import ArraySource
 from cachestream.testing.checks import check_source
-from cachestream.transport import metering, range_requests
-from cachestream.transport.ranges import merge_spans
+from cachestream.transport import metering
+from cachestream.transport import object as remote_object
+from cachestream.transport.object import merge_spans
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -139,13 +140,13 @@ def test_latency_overlaps_within_a_window_of_many_chunks(
 def test_large_windows_come_in_parts_at_once(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_requests, "PART_BYTES", 100_000)
+    monkeypatch.setattr(remote_object, "PART_BYTES", 100_000)
     source = open_through(s3_proxy, s3_server, bucket, "a.npy", window=400)
     s3_proxy.in_flight_peak = 0
     s3_proxy.latency_s = 0.05
     check(read(source, 3))
     assert s3_proxy.requests == 8
-    assert s3_proxy.in_flight_peak == range_requests.PARALLEL
+    assert s3_proxy.in_flight_peak == remote_object.PARALLEL
 
 
 def test_near_spans_become_one_request() -> None:
@@ -197,8 +198,8 @@ def test_a_part_that_breaks_is_asked_for_again_by_itself(
     fetched: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(range_requests, "PART_BYTES", 100_000)
-    monkeypatch.setattr(range_requests, "PARALLEL", 1)
+    monkeypatch.setattr(remote_object, "PART_BYTES", 100_000)
+    monkeypatch.setattr(remote_object, "PARALLEL", 1)
     source = open_through(s3_proxy, s3_server, bucket, "a.npy", window=400)
     fetched.clear()
     broken: list[int] = []

@@ -111,7 +111,9 @@ def values(source: cs.Source, name: str = "x") -> list[list[Any]]:
     return [[sample[name] for _, sample in samples_of(source, unit)] for unit in range(source.num_units or 0)]
 
 
-@pytest.mark.parametrize("kind", ["torch", "webdataset", "hugging face"])
+@pytest.mark.parametrize(
+    "kind", ["torch", pytest.param("webdataset", marks=pytest.mark.slow), "hugging face"]
+)
 def test_every_kind_of_iterable_keeps_the_protocol(kind: str, tmp_path: Path) -> None:
     if kind == "torch":
         check_source(lambda: cs.IterableSource(Numbers(12), shards=3))
@@ -313,3 +315,18 @@ def test_tensors_of_a_stream_are_cached_as_they_are(tmp_path: Path) -> None:
             found = [dataset[i] for i in range(len(dataset))]
     assert sorted(int(number) for _, number in found) == list(range(5))
     assert all(torch.equal(x, torch.full((2, 3), float(number))) for x, number in found)
+
+
+def test_a_sample_of_an_iterable_that_cannot_be_used_is_skipped_and_the_rest_of_its_shard_read() -> None:
+    def make(shard: int, shards: int) -> Iterator[Any]:
+        for number in range(5):
+            broken = Image.new("RGB", (4, 4))
+            broken.load = None  # type: ignore[method-assign, assignment]
+            yield {"image": broken} if number in (1, 3) else {"x": number}
+
+    source = IterableSource(make)
+    found: list[Any] = []
+    with pytest.raises(SampleError, match=r"2 problems, the first: .*sample 1 raised") as caught:
+        found.extend(source.read(0, np.random.default_rng(0)))
+    assert [key for key, _ in found] == ["0/0", "0/2", "0/4"]
+    assert caught.value.lost == 2

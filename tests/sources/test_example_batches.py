@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -223,8 +224,15 @@ def read(source: TFRecordSource) -> tuple[list[Rows], list[tuple[str, dict[str, 
     return rows, samples, ""
 
 
-def expect_samples(samples: Sequence[tuple[str, dict[str, Any]]], records: dict[int, bytes]) -> None:
-    assert [key for key, _ in samples] == [f"a.tfrecord#{number}" for number in records]
+def places_of(records: Sequence[bytes]) -> list[int]:
+    """Return the byte of a file of `records` at which each begins."""
+    return [0, *itertools.accumulate(len(framed(record)) for record in records)]
+
+
+def expect_samples(
+    samples: Sequence[tuple[str, dict[str, Any]]], records: dict[int, bytes], places: Sequence[int]
+) -> None:
+    assert [key for key, _ in samples] == [f"a.tfrecord#{places[number]}" for number in records]
     for (_, sample), record in zip(samples, records.values(), strict=True):
         expected = {name: as_inferred(name, one, True) for name, one in parse_example(record).items()}
         assert sample.keys() == expected.keys()
@@ -238,7 +246,7 @@ def test_small_examples_that_are_alike_come_in_columns(tmp_path: Path) -> None:
     write(tmp_path / "a.tfrecord", records)
     rows, samples, reason = read(TFRecordSource(tmp_path))
     assert reason == ""
-    expect_samples(samples, dict(enumerate(records)))
+    expect_samples(samples, dict(enumerate(records)), places_of(records))
     assert sum(len(one.keys) for one in rows) > 1_900
     assert {name: (one.dtype.name, one.shape[1:]) for name, one in rows[0].fields.items()} == {  # type: ignore[union-attr]
         "id": ("int64", ()), "x": ("int64", (300,)), "y": ("float32", ())
@@ -250,7 +258,7 @@ def test_small_examples_that_differ_come_one_by_one(tmp_path: Path) -> None:
     write(tmp_path / "a.tfrecord", records)
     rows, samples, reason = read(TFRecordSource(tmp_path))
     assert (rows, reason) == ([], "")
-    expect_samples(samples, dict(enumerate(records)))
+    expect_samples(samples, dict(enumerate(records)), places_of(records))
 
 
 @pytest.mark.parametrize(
@@ -279,10 +287,10 @@ def test_texts_come_in_columns_and_one_that_is_none_is_left_out_alone(tmp_path: 
     write(tmp_path / "a.tfrecord", [example(entry("t", 1, text)) for text in texts])
     _, samples, reason = read(TFRecordSource(tmp_path, features=source_of))  # type: ignore[arg-type]
     assert [sample["t"].encode() for _, sample in samples] == texts[:50] + texts[51:]
-    assert "record 50: " in reason
+    assert f"record at byte {places_of([example(entry('t', 1, text)) for text in texts])[50]}: " in reason
 
 
-def test_damaged_records_among_small_ones_are_left_out_by_their_numbers(tmp_path: Path) -> None:
+def test_damaged_records_among_small_ones_are_left_out_by_their_places(tmp_path: Path) -> None:
     records = numbers(300)
     broken = [bytearray(framed(record)) for record in records]
     for number in (0, 7, 8, 200):
@@ -290,22 +298,29 @@ def test_damaged_records_among_small_ones_are_left_out_by_their_numbers(tmp_path
     path = tmp_path / "a.tfrecord"
     path.write_bytes(b"".join(broken))
     _, samples, reason = read(TFRecordSource(path))
-    expect_samples(samples, {i: one for i, one in enumerate(records) if i not in (0, 7, 8, 200)})
-    assert "4 problems, the first: record 0: its checksum does not fit" in reason
+    expect_samples(
+        samples, {i: one for i, one in enumerate(records) if i not in (0, 7, 8, 200)}, places_of(records)
+    )
+    assert "4 problems, the first: record at byte 0: its checksum does not fit" in reason
     broken[250][2] ^= 1
     path.write_bytes(b"".join(broken))
     rows, samples, reason = read(TFRecordSource(path))
-    expect_samples(samples, {i: one for i, one in enumerate(records[:250]) if i not in (0, 7, 8, 200)})
+    expect_samples(
+        samples,
+        {i: one for i, one in enumerate(records[:250]) if i not in (0, 7, 8, 200)},
+        places_of(records),
+    )
     assert rows
     assert "5 problems" in reason
 
 
-def test_an_example_that_is_none_among_small_ones_is_left_out_by_its_number(tmp_path: Path) -> None:
+def test_an_example_that_is_none_among_small_ones_is_left_out_by_its_place(tmp_path: Path) -> None:
     records = numbers(100)
-    write(tmp_path / "a.tfrecord", [*records[:40], b"\x12\x00", *records[41:]])
+    records[40] = b"\x12\x00"
+    write(tmp_path / "a.tfrecord", records)
     _, samples, reason = read(TFRecordSource(tmp_path))
-    expect_samples(samples, {i: one for i, one in enumerate(records) if i != 40})
-    assert "record 40: a SequenceExample" in reason
+    expect_samples(samples, {i: one for i, one in enumerate(records) if i != 40}, places_of(records))
+    assert f"record at byte {places_of(records)[40]}: a SequenceExample" in reason
 
 
 def test_a_file_of_damaged_small_records_is_read_once(tmp_path: Path) -> None:

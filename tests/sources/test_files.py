@@ -18,13 +18,14 @@ import pytest
 from PIL import Image
 
 from cachestream.errors import ConfigError, SampleError
+from cachestream.sources.base import units_of
 from cachestream.sources.files import FileSource
 
 RNG = np.random.default_rng(0)
 
 
 def read_all(source: FileSource) -> dict[str, dict[str, Any]]:
-    return dict(pair for unit in range(source.num_units) for pair in source.read(unit, RNG))
+    return dict(pair for unit in range(units_of(source) or 0) for pair in source.read(unit, RNG))
 
 
 def put_image(path: Path, value: int) -> None:
@@ -224,6 +225,16 @@ def test_web_files_are_read_by_url_list_and_index_page(tmp_path: Path, web: str)
     with pytest.raises(SampleError, match=r"/d/missing\.npy: not found") as caught:
         read_all(FileSource(f"{web}/d/missing.npy?X-Signature=CANARY"))
     assert "CANARY" not in str(caught.value)
+
+
+def test_links_with_queries_are_told_from_those_of_other_kinds_of_files(tmp_path: Path, web: str) -> None:
+    (tmp_path / "d").mkdir()
+    for number in range(1, 3):
+        np.save(tmp_path / "d" / f"{number}.npy", np.full(3, number))
+    links = "".join(f'<a href="{name}?v=1">x</a>' for name in ("0.txt", "1.npy", "2.npy"))
+    (tmp_path / "d" / "index.html").write_text(f"<html>{links}</html>")
+    found = read_all(FileSource(f"{web}/d/"))
+    assert {key: sample["array"][0] for key, sample in found.items()} == {"1.npy": 1, "2.npy": 2}
 
 
 def test_of_a_folder_with_images_these_are_read_and_the_others_counted(

@@ -175,7 +175,9 @@ def test_a_folder_of_such_folders_is_refused_and_the_one_that_is_meant_named(tmp
     assert type(open_source(tmp_path, format="files")) is cs.FileSource
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize(
+    "name", [*CHECKED[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKED[2:])]
+)
 def test_a_litdata_source_keeps_the_protocol(name: str) -> None:
     folder = need(name)
     check_source(lambda: LitDataSource(folder))

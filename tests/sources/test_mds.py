@@ -181,7 +181,9 @@ def test_fingerprints_tell_options_apart_and_name_the_folder() -> None:
     assert repr(sources[0]) == f"<MDSSource {MDS}/, 2 shards, 7 samples>"
 
 
-@pytest.mark.parametrize("options", [{}, {"samples_per_visit": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"samples_per_visit": 2}], ids=str
+)
 def test_an_mds_source_keeps_the_protocol(options: dict[str, Any]) -> None:
     check_source(lambda: MDSSource(MDS, columns=STORABLE, **options))
 

@@ -143,7 +143,7 @@ def test_the_fingerprint_tells_sources_and_proportions_apart_but_not_scales() ->
     assert len({of((3, 1), (4, 2)), of((3, 2), (4, 1)), of((3, 1), (5, 2)), of((4, 2), (3, 1))}) == 4
 
 
-@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("endless", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_mix_keeps_the_protocol(endless: bool) -> None:
     def made() -> cs.Source:
         second: Any = (lambda rng: {"x": int(rng.integers(9))}) if endless else numbers(2, 50)

@@ -22,13 +22,13 @@ import pytest
 
 from cachestream.errors import ConfigError, SampleError, SourceUnavailableError
 from cachestream.sources.base import Source
-from cachestream.sources.datasets import DatasetSource, IterableSource
+from cachestream.sources.datasets import CallableSource, DatasetSource, IterableSource
 from cachestream.sources.files import FileSource
-from cachestream.sources.functions import CallableSource, fingerprint_of
 from cachestream.sources.open import open_source
 from cachestream.sources.parquet import ParquetSource
 from cachestream.sources.tar import TarSource
 from cachestream.sources.tfrecord import TFRecordSource
+from cachestream.sources.user_code import fingerprint_of
 from cachestream.transport import metering
 from tests.sources.tarmaking import tar_bytes
 
@@ -442,7 +442,7 @@ def test_a_functions_fingerprint_does_not_change_as_it_is_used() -> None:
 
 SCRIPT = """
 import functools, json
-from cachestream.sources.functions import fingerprint_of
+from cachestream.sources.user_code import fingerprint_of
 
 WORDS = {"a", "b", "c"}
 
@@ -470,7 +470,7 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
 
 SPAWNING: Final = """
 import json, multiprocessing
-from cachestream.sources.functions import fingerprint_of
+from cachestream.sources.user_code import fingerprint_of
 
 def sample(rng):
     return rng.random()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import webdataset
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
@@ -27,7 +27,7 @@ from cachestream.errors import ConfigError, SampleError, SourceError
 from cachestream.sources.tar import TarSource
 from cachestream.sources.tar_format import TarReader, split_name
 from cachestream.transport import metering
-from cachestream.transport.network_stream import open_stream
+from cachestream.transport.object import open_stream
 from cachestream.transport.remote import Remote
 from tests.sources.tarmaking import RNG, make, numbered, read_all, read_unit, tar_bytes
 
@@ -92,7 +92,6 @@ def test_what_webdataset_writes_is_read_as_webdataset_reads_it(
 
 
 @given(st.from_regex(re.compile(r"[a-c./_#-]{1,12}"), fullmatch=True))
-@settings(max_examples=300)
 def test_names_are_split_as_webdataset_splits_them_but_for_hidden_files(name: str) -> None:
     theirs = base_plus_ext(name)
     ours = split_name(name)
@@ -274,7 +273,6 @@ def test_what_is_left_out_of_a_local_tar_is_not_read(tmp_path: Path, fetched: li
     st.lists(st.tuples(st.text("ab/é", min_size=1, max_size=200), st.integers(0, 3000)), max_size=8),
     st.sampled_from(FORMATS),
 )
-@settings(max_examples=60)
 def test_members_are_those_that_the_standard_library_finds(
     tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, int]], form: int
 ) -> None:
@@ -303,7 +301,6 @@ def test_members_are_those_that_the_standard_library_finds(
     st.sampled_from(FORMATS),
     st.sampled_from([3, 90, 130]),
 )
-@settings(max_examples=80)
 def test_visits_together_give_every_sample_once_wherever_the_cuts_fall(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], per_visit: int, form: int, name_chars: int
 ) -> None:

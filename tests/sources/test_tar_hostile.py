@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SampleError, SourceError
@@ -118,7 +118,6 @@ def test_a_packed_tar_cut_anywhere_gives_samples_from_its_begin(tmp_path: Path, 
 
 
 @given(st.lists(st.tuples(st.integers(0), st.integers(0, 7)), min_size=1, max_size=4), st.booleans())
-@settings(max_examples=300)
 def test_flipped_bits_cost_samples_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]], in_visits: bool
 ) -> None:
@@ -149,7 +148,6 @@ def test_flipped_bits_of_packed_tars_do_no_harm(tmp_path: Path, pack: Any) -> No
 
 
 @given(st.binary(max_size=3000))
-@settings(max_examples=300)
 def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("tar") / "1.tar"
     path.write_bytes(data)
@@ -159,7 +157,6 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
 
 
 @given(st.data())
-@settings(max_examples=200)
 def test_headers_of_any_content_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -23,10 +23,10 @@ import cachestream as cs
 from cachestream.errors import SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.tar import TarSource
 from cachestream.testing.observing import cached_keys
-from cachestream.transport import metering, network_stream
-from cachestream.transport.answers import ask_web
-from cachestream.transport.network_stream import open_stream
-from cachestream.transport.remote import Remote, run
+from cachestream.transport import metering
+from cachestream.transport import object as remote_object
+from cachestream.transport.object import RemoteObject, open_stream
+from cachestream.transport.remote import Remote
 from tests.sources.tarmaking import RNG, make, numbered, read_all, read_unit
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
@@ -119,7 +119,7 @@ def test_small_visits_fetch_little_that_belongs_to_others(
 def test_the_first_samples_of_a_tar_come_while_the_rest_is_on_its_way(
     s3_server: S3Server, s3_proxy: FaultyProxy, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network_stream, "ENOUGH_S", 0.0)  # the network is slow
+    monkeypatch.setattr(remote_object, "ENOUGH_S", 0.0)  # the network is slow
     source = source_through(s3_proxy, s3_server, bucket)
     s3_proxy.bytes_allowed = 400_000
     samples = source.read(0, RNG)
@@ -287,7 +287,7 @@ def test_a_part_of_a_web_file_that_was_packed_on_its_way_is_refused(web: str, tm
     url = f"{web}/a.npy.gz?sig=CANARY"
     remote = Remote(url)
     with pytest.raises(ValueError, match="Content-Encoding: gzip"):
-        run(remote.filesystem().loop, ask_web(remote.filesystem(), url, "bytes=50-60", 1 << 20), 30)
+        RemoteObject(remote, url, "a.npy.gz").read(50, 61)
     message = r"a\.npy\.gz: .*have the server send the file without"
     with (
         open_stream(remote, url, "a.npy.gz", 50) as stream,
@@ -308,7 +308,7 @@ def test_a_tar_that_is_not_there_is_a_sample_error(web: str, tmp_path: Path) -> 
 # --- through a worker --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("samples_per_visit", [None, 40])
+@pytest.mark.parametrize("samples_per_visit", [pytest.param(None, marks=pytest.mark.slow), 40])
 def test_killed_processes_go_on_inside_their_tars_with_no_sample_twice_and_none_lost(
     tmp_path: Path, samples_per_visit: int | None
 ) -> None:

@@ -17,17 +17,17 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
+from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.open import open_source
 from cachestream.sources.tf_example import parse_example
 from cachestream.sources.tfrecord import TFRecordSource
 from cachestream.testing.checks import check_source
 from cachestream.transport import remote_errors
-from tests.sources.reading import read_unit
+from tests.sources.reading import read_unit, record_places
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -85,7 +85,7 @@ def test_examples_come_as_another_reader_decodes_them(tmp_path: Path) -> None:
     written = write(path, 50)
     samples, reason = read_unit(TFRecordSource(path, decode_images=False))
     assert reason == ""
-    assert [key for key, _ in samples] == [f"a.tfrecord#{number}" for number in range(50)]
+    assert [key for key, _ in samples] == [f"a.tfrecord#{place}" for place in record_places(path)]
     others = list(tfrecord.tfrecord_loader(str(path), None))
     for (_, sample), other, example in zip(samples, others, written, strict=True):
         assert set(sample) == set(other) == set(example)
@@ -147,7 +147,7 @@ def test_a_record_that_is_not_what_was_asked_for_is_counted(
     writer.write({"x": ([1, 2, 3], "int"), "s": (b"\xff\xfe", "byte"), "i": ([b"\xff", b"b"], "byte")})
     writer.close()
     source = TFRecordSource(tmp_path, features=features)
-    with pytest.raises(SampleError, match=rf"a\.tfrecord: record 0: .*{message}"):
+    with pytest.raises(SampleError, match=rf"a\.tfrecord: record at byte 0: .*{message}"):
         list(source.read(0, RNG))
 
 
@@ -265,13 +265,14 @@ def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
 def test_a_record_whose_checksum_does_not_fit_is_left_out_and_others_come(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     write(path, 10)
+    place = record_places(path)[4]
     data = bytearray(path.read_bytes())
     start = data.index(b"text 4")
     data[start] ^= 1
     path.write_bytes(data)
     samples, reason = read_unit(TFRecordSource(path))
     assert [int(sample["number"]) for _, sample in samples] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
-    assert reason == f"{path}: record 4: its checksum does not fit"
+    assert reason == f"{path}: record at byte {place}: its checksum does not fit"
     samples, reason = read_unit(TFRecordSource(path, check_crc=False))
     assert (len(samples), samples[4][1]["text"], reason) == (10, b"uext 4", "")
 
@@ -285,17 +286,18 @@ def test_a_damaged_length_ends_the_file_after_what_came_before(tmp_path: Path) -
     path.write_bytes(data)
     samples, reason = read_unit(TFRecordSource(path))
     assert len(samples) == 1
-    assert "record 1: the checksum of its length does not fit" in reason
+    assert f"record at byte {length + 16}: the checksum of its length does not fit" in reason
 
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 12, 30])
 def test_a_file_that_ends_early_gives_the_records_before(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.tfrecord"
     write(path, 10)
+    last = record_places(path)[9]
     path.write_bytes(path.read_bytes()[:-cut])
     samples, reason = read_unit(TFRecordSource(path))
     assert len(samples) == 9
-    assert "record 9: the file ends in the middle" in reason
+    assert f"record at byte {last}: the file ends in the middle" in reason
     path.write_bytes(path.read_bytes()[:7])
     samples, reason = read_unit(TFRecordSource(path))
     assert (samples, "in the middle of its length" in reason) == ([], True)
@@ -308,7 +310,7 @@ def test_a_length_that_lies_is_refused_without_memory(tmp_path: Path) -> None:
         with peak_memory() as peak:
             samples, reason = read_unit(TFRecordSource(path, check_crc=False))
         assert samples == []
-        assert "record 0" in reason
+        assert "record at byte 0" in reason
         assert peak() < 8 << 20
 
 
@@ -317,7 +319,7 @@ def test_a_packed_bomb_is_not_unpacked_into_memory(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(struct.pack("<QI", 1 << 40, 0) + bytes(300 << 20), 1))
     with peak_memory() as peak:
         for check_crc in (True, False):
-            assert "record 0" in read_unit(TFRecordSource(path, check_crc=check_crc))[1]
+            assert "record at byte 0" in read_unit(TFRecordSource(path, check_crc=check_crc))[1]
     assert peak() < 16 << 20
 
 
@@ -341,6 +343,57 @@ def test_damaged_files_bring_errors_of_ours_alone(tmp_path: Path, pack: Any, che
         assert not reason or reason.startswith(str(path))
 
 
+# --- parts -------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.sampled_from([0, 1, 255, None])), max_size=40),
+    st.integers(1, 9),
+)
+def test_parts_together_give_every_record_once_wherever_the_cuts_fall(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, int | None]], parts: int
+) -> None:
+    path = tmp_path_factory.mktemp("parts") / "a.tfrecord"
+    generator = np.random.default_rng(len(records))
+    writer = tfrecord.TFRecordWriter(str(path))
+    for length, fill in records:
+        data = generator.bytes(length) if fill is None else bytes([fill]) * length
+        writer.write({"data": (data, "byte")})
+    writer.close()
+    whole, _ = read_unit(TFRecordSource(path))
+    divided = TFRecordSource(path).divided(parts)
+    found = [item for unit in range(divided.num_units) for item in read_unit(divided, unit)[0]]
+    assert found == whole
+    assert len(whole) == len(records)
+
+
+def test_a_damaged_record_costs_one_part_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 40)
+    place = record_places(path)[20]
+    data = bytearray(path.read_bytes())
+    data[place + 9] ^= 1  # the checksum of its length
+    path.write_bytes(data)
+    source = TFRecordSource(path).divided(8)
+    found = [read_unit(source, unit) for unit in range(8)]
+    reasons = [reason for _, reason in found if reason]
+    assert len(reasons) == 1
+    assert f"record at byte {place}: the checksum of its length does not fit" in reasons[0]
+    assert 34 < sum(len(samples) for samples, _ in found) < 40
+
+
+def test_a_file_replaced_between_its_parts_is_noticed_and_then_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.tfrecord"
+    write(path, 40)
+    source = TFRecordSource(path).divided(4)
+    assert read_unit(source, 0)[0]
+    write(path, 80)
+    with pytest.raises(SourceUnavailableError, match="was replaced while it was read in parts"):
+        list(source.read(1, RNG))
+    assert sum(len(read_unit(source, unit)[0]) for unit in range(4)) == 80
+
+
 # --- files, the protocol -----------------------------------------------------------------------
 
 
@@ -355,7 +408,9 @@ def test_the_ending_chooses_tfrecords(tmp_path: Path) -> None:
     assert source.num_units == 5
     assert repr(source) == f"<TFRecordSource {tmp_path}, 5 files>"
     copy = pickle.loads(pickle.dumps(source))
-    assert [key for key, _ in read_unit(copy, 1)[0]] == ["a.tfrecord.gz#0", "a.tfrecord.gz#1"]
+    assert [key for key, _ in read_unit(copy, 1)[0]] == [
+        f"a.tfrecord.gz#{place}" for place in record_places(tmp_path / "a.tfrecord")
+    ]
 
 
 def test_a_tfrecord_source_keeps_the_protocol(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
 from cachestream.sources import windows
-from cachestream.sources.hdf5 import overlap, touched, unshuffle
-from cachestream.sources.windows import WindowGrid, plan_bands, window_of
+from cachestream.sources.hdf5 import unshuffle
+from cachestream.sources.windows import WindowGrid, overlap, plan_bands, touched, window_of
 
 
 @st.composite

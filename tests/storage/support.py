@@ -80,7 +80,8 @@ def publish(
     name = owner or (held.name if held else "")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.admission, name)
-        return publisher.publish(shard, spans, progress or UnitProgress(0), may_evict=may_evict)
+        shard_ids = publisher.publish([shard], spans, progress or UnitProgress(0), may_evict=may_evict)
+        return None if shard_ids is None else shard_ids[0]
     finally:
         if held is not None:
             held.release()

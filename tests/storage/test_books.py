@@ -73,7 +73,14 @@ def only_documented_errors(action: Callable[[], object]) -> None:
         assert "'" in str(error) or ";" in str(error), f"{error!r} says nothing of what to do"  # noqa: PT017
 
 
-@pytest.mark.parametrize(("name", "count"), [("catalogue.sqlite", 80), ("cache.json", 20)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("catalogue.sqlite", 25),
+        ("cache.json", 10),
+        pytest.param("catalogue.sqlite", 400, marks=pytest.mark.slow),
+    ],
+)
 def test_any_bit_may_flip_and_after_a_repair_all_works(
     template: Path, fast_path: Path, name: str, count: int
 ) -> None:
@@ -100,9 +107,16 @@ TEXTS = {
     "a field's dtype": ("schemas", "json", "int64", "int65"),
     "the source": ("meta", "value", "/data/", "/dava/"),
 }
+MOST_TELLING = ("the seed of the pass", "the end of the pass", "a field's dtype")
 
 
-@pytest.mark.parametrize("damage", TEXTS.values(), ids=TEXTS.keys())
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, id=what, marks=() if what in MOST_TELLING else pytest.mark.slow)
+        for what, damage in TEXTS.items()
+    ],
+)
 def test_a_worker_fills_a_cache_again_after_a_repair(
     template: Path, fast_path: Path, damage: tuple[str, str, str, str]
 ) -> None:
@@ -177,4 +191,15 @@ def test_verify_tells_of_wrong_books_and_repair_corrects_them(fast_path: Path, s
         assert "booked with a wrong size" in str(report) or "the sums are" in str(report)
         assert cache.verify(repair=True).ok
         assert cache.verify().problems == 0
+        assert_sound(cache)
+
+
+@pytest.mark.parametrize("value", ["1.5", "'x'", "-0.25"])
+def test_a_held_out_share_that_cannot_be_is_restored_from_the_copy(fast_path: Path, value: str) -> None:
+    with new_cache(fast_path / "cache") as cache:
+        publish(cache, content(0))
+        cache.snapshot(split="train", holdout=0.25).close()
+    change(fast_path / "cache", f"UPDATE meta SET value = {value} WHERE key = 'holdout'")
+    with Cache(fast_path / "cache") as cache:
+        assert cache.status().holdout == 0.25
         assert_sound(cache)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +16,9 @@ import pytest
 
 from cachestream import linux
 from cachestream.errors import CacheError, CacheVersionError
-from cachestream.storage import opening
 from cachestream.storage import publish as publish_module
 from cachestream.storage.cache import Cache
+from cachestream.storage.locks import lock_file
 from cachestream.storage.os_errors import CatalogueDamagedError
 from cachestream.storage.publish import CatalogueReplacedError, Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
@@ -96,22 +99,63 @@ def test_a_lost_catalogue_is_rebuilt_from_the_shards_on_opening(
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_catalogue_that_is_lost_while_it_is_open_is_rebuilt_by_the_next_use(
+def test_a_catalogue_that_is_lost_while_it_is_open_is_rebuilt_by_the_next_repair(
     filled: Cache, damage: Callable[[str], None]
 ) -> None:
     with filled.catalogue.reading() as tables:  # pages of it are in SQLite's memory
         tables.totals()
     damage(filled.catalogue.path)
-    for _ in range(3):
-        try:
-            publish(filled, content(12))
-            break
-        except CatalogueDamagedError:
-            continue
-    # Pages that SQLite has in memory hide the damage; verify looks at the file.
+    with suppress(CatalogueDamagedError):  # pages that SQLite has in memory may hide the damage
+        publish(filled, content(12))
+    assert not filled.verify().ok
     assert filled.verify(repair=True).ok
-    assert keys_in(filled) == sorted([*ALL, "k12", "k13", "k14"])
+    publish(filled, content(15))
+    assert set(keys_in(filled)) >= {*ALL, "k15", "k16", "k17"}
     assert_sound(filled)
+
+
+def test_a_lost_catalogue_is_waited_for_and_then_an_error_says_what_to_do(filled: Cache) -> None:
+    def use(line: Line) -> None:
+        line.say(str(filled.num_samples))
+        line.wait_for_word()
+        line.say("waiting")
+        line.say(str(filled.num_samples))
+
+    child = fork(use)
+    assert child.hear() == "12"
+    worker = lock_file(filled.directory.supervisor_lock)
+    assert worker is not None
+    os.unlink(filled.catalogue.path)
+    child.tell()
+    assert child.hear() == "waiting"
+    time.sleep(0.1)
+    patience_s = filled.catalogue.patience_s
+    filled.catalogue.patience_s = 0.1
+    with pytest.raises(CatalogueDamagedError, match="is missing; run 'cachestream verify CACHE --repair'"):
+        filled.status()
+    filled.rebuild()
+    assert child.hear() == "12"
+    assert child.wait() == 0
+    worker.release()
+    filled.catalogue.patience_s = patience_s
+    os.unlink(filled.catalogue.path)
+    with pytest.raises(CatalogueDamagedError, match="is missing"):
+        filled.status()  # at once: nobody is about to rebuild it
+    filled.rebuild()
+    assert_sound(filled)
+
+
+def test_a_catalogue_that_another_process_has_rebuilt_is_not_rebuilt_again(filled: Cache) -> None:
+    assert filled.num_samples == 12
+    os.unlink(filled.catalogue.path)
+    Cache(filled.path).close()
+    before = filled.filling.state().catalogue_id
+    os.unlink(filled.catalogue.path)
+    Cache(filled.path).close()
+    rebuilt = os.stat(filled.catalogue.path)
+    filled.rebuild()
+    assert os.stat(filled.catalogue.path).st_ino == rebuilt.st_ino
+    assert filled.filling.state().catalogue_id != before
 
 
 def test_processes_that_have_it_open_follow_to_the_rebuilt_catalogue(filled: Cache, fast_path: Path) -> None:
@@ -162,7 +206,7 @@ def test_a_shard_written_while_the_catalogue_was_rebuilt_is_given_up_and_not_ent
     def lose(source: str, target: str) -> None:
         real(source, target)
         os.unlink(filled.catalogue.path)
-        assert filled.num_shards == 5, "the rebuild has adopted it"
+        assert Cache(filled.path).num_shards == 5, "the rebuild has adopted it"
 
     with monkeypatch.context() as patch:
         patch.setattr(publish_module, "move", lose)
@@ -179,7 +223,7 @@ def test_a_shard_whose_file_a_rebuild_removes_is_no_fault_of_the_disk(
 
     def lose(source: str, target: str) -> None:
         os.unlink(filled.catalogue.path)
-        assert filled.num_shards == 4, "the rebuild has removed what was being written"
+        assert Cache(filled.path).num_shards == 4, "the rebuild has removed what was being written"
         real(source, target)
 
     with monkeypatch.context() as patch:
@@ -204,7 +248,7 @@ def test_a_shard_whose_space_others_have_taken_for_a_dead_process_s_is_not_enter
             filled.recover()
         else:
             with filled.catalogue.transaction() as tables:
-                tables.take_reservations([5], "another")
+                assert tables.take_reservation(5, "slow", "another")
 
     with monkeypatch.context() as patch:
         patch.setattr(publish_module, "move", clear)
@@ -225,12 +269,13 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
     publisher = Publisher(filled.directory, filled.catalogue, filled.admission, owner.name)
     mine = claim(owner.name)
     os.unlink(filled.catalogue.path)
+    filled.rebuild()
     theirs = claim("after")
     assert theirs == mine
     done = UnitProgress(mine.pass_id, ((mine.id, 20, 0),))
     attempts: tuple[Callable[[], object], ...] = (
         lambda: publisher.commit(done),
-        lambda: publisher.publish(content(12), (), done),
+        lambda: publisher.publish([content(12)], (), done),
         lambda: publisher.split_claim(mine.id, 10, 1),
     )
     for attempt in attempts:
@@ -239,14 +284,6 @@ def test_what_was_claimed_in_a_lost_catalogue_moves_no_claim_of_the_next(filled:
     owner.release()
     with filled.catalogue.reading() as tables:
         assert tables.claims(mine.pass_id) == [(theirs, "after")]
-    assert_sound(filled)
-
-
-def test_an_empty_file_in_its_place_is_a_catalogue_that_is_being_made(filled: Cache) -> None:
-    """A process that finds it waits for its creator, or fills it if that one has died."""
-    os.unlink(filled.catalogue.path)
-    Path(filled.catalogue.path).touch()
-    assert filled.num_samples == 12
     assert_sound(filled)
 
 
@@ -282,24 +319,21 @@ def test_a_lost_copy_of_the_settings_costs_only_the_settings(filled: Cache, fast
             assert cache.eviction == "lru"
 
 
-def test_of_two_who_set_the_limit_at_once_the_later_is_in_the_copy_of_the_settings(
-    filled: Cache, fast_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_many_who_set_the_limit_at_once_the_last_is_in_the_copy_of_the_settings(
+    filled: Cache, fast_path: Path
 ) -> None:
-    real = linux.move
-
-    def be_overtaken(source: str, target: str) -> None:
-        patch.undo()
+    def set_limits(first: int) -> None:
         with Cache(fast_path / "cache") as other:
-            other.size_limit = "6MB"
-        real(source, target)
+            for number in range(first, first + 20):
+                other.size_limit = 3_000_000 + number
 
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "move", be_overtaken)
-        filled.size_limit = "5MB"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(set_limits, range(0, 80, 20)))
+    last = filled.size_limit
     filled.close()
     os.unlink(filled.catalogue.path)
     with Cache(fast_path / "cache") as rebuilt:
-        assert rebuilt.size_limit == 6_000_000
+        assert rebuilt.size_limit == last
 
 
 def test_a_damaged_catalogue_is_not_kept_where_the_limit_has_no_room_for_it(
@@ -327,6 +361,7 @@ def test_a_shard_of_an_unknown_origin_is_adopted_and_one_that_is_broken_put_asid
     publish(filled, odd)
     publish(filled, whole)
     os.unlink(filled.catalogue.path)
+    filled.rebuild()
     assert shard_ids(filled) == [1, 3, 4, 5, 6]
     with filled.catalogue.reading() as tables:
         (row,) = tables.passes()
@@ -398,6 +433,7 @@ def test_a_shard_that_was_made_to_hold_no_samples_is_put_aside(filled: Cache) ->
     forged = replace(one, num_samples=0, columns=tuple(columns))
     publish(filled, forged)
     os.unlink(filled.catalogue.path)
+    filled.rebuild()
     assert filled.status().quarantined == 1
     assert keys_in(filled) == ALL
     assert_sound(filled)

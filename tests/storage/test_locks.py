@@ -111,7 +111,8 @@ def test_a_started_program_does_not_inherit_a_lock(path: str) -> None:
         program.kill()
 
 
-def test_a_fork_beside_threads_that_lock_and_release_inherits_nothing(path: str) -> None:
+@pytest.mark.parametrize("times", [15, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_fork_beside_threads_that_lock_and_release_inherits_nothing(path: str, times: int) -> None:
     """A fork must wait between the open of a file and its entry in the list of held ones."""
     stop = threading.Event()
 
@@ -136,7 +137,7 @@ def test_a_fork_beside_threads_that_lock_and_release_inherits_nothing(path: str)
     for thread in threads:
         thread.start()
     try:
-        for _ in range(60):
+        for _ in range(times):
             child = fork(list_locks)
             assert child.hear() == ""
             assert child.wait() == 0

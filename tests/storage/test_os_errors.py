@@ -46,9 +46,7 @@ def template(fast_path: Path) -> Path:
         for number in range(FIRST):
             publish(cache, content(10 * number, size_bytes=SHARD_BYTES))
         use_all(cache)
-        with cache.catalogue.reading() as tables:
-            room = cache.admission.room(tables)
-        cache.size_limit = room.used_bytes + 20_000
+        cache.size_limit = cache.admission.room().used_bytes + 20_000
     return path
 
 
@@ -133,8 +131,17 @@ ACTIONS: dict[str, tuple[Action, Callable[[Cache], None]]] = {
 }
 
 
-@pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("number", "for_ever"),
+    [
+        pytest.param(errno.EIO, False, id="EIO once"),
+        pytest.param(errno.ENOSPC, True, id="ENOSPC for ever"),
+        pytest.param(errno.EIO, True, id="EIO for ever", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, False, id="ENOSPC once", marks=pytest.mark.slow),
+        pytest.param(errno.EACCES, False, id="EACCES once", marks=pytest.mark.slow),
+        pytest.param(errno.EACCES, True, id="EACCES for ever", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("what", ACTIONS)
 def test_any_step_may_fail(template: Path, fast_path: Path, what: str, number: int, for_ever: bool) -> None:
     """The error is a documented one, the process continues with the same cache, and nothing is left over."""

@@ -283,8 +283,18 @@ def run(examples: int, steps: int) -> None:
         )
 
 
-def test_the_invariants_hold_after_every_step_of_sixty_histories() -> None:
-    run(60, 30)
+def test_the_last_free_byte_is_given_and_none_beyond_it(cache: Cache) -> None:
+    owner = Owner(cache.directory, "test")
+    free_bytes = cache.admission.room().free_bytes
+    assert cache.admission.reserve(free_bytes + 1, owner.name) is None
+    assert cache.admission.reserve(free_bytes, owner.name) is not None
+    assert cache.admission.room().used_bytes == cache.size_limit
+    assert cache.admission.reserve(1, owner.name) is None
+    owner.release()
+
+
+def test_the_invariants_hold_after_every_step_of_thirty_histories() -> None:
+    run(30, 30)
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.schema import IntArray
+from cachestream.storage.eviction import PassProgress, Room, bytes_to_leave, leave_out
 from cachestream.storage.leases import merge_ranges, ranges_of
-from cachestream.storage.reservations import Room
 from cachestream.storage.snapshots import select_shards
-from cachestream.storage.turnover import PassProgress, bytes_to_leave, leave_out
 
 
 def ints(values: list[int]) -> IntArray:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from cachestream import Cache
 from cachestream.storage.publish import Publisher, UnitProgress
@@ -26,17 +26,17 @@ def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
     owner = Owner(cache.directory, f"test-{secrets.token_hex(4)}")
     try:
         publisher = Publisher(cache.directory, cache.catalogue, cache.admission, owner.name)
-        shard_id = publisher.publish(packer.content({}), [], UnitProgress(0))
+        shard_ids = publisher.publish([packer.content({})], [], UnitProgress(0))
     finally:
         owner.release()
-    assert shard_id is not None
-    return shard_id
+    assert shard_ids is not None
+    return shard_ids[0]
 
 
 def numbered(first: int, count: int) -> list[tuple[str, dict[str, Any]]]:
     """Samples that say which they are: `x` float32 [5] full of the number, `number` int64, key "k<number>"."""
     return [
-        (f"k{n}", {"x": torch.full((5,), float(n)), "number": torch.tensor(n)})
+        (f"k{n}", {"x": np.full(5, n, np.float32), "number": np.int64(n)})
         for n in range(first, first + count)
     ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cachestream.transport import metering, remote_errors
+from tests.support.forked import start_server
 from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
 
@@ -26,6 +27,12 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One real S3 server for the session; a test makes buckets of its own in it."""
     with run_s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def forked() -> None:
+    """The server of `tests.support.forked` runs, with an environment that no test has changed."""
+    start_server()
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ __all__ = ["FILE_BYTES", "UnrulyServer", "full_backlog", "run_unruly_server"]
 FILE_BYTES: Final = 1 << 20  # of all files but those below good/, endless/ and bomb/
 HALF: Final = 1000  # bytes of a body that stalls
 DRIP_S: Final = 0.05
-DRIPPING_S: Final = 10.0  # then it hangs up, or those who are left behind with it would stay
 PATIENCE_S: Final = 120.0
 _ZEROS: Final = bytes(1 << 20)
 
@@ -37,6 +36,12 @@ class UnrulyServer:
     port: int
     asked: list[str] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
+    hung_up: threading.Event = field(default_factory=threading.Event)
+
+    def hang_up(self) -> None:
+        """End the answers that are under way, and go on with new ones."""
+        self.hung_up.set()
+        self.hung_up = threading.Event()
 
     @property
     def url(self) -> str:
@@ -109,8 +114,8 @@ def _answer(client: socket.socket, server: UnrulyServer, method: str, url: Split
 def _send_file(client: socket.socket, server: UnrulyServer, kind: str, path: str) -> None:
     if kind in ("stalled", "dripping"):
         _send(client, _ZEROS[:HALF], length=FILE_BYTES)
-        until_s = time.monotonic() + (DRIPPING_S if kind == "dripping" else PATIENCE_S)
-        while time.monotonic() < until_s and not _wait(client, DRIP_S):
+        until_s, hung_up = time.monotonic() + PATIENCE_S, server.hung_up
+        while time.monotonic() < until_s and not hung_up.is_set() and not _wait(client, DRIP_S):
             if kind == "dripping":
                 client.sendall(b"x")
         raise ConnectionError("the client has gone, or been kept waiting for long enough")

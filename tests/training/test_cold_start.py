@@ -16,6 +16,7 @@ from cachestream import Cache, EpochLoader, NotEnoughSamplesError
 from cachestream.cli.display import one_line
 from cachestream.errors import SourceUnavailableError
 from cachestream.storage.status import is_much
+from cachestream.training import cold_start
 from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0
@@ -127,6 +128,12 @@ def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> N
                 assert [len(batch["x"]) for batch in loader] == [batch_size]
 
 
+@pytest.fixture
+def early_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the first samples is told after a second why there are none."""
+    monkeypatch.setattr(cold_start, "_WARN_AFTER_S", 1.0)
+
+
 def warned_of(cache: Cache, caplog: pytest.LogCaptureFixture, words: str) -> bool:
     return any(
         words in record.getMessage() and cache.path in record.getMessage()
@@ -136,7 +143,7 @@ def warned_of(cache: Cache, caplog: pytest.LogCaptureFixture, words: str) -> boo
 
 
 def test_a_web_server_that_accepts_and_says_nothing_is_told_of_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, early_warnings: None
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts
         urls = [f"http://127.0.0.1:{silent.getsockname()[1]}/{number}.bin" for number in range(20)]
@@ -172,14 +179,14 @@ def test_a_remote_that_is_silent_while_it_is_listed_is_told_of(
 
 
 def test_a_transform_that_drops_everything_is_told_of_while_the_pass_goes_on(
-    cache: Cache, caplog: pytest.LogCaptureFixture
+    cache: Cache, caplog: pytest.LogCaptureFixture, early_warnings: None
 ) -> None:
     def draw(rng: np.random.Generator) -> dict[str, float]:
         return {"x": float(rng.random())}
 
     why = "transform returned None for all"
     with cs.stream(
-        draw, cache, batch_size=4, transform=lambda _: None, num_workers=1, timeout_s=20.0
+        draw, cache, batch_size=4, transform=lambda _: None, num_workers=1, timeout_s=8.0
     ) as loader:
         with pytest.raises(NotEnoughSamplesError, match=f"'filling': {why} [0-9]+ samples so far"):
             next(iter(loader))

@@ -105,6 +105,7 @@ def test_bare_arrays_can_be_stacked_by_torch(cache_of: CacheOf) -> None:
     assert batch[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_samples_cross_from_workers_as_they_are(cache_of: CacheOf, kind: str) -> None:
     with cache_of([SAMPLES[kind](i) for i in range(4)], [4]).snapshot() as dataset:
@@ -112,7 +113,7 @@ def test_samples_cross_from_workers_as_they_are(cache_of: CacheOf, kind: str) ->
         (batch,) = loader
         assert same([plain(sample) for sample in batch], [plain(dataset[i]) for i in range(4)])
         (batch,) = DataLoader(
-            dataset, 4, num_workers=1, collate_fn=as_they_are, multiprocessing_context="spawn"
+            dataset, 4, num_workers=1, collate_fn=as_they_are, multiprocessing_context="forkserver"
         )
         assert same([plain(sample) for sample in batch], [plain(dataset[i]) for i in range(4)])
 

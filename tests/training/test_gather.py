@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 import cachestream as cs
 from cachestream import Cache, EpochDataset, EpochLoader
 from cachestream.schema import Schema, Snapshot
-from cachestream.training.batches import columns as columns_module
 from cachestream.training.batches import mapped_shards as maps_module
-from cachestream.training.batches.buffers import BufferPool
-from cachestream.training.batches.columns import copy_runs, read_numbers
+from cachestream.training.batches import memory as memory_module
 from cachestream.training.batches.gather import Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.memory import BufferPool, copy_runs, read_numbers
 from tests.support.caches import add_shard, numbered
 from tests.support.same import same
 from tests.training.conftest import NewCache
@@ -145,7 +144,6 @@ def test_collate_works_on_lists_of_samples_as_the_default_collate_does(cache_of:
 
 @pytest.mark.parametrize("in_c", [True, False])
 @given(st.data())
-@settings(max_examples=60)
 def test_runs_of_any_lengths_from_anywhere_are_copied_exactly(in_c: bool, data: st.DataObject) -> None:
     """Runs against slices of the same memory: short ones, long ones, empty ones, overlapping."""
     memory = np.random.default_rng(0).integers(0, 256, 300_000).astype(np.uint8)
@@ -241,8 +239,8 @@ def _in_a_new_thread(function: Callable[[], int]) -> int:
 
 def _with_part_in_c(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not wanted:
-        monkeypatch.setattr(columns_module, "in_c", None)
-    elif columns_module.in_c is None:
+        monkeypatch.setattr(memory_module, "in_c", None)
+    elif memory_module.in_c is None:
         pytest.skip("the part in C was not built")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
@@ -148,7 +148,6 @@ PLACES = st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
 )
 
 
-@settings(max_examples=60)
 @given(
     threads=st.integers(1, 2),
     row_bytes=st.lists(st.one_of(st.integers(0, 260), st.integers(0, 200_000)), max_size=4),
@@ -482,10 +481,11 @@ ENDS: Final = [
 ]
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_interpreter_ends_in_peace_amid_the_work(threads: int, end: str) -> None:
-    for _ in range(3):
+def test_the_interpreter_ends_in_peace_amid_the_work(threads: int, end: str, times: int) -> None:
+    for _ in range(times):
         run_busy(end, threads)
 
 

@@ -18,39 +18,15 @@ from torch.utils.data import DataLoader, RandomSampler
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, NotEnoughSamplesError
 from cachestream.schema import Split, is_held_out
-from cachestream.storage.holdout import count_samples
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.storage.snapshots import count_samples
 from cachestream.tools.refetching import refetch
-from cachestream.worker.cached_units import END, intersection
+from cachestream.worker.order import END, intersection
 from tests.training.conftest import NewCache, NewJob
+from tests.training.sources import COUNT, Numbered, Slow
 from tests.worker.support import DEADLINE_S, sampling_pids, wait_until
 
 SHARE = 0.2
-COUNT = 600
-
-
-class Numbered:
-    """Units of several samples, which their keys and values identify."""
-
-    def __init__(self, units: int = COUNT // 4, samples: int = 4, size: int = 1000) -> None:
-        self.fingerprint, self.num_units = f"numbered {units} {samples} {size}", units
-        self.samples, self.size = samples, size
-
-    def read(self, unit: int, _rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        for sample in range(self.samples):
-            number = unit * self.samples + sample
-            yield (
-                f"{number}",
-                {"x": np.full(self.size, number % 251, np.uint8), "n": number, "t": "." * (number % 7)},
-            )
-
-
-class Slow(Numbered):
-    """The same samples, one after the other."""
-
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
-        time.sleep(0.03)
-        yield from super().read(unit, rng)
 
 
 def train_until(cache: Cache, is_enough: Callable[[], bool]) -> None:
@@ -191,7 +167,7 @@ def test_what_is_held_out_stays_while_all_else_is_replaced(tmp_path: Path) -> No
             kept: set[int] = set()
             with EpochLoader(cache, 8, split="train", min_samples=40) as train:
                 until_s = time.monotonic() + DEADLINE_S
-                while cache.status().pass_number < 4 and time.monotonic() < until_s:
+                while cache.status().pass_number < 3 and time.monotonic() < until_s:
                     seen.update(numbers(train))
                     with cache.snapshot(split="held-out") as dataset:
                         now = sorted(map(int, dataset.keys()))
@@ -199,7 +175,7 @@ def test_what_is_held_out_stays_while_all_else_is_replaced(tmp_path: Path) -> No
                     assert len(set(now)) == len(now), "none came twice"
                     kept = set(now)
             assert worker.is_alive()
-        assert cache.status().pass_number >= 4
+        assert cache.status().pass_number >= 3
         assert cache.status().evicted_samples > COUNT
         assert kept == {number for number in range(COUNT) if belongs(number, 0.1)}
         assert seen == set(range(COUNT)) - kept

@@ -20,13 +20,14 @@ from typing import Any, Final
 import pytest
 
 from cachestream import EpochError, EpochLoader
+from cachestream.training.segment import Segment
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
 
 SAMPLES: Final = 512
 BATCH: Final = 8
 INTERRUPTS: Final = 5
-STOPPED_S: Final = 4.0
+STOPPED_S: Final = 2.6
 ROOT: Final = Path(__file__).parents[2]
 
 
@@ -83,17 +84,19 @@ def test_an_interrupted_epoch_leaves_its_exact_state_and_the_next_iteration_goes
 def test_an_interrupt_while_a_batch_is_waited_for_ends_the_iteration(
     new_cache: NewCache, gathered: int
 ) -> None:
-    calls, held = itertools.count(1), threading.Event()
+    held = threading.Event()
 
     def transform(batch: Any) -> Any:
-        if next(calls) > gathered:
+        if batch["number"][0] >= 4 * gathered:  # not by calls: a second thread may be ahead of the first
+            signal.setitimer(signal.ITIMER_REAL, 0.5)  # however long those before it took
             held.wait(60)
         return batch
 
     first: list[Any] = []
-    with EpochLoader(new_cache(2, 16), 4, batch_transform=transform, timeout_s=60) as loader:
+    options: dict[str, Any] = {"shuffle": False, "batch_transform": transform, "timeout_s": 60}
+    with EpochLoader(new_cache(2, 16), 4, **options) as loader:
         batches = iter(loader)
-        with pytest.raises(KeyboardInterrupt), an_interrupt_after(0.5):
+        with pytest.raises(KeyboardInterrupt), an_interrupt_after(60.0):
             first.extend(batches)
         held.set()
         state = loader.state_dict()
@@ -146,12 +149,12 @@ def test_a_trainer_that_was_stopped_is_not_late_when_it_goes_on(new_cache: NewCa
     """The time in which the whole process was stopped does not count as waiting."""
 
     def slow(batch: object) -> object:
-        time.sleep(1.0)
+        time.sleep(0.6)
         return batch
 
     cache = new_cache(1, 16)
     waker = "import os, signal, sys, time; time.sleep(0.5); os.kill({0}, signal.SIGSTOP); time.sleep({1}); os.kill({0}, signal.SIGCONT)"
-    with EpochLoader(cache, 4, timeout_s=3.0, batch_transform=slow) as loader:
+    with EpochLoader(cache, 4, timeout_s=2.0, batch_transform=slow) as loader:
         stopping = subprocess.Popen([sys.executable, "-c", waker.format(os.getpid(), STOPPED_S)])
         try:
             assert sum(len(batch["number"]) for batch in loader) == 16
@@ -169,7 +172,7 @@ def test_a_trainer_that_was_stopped_before_there_was_a_sample_is_not_late_either
         "os.kill({0}, signal.SIGSTOP); time.sleep({1}); os.kill({0}, signal.SIGCONT); time.sleep(0.5)\n"
         "with Cache({2!r}) as cache: add_shard(cache, ((str(n), {{'number': n}}) for n in range(16)))\n"
     )
-    with EpochLoader(cache, 4, timeout_s=3.0) as loader:
+    with EpochLoader(cache, 4, timeout_s=2.0) as loader:
         stopping = subprocess.Popen(
             [sys.executable, "-c", script.format(os.getpid(), STOPPED_S, cache.path)],
             cwd=ROOT,
@@ -199,3 +202,49 @@ def test_a_state_taken_after_the_end_is_that_of_the_end(new_cache: NewCache) -> 
             next(batches)
     assert whole.state_dict()["epoch"] == 1
     assert list(batches) == []
+
+
+def test_an_interrupt_while_the_threads_are_started_leaves_one_of_each(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "cachestream-prepare":
+            raise KeyboardInterrupt
+
+    with EpochLoader(new_cache(2, 8), 4) as loader:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+        monkeypatch.undo()
+        assert numbers(loader) == list(range(16))
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("cachestream-prepare") == names.count("cachestream-gather") == 1
+
+
+def test_an_interrupt_while_an_epoch_is_closed_leaves_no_lease_behind(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, calls = Segment.close, itertools.count(1)
+
+    def interrupted(segment: Segment) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        close(segment)
+
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as loader:
+        monkeypatch.setattr(Segment, "close", interrupted)
+        batches = iter(loader)
+        kept = [next(batches) for _ in range(4)]
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        state = loader.state_dict()
+        assert (len(kept), state["epoch"], state["batch"]) == (4, 1, 0)
+        segment = loader._pipeline.schedule._chain.retired[0]
+        assert numbers(loader) == list(range(16))
+        assert segment.dataset._closed
+        assert loader.epoch == 2
+    assert cache.status().leases == 0

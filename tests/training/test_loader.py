@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import cloudpickle
 import numpy as np
@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader
 from cachestream import Cache, ConfigError, EpochError, EpochLoader, NotEnoughSamplesError
 from cachestream.storage.shard import shard_path
 from cachestream.training import cold_start, pipeline
-from cachestream.training.batches import columns
+from cachestream.training.batches import memory
+from cachestream.training.shared_snapshot import SnapshotHolder
 from tests.support.caches import add_shard, numbered, set_fill_state, skip_samples
 from tests.training.conftest import NewCache
 from tests.worker.support import wait_until
@@ -43,18 +44,22 @@ def leases(cache: Cache) -> int:
     return cache.status().leases
 
 
-@pytest.fixture(autouse=True, params=["by threads in C", "by torch"])
+@pytest.fixture(params=["by threads in C", "by torch"])
 def gathered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with the part in C and without it."""
+    """Run a test of what batches hold, or who waits for them, with the part in C and without it."""
     if request.param == "by torch":
-        monkeypatch.setattr(columns, "in_c", None)
-    elif columns.in_c is None:
+        monkeypatch.setattr(memory, "in_c", None)
+    elif memory.in_c is None:
         pytest.skip("installed without the part in C")
+
+
+in_both_ways: Final = pytest.mark.usefixtures("gathered")
 
 
 # --- what an epoch is
 
 
+@in_both_ways
 def test_every_epoch_has_each_cached_sample_once_in_another_order_and_new_ones_appear(
     new_cache: NewCache,
 ) -> None:
@@ -70,6 +75,7 @@ def test_every_epoch_has_each_cached_sample_once_in_another_order_and_new_ones_a
         assert len(loader) == 8
 
 
+@in_both_ways
 def test_the_order_depends_on_seed_and_epoch_alone(new_cache: NewCache) -> None:
     cache = new_cache(3, 8)
 
@@ -80,12 +86,14 @@ def test_the_order_depends_on_seed_and_epoch_alone(new_cache: NewCache) -> None:
     assert epochs(5) == epochs(5) != epochs(6)
 
 
+@in_both_ways
 def test_without_shuffle_samples_come_in_order_of_arrival(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(3, 5), 4, shuffle=False, drop_last=False) as loader:
         assert numbers(loader) == numbers(loader) == list(range(15))
         assert [len(batch["number"]) for batch in loader] == [4, 4, 4, 3]
 
 
+@in_both_ways
 def test_the_rest_is_dropped_or_kept_as_asked(new_cache: NewCache) -> None:
     cache = new_cache(1, 10)
     with EpochLoader(cache, 4) as loader:
@@ -102,6 +110,7 @@ def test_a_smaller_epoch_size_takes_the_least_used_shards_first(new_cache: NewCa
         assert sorted(first + second) == list(range(40))
 
 
+@in_both_ways
 def test_a_larger_epoch_size_makes_further_passes_over_what_has_come_meanwhile(new_cache: NewCache) -> None:
     cache = new_cache(2, 10)
     with EpochLoader(cache, 4, epoch_size=100, prefetch=1) as loader:
@@ -125,6 +134,7 @@ def test_a_larger_epoch_size_with_a_rest_ends_with_a_smaller_batch(new_cache: Ne
             assert [len(batch["number"]) for batch in loader] == [4, 4, 4, 4, 4, 3]
 
 
+@in_both_ways
 def test_batches_are_never_changed_by_later_ones_and_may_be_changed_themselves(cache_of: Any) -> None:
     cache = cache_of([{"x": torch.full((20_000,), float(i)), "number": i} for i in range(40)], [13, 13, 14])
     kept: list[dict[str, torch.Tensor]] = []
@@ -192,6 +202,7 @@ def test_after_a_break_the_length_is_that_of_the_next_iteration_and_the_state_th
         assert (len(loader), numbers(loader)) == (4, rest[4:])
 
 
+@in_both_ways
 def test_a_peek_shows_the_batch_that_comes_next_and_moves_nothing(new_cache: NewCache) -> None:
     cache = new_cache(2, 8)
     with EpochLoader(cache, 4) as plain:
@@ -277,6 +288,7 @@ def test_set_epoch_gives_that_epochs_order_and_keeps_what_is_prepared_when_it_is
             loader.set_epoch(-1)
 
 
+@in_both_ways
 def test_an_iteration_left_early_ends_its_epoch(new_cache: NewCache) -> None:
     cache = new_cache(4, 8)
     with EpochLoader(cache, 4) as whole:
@@ -324,6 +336,7 @@ def test_samplers_of_all_kinds_draw_what_they_would_from_the_epochs_dataset(new_
             assert all(fits(numbers(loader)) for _ in range(2)), sampler
 
 
+@in_both_ways
 def test_a_batch_samplers_batches_are_kept(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(2, 8), 4, sampler=lambda _: [[1, 2, 3], [4], [9, 8]]) as loader:
         assert len(loader) == 3
@@ -509,6 +522,23 @@ class OwnError(Exception):
     """An error that only the test knows."""
 
 
+def test_an_error_of_the_preparation_does_not_wait_for_the_catalogue(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that was stopped may have locked it, and the error names that rank."""
+    unlocked = threading.Event()
+    monkeypatch.setattr(SnapshotHolder, "finish", lambda _: unlocked.wait(60))
+
+    def sampler(_: Any) -> Any:
+        raise OwnError("from the sampler")
+
+    with EpochLoader(new_cache(1, 8), 4, sampler=sampler, timeout_s=5) as loader:
+        with pytest.raises(OwnError, match="from the sampler"):
+            next(iter(loader))
+        unlocked.set()
+
+
+@in_both_ways
 def test_errors_of_a_batch_transform_reach_the_training_thread_as_they_are(new_cache: NewCache) -> None:
     failed = threading.Event()
 
@@ -574,6 +604,7 @@ def patiently(batches: Iterator[Any]) -> list[Any]:
             assert time.monotonic() < give_up
 
 
+@in_both_ways
 def test_a_batch_that_does_not_come_is_an_error_with_a_diagnosis(new_cache: NewCache) -> None:
     transforming, released = threading.Event(), threading.Event()
 
@@ -611,6 +642,7 @@ def test_a_loader_closed_after_its_last_batch_ends_the_epoch_as_ever(new_cache: 
         assert list(batches) == []
 
 
+@in_both_ways
 @pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["plain", "transformed"])
 def test_a_loader_that_another_thread_closes_ends_no_epoch_as_if_all_were_well(
     transform: Any, new_cache: NewCache
@@ -636,6 +668,7 @@ def test_a_loader_that_another_thread_closes_ends_no_epoch_as_if_all_were_well(
                 training.result(60)
 
 
+@in_both_ways
 def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed_or_elsewhere(
     new_cache: NewCache,
 ) -> None:
@@ -666,6 +699,7 @@ def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed
             assert time.monotonic() - began < 60  # not the loader's 120 s
 
 
+@in_both_ways
 def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new_cache: NewCache) -> None:
     held, transforming = threading.Event(), threading.Event()
 
@@ -690,6 +724,7 @@ def test_threads_that_share_an_iteration_are_told_at_once_and_may_take_turns(new
         assert sorted(numbers(seen)) == list(range(16))
 
 
+@in_both_ways
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
 def test_a_forked_child_is_told_to_make_a_loader_of_its_own(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(1, 8), 4) as loader:
@@ -723,6 +758,7 @@ def test_a_damaged_shard_is_put_aside_before_the_epoch_begins(new_cache: NewCach
         assert cache.status().quarantined == 1
 
 
+@in_both_ways
 def test_a_shard_found_damaged_on_the_way_is_left_out_and_counted(
     new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -779,6 +815,7 @@ def test_short_epochs_over_a_cache_that_stays_share_a_lease_and_are_counted_each
     assert uses[1] == status.snapshots >= 11, "the one prepared ahead counts too"
 
 
+@in_both_ways
 def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: NewCache) -> None:
     cache = new_cache(4, 8)
     with EpochLoader(cache, 4) as loader:
@@ -791,6 +828,7 @@ def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: N
         assert leases(cache) <= 2
 
 
+@in_both_ways
 def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
     loader = EpochLoader(new_cache(2, 8), 4)
     next(iter(loader))
@@ -805,6 +843,7 @@ def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
         assert not thread.is_alive()
 
 
+@in_both_ways
 @pytest.mark.parametrize("after", [1, None], ids=["amid-an-epoch", "after-an-epoch"])
 def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: NewCache) -> None:
     cache = new_cache(4, 100)
@@ -820,6 +859,7 @@ def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: N
     wait_until(lambda: not maps(), "no shard is mapped")
 
 
+@in_both_ways
 def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapped(
     new_cache: NewCache,
 ) -> None:
@@ -834,7 +874,7 @@ def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapp
     loader = EpochLoader(cache, 4, batch_transform=transform)
     assert len(numbers(loader)) == 32
     schedule = loader._pipeline.schedule
-    wait_until(lambda: schedule._failure is not None, "the next epoch fails")
+    wait_until(lambda: schedule._chain.failure is not None, "the next epoch fails")
     gc.collect()
     gc.disable()
     try:
@@ -875,6 +915,7 @@ def test_the_interpreter_ends_in_the_midst_of_an_epoch(how: str, code: int, new_
     assert cache.num_shards == 0
 
 
+@in_both_ways
 def test_stats_add_up(new_cache: NewCache) -> None:
     with EpochLoader(new_cache(2, 8), 4) as loader:
         assert loader.stats.batches == 0
@@ -889,6 +930,7 @@ def test_stats_add_up(new_cache: NewCache) -> None:
         assert 0 <= stats.gap_s < stats.wait_s + 60
 
 
+@in_both_ways
 def test_the_next_epoch_is_ready_when_the_last_batch_is_consumed(new_cache: NewCache) -> None:
     """The first batch of the next epoch is gathered before the trainer asks for it."""
     gaps = []
@@ -915,6 +957,7 @@ def is_ready(loader: EpochLoader, epoch: int) -> bool:
 # --- keys
 
 
+@in_both_ways
 def test_batches_hold_their_samples_keys_when_asked_for(new_cache: NewCache, cache_of: Any) -> None:
     with EpochLoader(new_cache(3, 8), 4, with_keys=True) as loader:
         for batch in loader:

@@ -21,9 +21,17 @@ SOAK_EPOCHS: Final = int(os.environ.get("MATRIX_EPOCHS", "2000"))
 Epoch = tuple[list[list[int]], ...]  # [rank][step] is a list of numbers
 
 
-def run_matrix(method: str, epochs: int, out: Path, timeout_s: float) -> None:
+def run_matrix(method: str, epochs: int, out: Path, sizes: tuple[int, ...], timeout_s: float) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.scripts.matrix", method, str(epochs), str(out)],
+        [
+            sys.executable,
+            "-m",
+            "tests.training.scripts.matrix",
+            method,
+            str(epochs),
+            str(out),
+            *map(str, sizes),
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -54,8 +62,8 @@ def check_epoch(epoch: Epoch, case: Case, cached: int) -> None:
         assert whole <= min(steps) <= whole + 1
 
 
-def check_matrix(epochs: int, out: Path) -> None:
-    for size, case in itertools.product(SIZES, CASES):
+def check_matrix(epochs: int, out: Path, sizes: tuple[int, ...]) -> None:
+    for size, case in itertools.product(sizes, CASES):
         ranks = json.loads((out / f"{size}-{case.name}.json").read_text())
         assert [len(rank) for rank in ranks] == [epochs] * size
         by_epoch: list[Epoch] = list(zip(*ranks, strict=True))
@@ -65,18 +73,18 @@ def check_matrix(epochs: int, out: Path) -> None:
                 check_epoch(epoch, case, 33 if number <= epochs // 3 else 44)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "sizes"), [("fork", SIZES), ("spawn", (2,)), ("forkserver", (2,))])
 @pytest.mark.timeout(600)
 def test_ranks_make_even_steps_and_no_sample_comes_twice_however_they_are_started(
-    method: str, tmp_path: Path
+    method: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
-    run_matrix(method, 20, tmp_path, 590)
-    check_matrix(20, tmp_path)
+    run_matrix(method, 20, tmp_path, sizes, 590)
+    check_matrix(20, tmp_path, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.timeout(7200)
 def test_thousands_of_epochs_stay_even(method: str, tmp_path: Path) -> None:
-    run_matrix(method, SOAK_EPOCHS, tmp_path, 7190)
-    check_matrix(SOAK_EPOCHS, tmp_path)
+    run_matrix(method, SOAK_EPOCHS, tmp_path, SIZES, 7190)
+    check_matrix(SOAK_EPOCHS, tmp_path, SIZES)

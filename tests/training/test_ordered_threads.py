@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestream.training.threads import OrderedThreads
+from cachestream.training.gathering import OrderedThreads
 
 
 @given(st.integers(1, 4), st.integers(0, 40), st.integers(0, 60))
-@settings(max_examples=60, deadline=None)
 def test_all_that_is_wanted_is_delivered_in_order(hands: int, tickets: int, wanted: int) -> None:
     delivered: list[int] = []
 

@@ -16,7 +16,7 @@ from cachestream import EpochDataset
 from cachestream.linux import ask_for_all, count_cached
 from cachestream.schema import IntArray
 from cachestream.storage.shard import shard_path
-from cachestream.training.batches import page_cache
+from cachestream.training.batches import readahead
 from cachestream.training.batches.mapped_shards import EpochMaps
 from tests.support.caches import add_shard
 from tests.training.conftest import NewCache
@@ -78,7 +78,7 @@ def test_the_samples_of_a_batch_are_asked_for_together_and_no_others_are_read(
         asked.append((stops - starts).tolist())
         ask_for_all(starts, stops)
 
-    monkeypatch.setattr(page_cache, "ask_for_all", ask)
+    monkeypatch.setattr(readahead, "ask_for_all", ask)
     with EpochDataset(maps.snapshot, maps=maps) as dataset:
         batch = cs.collate(dataset.__getitems__(wanted))
     assert batch[:, 0].tolist() == batch[:, -1].tolist() == wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.permutation import Permutation, mix_key
@@ -23,7 +23,6 @@ def test_every_small_n_is_permuted_exactly_and_inverted(key: int) -> None:
 
 
 @given(n=st.integers(1, 2**62 - 1), key=KEYS, data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_any_position_of_any_n_is_found_again_by_the_inverse(n: int, key: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), dtype=np.int64)
     permutation = Permutation(n, key)
@@ -34,7 +33,6 @@ def test_any_position_of_any_n_is_found_again_by_the_inverse(n: int, key: int, d
 
 
 @given(n=st.integers(1, 5000), key=KEYS, start=st.integers(0, 5000), size=st.integers(0, 500))
-@settings(max_examples=50, deadline=None)
 def test_a_block_computed_alone_equals_its_place_in_the_whole(
     n: int, key: int, start: int, size: int
 ) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cachestream as cs
 from cachestream import Cache, ConfigError, EpochLoader, Padded
 from cachestream.schema import Schema
-from cachestream.training.batches.buffers import BufferPool
 from cachestream.training.batches.gather import Gatherer
 from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.memory import BufferPool
 from cachestream.training.batches.ragged import layouts_of
 from cachestream.training.batches.transfer import map_tensors
 from tests.support.caches import add_shard
@@ -78,7 +78,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["padded", "nested"])
-@settings(deadline=None, max_examples=25)
 @given(lengths=LENGTHS, cut=st.integers(0, 12), data=st.data())
 def test_every_field_holds_what_the_lists_hold(
     layout: str, tmp_path_factory: pytest.TempPathFactory, lengths: list[tuple[int, int]], cut: int, data: Any

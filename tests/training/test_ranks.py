@@ -354,7 +354,7 @@ def test_a_rank_that_never_comes_is_named_by_the_others(new_cache: NewCache, new
         return None if rank == 1 else epochs_of(make(cache, 2), 1)
 
     job = new_job(3)
-    job.meeting_s = 5.0
+    job.meeting_s = 2.0
     first, _, third = job.run(work)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
@@ -385,17 +385,17 @@ def test_a_rank_that_dies_during_an_epoch_is_named_by_the_others_within_the_dead
         return "no error", 0.0
 
     job = new_job(3)
-    job.deadline_s = 3.0
+    job.deadline_s = 2.0
     for message, waited_s in job.run(work)[:2]:
         assert "rank 2 (pid" in message
-        assert "within 3 s: dead, or stuck?" in message
+        assert "within 2 s: dead, or stuck?" in message
         assert waited_s < PATIENCE_S / 2
 
 
 def test_a_rank_whose_trainer_pauses_still_answers_the_others(new_cache: NewCache, new_job: NewJob) -> None:
     """A rank that computes for longer than the deadline in mid-epoch is not taken for dead."""
     cache, job = new_cache(4, 24), new_job(2)
-    job.deadline_s = 4.0
+    job.deadline_s = 2.0
 
     def work(rank: int, make: Callable[..., EpochLoader]) -> int:
         loader = make(cache, 2, prefetch=1)

@@ -20,9 +20,8 @@ from cachestream import EpochDataset
 from cachestream.linux import FileMap, ask_for_all, count_cached
 from cachestream.permutation import Permutation
 from cachestream.schema import IntArray
-from cachestream.training.batches.mapped_shards import EpochMaps, fixed_row_bytes
-from cachestream.training.batches.page_cache import Coldness, addresses_of, merged
-from cachestream.training.batches.readahead import ReadAhead
+from cachestream.training.batches.mapped_shards import EpochMaps
+from cachestream.training.batches.readahead import Coldness, ReadAhead, addresses_of, merged
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.plan import LocalOrder, Plan, SampleOrder, ShuffledOrder, TailOrder, count_batches
 from cachestream.training.segment import Request, Segment
@@ -62,31 +61,25 @@ def opened(new_cache: NewCache) -> EpochMaps:
     return maps
 
 
-def row_bytes(maps: EpochMaps) -> dict[str, int]:
-    return {field.name: fixed_row_bytes(field) for field in maps.snapshot.schema.fields}
-
-
 def test_the_addresses_of_samples_are_those_of_all_their_bytes_and_no_others(new_cache: NewCache) -> None:
     maps = opened(new_cache)
     with EpochDataset(maps.snapshot, maps=maps) as dataset:
         for start, stop in itertools.combinations(range(31), 2):
-            for name, size in row_bytes(maps).items():
-                sides = addresses_of(maps, {name: size}, np.array([start]), np.array([stop]))
-                lows, highs = (side.tolist() for side in sides)
-                found = b"".join(
-                    ctypes.string_at(low, high - low) for low, high in zip(lows, highs, strict=True)
-                )
-                values = [dataset[i][name] for i in range(start, stop)]
-                parts = [v.encode() if isinstance(v, str) else v.numpy().tobytes() for v in values]
-                by_shard = [range(10), range(10, 11), range(11, 23), range(23, 30)]
-                # Shards may lie in memory in any order.
-                assert sorted(found) == sorted(b"".join(parts))
-                assert len(lows) <= len([s for s in by_shard if set(s) & set(range(start, stop))])
+            sides = addresses_of(maps, np.array([start]), np.array([stop]))
+            lows, highs = (side.tolist() for side in sides)
+            found = b"".join(ctypes.string_at(low, high - low) for low, high in zip(lows, highs, strict=True))
+            values = [value for i in range(start, stop) for value in dataset[i].values()]
+            parts = [v.encode() if isinstance(v, str) else v.numpy().tobytes() for v in values]
+            by_shard = [range(10), range(10, 11), range(11, 23), range(23, 30)]
+            # Shards and fields may lie in memory in any order.
+            assert sorted(found) == sorted(b"".join(parts))
+            num_shards = len([s for s in by_shard if set(s) & set(range(start, stop))])
+            assert len(lows) <= num_shards * len(maps.snapshot.schema.fields)
 
 
 def test_shards_that_are_not_mapped_are_left_out(new_cache: NewCache) -> None:
     maps = EpochMaps(opened(new_cache).snapshot)
-    lows, highs = addresses_of(maps, row_bytes(maps), np.arange(30), np.arange(30) + 1)
+    lows, highs = addresses_of(maps, np.arange(30), np.arange(30) + 1)
     assert len(lows) == len(highs) == 0
 
 
@@ -113,7 +106,7 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
     order: str, ranks: int, new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = opened(new_cache)
-    monkeypatch.setattr("cachestream.training.batches.page_cache.count_cached", lambda _: 0)
+    monkeypatch.setattr("cachestream.training.batches.readahead.count_cached", lambda _: 0)
     for place in range(ranks):
         segment = segment_of(maps, ORDERS[order], 3, ranks, place)
         asked: list[tuple[IntArray, IntArray]] = []
@@ -125,10 +118,9 @@ def test_while_pages_are_missing_every_batch_is_asked_for_before_it_is_gathered(
                 pending.result(120)
             lows, highs = (np.concatenate(side) for side in zip(*asked, strict=True))
             samples = segment.order.at(np.arange(*segment.plan.span(place, batch)))
-            for begin, end in zip(*addresses_of(maps, row_bytes(maps), samples, samples + 1), strict=True):
+            for begin, end in zip(*addresses_of(maps, samples, samples + 1), strict=True):
                 covered = sum(np.clip(np.minimum(highs, end) - np.maximum(lows, begin), 0, None))
                 assert covered >= end - begin
-        ahead.close()
 
 
 def refuse(starts: IntArray, stops: IntArray) -> None:
@@ -140,12 +132,11 @@ def test_nothing_is_asked_for_while_all_is_there(
 ) -> None:
     maps = opened(new_cache)
     # What was written a moment ago is there, but nobody promises it.
-    monkeypatch.setattr("cachestream.training.batches.page_cache.count_cached", len)
+    monkeypatch.setattr("cachestream.training.batches.readahead.count_cached", len)
     ahead = ReadAhead(segment_of(maps, ORDERS["shuffled"], 3, 1, 0), Coldness(lambda: 0), refuse)
     for batch in range(10):
         ahead.reach(batch)
     assert not ahead._pending
-    ahead.close()
 
 
 def test_it_begins_with_what_is_missing_at_first_or_with_a_wait_and_ends_when_all_is_there() -> None:

@@ -97,7 +97,7 @@ def test_a_call_to_a_store_that_says_nothing_ends_and_no_later_one_gets_its_answ
     stoppable: tuple[subprocess.Popen[str], int],
 ) -> None:
     process, port = stoppable
-    line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S, 4.0))
+    line = StoreConnection(rendezvous._client("127.0.0.1", port, PATIENCE_S, 2.0))
     line.call(lambda store: store.set("there", "1"))
     assert line.call(lambda store: store.check(["there"]))
     process.send_signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ def test_a_store_whose_host_is_gone_is_an_error_that_names_it_within_the_deadlin
     began_s = time.monotonic()
     for rank in range(2):
         with pytest.raises(RankMismatchError, match=f"at 127.0.0.1:{port} does not answer .* see its log"):
-            meet_at(ProcessGroup(rank, 2, None), "gone", "the test", 4.0, 4.0, threading.Event())
+            meet_at(ProcessGroup(rank, 2, None), "gone", "the test", 2.0, 2.0, threading.Event())
     assert time.monotonic() - began_s < 60
 
 

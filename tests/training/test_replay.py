@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from cachestream import ConfigError, EpochError, EpochLoader
-from cachestream.training import epoch_record
-from cachestream.training.epoch_manifest import EpochManifest, load_manifest, save_manifest
+from cachestream.training import manifests
+from cachestream.training.manifests import EpochManifest, load_manifest, save_manifest
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 from tests.worker.support import DEADLINE_S, wait_until
@@ -188,8 +188,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert answers.wait(DEADLINE_S)
         save_manifest(path, manifest)
 
-    monkeypatch.setattr(epoch_record, "save_manifest", save)
-    monkeypatch.setattr(epoch_record, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(manifests, "save_manifest", save)
+    monkeypatch.setattr(manifests, "_CLOSE_S", 0.1)
     yield answers
     answers.set()
     wait_until(lambda: not recording(), "all is recorded")

@@ -15,7 +15,7 @@ import pytest
 
 from cachestream import Cache, EpochLoader
 from cachestream.training.checkpoint import rebuild
-from cachestream.training.epoch_manifest import load_manifest, save_manifest
+from cachestream.training.manifests import load_manifest, save_manifest
 from tests.training.conftest import NewCache
 
 ROOT = Path(__file__).parents[2]

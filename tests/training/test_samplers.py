@@ -16,9 +16,8 @@ from torch.utils import data
 
 import cachestream as cs
 from cachestream import ConfigError, EpochLoader, NotEnoughSamplesError
-from cachestream.training.drawing import interleave
 from cachestream.training.plan import Plan, count_batches
-from cachestream.training.samplers import evaluate
+from cachestream.training.samplers import evaluate, interleave
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
 from tests.training.plans import batch_positions

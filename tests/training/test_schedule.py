@@ -17,10 +17,10 @@ from cachestream.training.batches.mapped_shards import EpochMaps
 from cachestream.training.batches.transfer import BatchTransform, Staged
 from cachestream.training.checkpoint import SegmentRecord
 from cachestream.training.dataset import EpochDataset
+from cachestream.training.gathering import use_one_torch_thread
 from cachestream.training.plan import Plan, SequentialOrder
 from cachestream.training.schedule import Schedule
 from cachestream.training.segment import Request, Segment
-from cachestream.training.threads import use_one_torch_thread
 from tests.training.conftest import NewCache
 
 NOTHING = np.zeros(0, np.int64)
@@ -32,7 +32,7 @@ class Trainer:
     def __init__(self, batches: int) -> None:
         self.now = 0.0
         self.schedule = Schedule(prefetch=4, clock=lambda: self.now)
-        self.schedule.begin(None, 0)
+        self.schedule.begin(0)
         asked = self.schedule.wait_request(0.0, 0.0)
         assert asked is not None
         request, due = asked
@@ -92,6 +92,7 @@ class Promise(BatchGroup):
     """Batches that are gathered while they are taken, four ahead."""
 
     is_flow = True
+    low = 25
 
     def __init__(self, segment: Segment, batches: int) -> None:
         super().__init__(segment)
@@ -101,16 +102,12 @@ class Promise(BatchGroup):
         return self.left
 
     @property
-    def num_ungathered(self) -> int:
-        return max(0, self.left - 4)
+    def left(self) -> int:
+        return self._left
 
-    @property
-    def is_low(self) -> bool:
-        return self.left <= 25
-
-    @property
-    def turns_low(self) -> bool:
-        return self.left == 25
+    @left.setter
+    def left(self, batches: int) -> None:
+        self._left, self.num_ungathered = batches, max(0, batches - 4)
 
 
 def promised(batches: int) -> tuple[Trainer, Promise]:
@@ -150,11 +147,11 @@ def test_a_flow_is_followed_until_it_is_low_or_unwanted() -> None:
     trainer.schedule.advance(1)
     following.join(60.0)
     assert told == [False]
-    assert trainer.schedule.wanted(flow)
+    assert trainer.schedule.wanted(flow.segment.request)
     flow.left = 50
-    trainer.schedule.begin(None, 1)
+    trainer.schedule.begin(1)
     assert not trainer.schedule.follow(flow)
-    assert not trainer.schedule.wanted(flow)
+    assert not trainer.schedule.wanted(flow.segment.request)
 
 
 def test_a_slow_trainer_is_helped_while_it_goes_on_and_left_alone_while_it_pauses() -> None:
@@ -249,7 +246,7 @@ def test_nothing_is_prepared_more_than_one_epoch_ahead_of_the_trainer() -> None:
     trainer.gathered = 0
     trainer.gather(2)
     assert not trainer.is_due()
-    trainer.schedule.begin(None, 1)
+    trainer.schedule.begin(1)
     assert trainer.is_due()
 
 
@@ -257,10 +254,10 @@ def test_what_was_prepared_before_a_jump_is_void() -> None:
     trainer = Trainer(batches=100)
     trainer.gather(4)
     old = Request(0, 1)
-    closing = trainer.schedule.jump(Request(0, 5))
-    assert closing == [trainer.segment]
+    trainer.schedule.begin(4, Request(0, 5))
+    assert trainer.segment.dataset._closed
     assert not trainer.schedule.put(BatchGroup(trainer.segment, deque([QueuedBatch(Staged(5), 5, 1, 0)])))
-    assert trainer.schedule.stale(trainer.segment.request)
+    assert not trainer.schedule.wanted(trainer.segment.request)
     assert trainer.schedule.superseded(old)
     asked = trainer.schedule.wait_request(0.0, 0.0)
     assert asked is not None
@@ -272,7 +269,7 @@ def test_the_lengths_of_epochs_that_were_jumped_away_from_are_forgotten(new_cach
         for _ in range(20):
             loader.set_epoch(0)
             assert len(loader) == len(list(loader)) == 2
-        assert len(loader._position._schedule._totals) <= 2
+        assert len(loader._position._schedule._chain.totals) <= 2
 
 
 def test_one_thread_is_about_the_thread_that_asks_and_no_other() -> None:

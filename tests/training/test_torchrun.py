@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import run as torchrun
 
 from cachestream import Cache, EpochLoader
-from cachestream.training.epoch_manifest import load_manifest
+from cachestream.training.manifests import load_manifest
+from tests.support.forked import fork_process, run_forked
 from tests.training.conftest import NewCache
+from tests.training.scripts import train
 from tests.training.scripts.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).parents[2]
-SCRIPT = "tests.training.scripts.train"
 
 
 def results(out: Path, ranks: range | list[int]) -> list[dict[str, Any]]:
@@ -30,21 +31,15 @@ def test_two_ranks_under_torchrun_train_disjoint_and_equal_epochs_over_a_growing
     new_cache: NewCache, tmp_path: Path
 ) -> None:
     cache = new_cache(3, 20)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={free_port()}",
-    ]
-    subprocess.run(
-        [*command, "--module", SCRIPT, cache.path, str(tmp_path), "epochs"],
+    options = ("--nproc-per-node=2", f"--master-port={free_port()}", "--module", train.__name__)
+    done = run_forked(
+        torchrun.main,
+        (*options, cache.path, tmp_path, "epochs"),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=300,
-        capture_output=True,
+        environment={"OMP_NUM_THREADS": "1"},
+        timeout_s=300,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
     first, second = results(tmp_path, range(2))
     assert first["weight"] == second["weight"]
     for mine, theirs in zip(first["epochs"], second["epochs"], strict=True):
@@ -62,20 +57,13 @@ class Ranks:
     """Ranks started without a launcher, so that the others stay when one of them is killed."""
 
     def __init__(self, cache: Cache, out: Path, mode: str, size: int = 2) -> None:
-        port = str(free_port())
+        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", SCRIPT, cache.path, str(out), mode],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": "1",
-                },
-                stderr=subprocess.DEVNULL,
+            fork_process(
+                train.main,
+                (cache.path, out, mode),
+                environment={**job, "RANK": str(rank)},
+                output=out / f"rank {rank}",
             )
             for rank in range(size)
         ]
@@ -88,13 +76,15 @@ class Ranks:
 
     def end(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait(60)
+            process.kill()
+            process.join(60)
+            process.close()
 
 
 @pytest.mark.parametrize(
-    ("how", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGKILL, 0)], ids=str
+    ("how", "victim"),
+    [(signal.SIGKILL, 1), (signal.SIGKILL, 0), pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_deadline(
     how: signal.Signals, victim: int, new_cache: NewCache, tmp_path: Path
@@ -103,14 +93,15 @@ def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_de
     ranks = Ranks(cache, tmp_path, "survive")
     try:
         ranks.wait_for_pids(tmp_path)
-        ranks.processes[victim].send_signal(how)
-        ranks.processes[1 - victim].wait(180)
+        pid = ranks.processes[1].pid
+        os.kill(ranks.processes[victim].pid or 0, how)
+        ranks.processes[1 - victim].join(180)
         (told,) = results(tmp_path, [1 - victim])
-        assert told["error"] == "RankMismatchError"
-        # The default deadline is 60 s; here it is cut to half of the loader's timeout of 12 s.
+        assert told["error"] == "RankMismatchError", told["message"]
+        # The default deadline is 60 s; here it is cut to half of the loader's timeout of 8 s.
         assert told["waited_s"] < 50
         if victim == 1:
-            assert f"rank 1 (pid {ranks.processes[1].pid} on" in told["message"]
+            assert f"rank 1 (pid {pid} on" in told["message"]
         else:
             assert "the process that hosts it" in told["message"]
     finally:
@@ -122,7 +113,9 @@ def test_a_rank_that_is_killed_or_stopped_is_an_error_on_the_other_within_the_de
 def run(cache: Cache, out: Path, mode: str, size: int) -> list[dict[str, Any]]:
     ranks = Ranks(cache, out, mode, size)
     try:
-        assert [process.wait(300) for process in ranks.processes] == [0] * size
+        for process in ranks.processes:
+            process.join(300)
+        assert [process.exitcode for process in ranks.processes] == [0] * size
     finally:
         ranks.end()
     return results(out, range(size))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cachestream import ConfigError, EpochLoader
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training import weights as weights_module
+from cachestream.training.ranks import Ranks
 from cachestream.training.weights import KeyWeights, draw
 from tests.support.caches import add_shard, numbered
 from tests.training.conftest import NewCache, NewJob
@@ -82,10 +83,10 @@ def test_weights_survive_while_the_cache_grows_and_loses_shards(new_cache: NewCa
 def test_a_sample_without_a_weight_has_the_mean_of_those_that_have_one() -> None:
     weights = KeyWeights()
     weights.update(["a", "b", "a"], [9.0, 1.0, 3.0])
-    weights.settle([weights.pending()])
+    weights.exchange(Ranks(), "", lambda: False)
     known = KeyWeights({"a": 1, "b": 1, "c": 1})
-    known.settle([known.pending()])
-    hashes = known._hashes
+    known.exchange(Ranks(), "", lambda: False)
+    hashes = known._known[0]
     assert sorted(weights.of(hashes).tolist()) == [1.0, 2.0, 3.0]
     assert len(weights) == 2
 
@@ -98,7 +99,7 @@ def test_the_keys_of_a_shard_are_checked_before_they_are_read(
         add_shard(cache, [(f"{name}{n}", torch.full((20_000,), n)) for n in range(2)])
     snapshot, lease = cache.take_snapshot()
     weights = KeyWeights({"a0": 3.0, "a1": 5.0, "b0": 7.0, "b1": 9.0})
-    weights.settle([weights.pending()])
+    weights.exchange(Ranks(), "", lambda: False)
     path = Path(shard_path(cache.path, int(snapshot.shard_ids[1])))
     whole = path.read_bytes()
     damaged = bytearray(whole)
@@ -119,7 +120,7 @@ def test_the_keys_of_a_shard_are_checked_before_they_are_read(
     if not child:
         try:
             fresh = KeyWeights({"a0": 3.0})
-            fresh.settle([fresh.pending()])
+            fresh.exchange(Ranks(), "", lambda: False)
             os._exit(fresh.of_snapshot(snapshot).tolist() != [1, 1, 1, 1])
         finally:
             os._exit(2)

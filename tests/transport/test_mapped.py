@@ -11,8 +11,8 @@ import pytest
 
 from cachestream.errors import SampleError
 from cachestream.linux import FileMap
-from cachestream.transport.local import mapped_spans
-from cachestream.transport.ranges import RangedFile
+from cachestream.transport.backends import Version, mapped_spans
+from cachestream.transport.object import RemoteObject
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError
 
@@ -27,8 +27,8 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def ranged(path: Path) -> RangedFile:
-    return RangedFile(Remote(str(path)), str(path), str(path))
+def ranged(path: Path) -> RemoteObject:
+    return RemoteObject(Remote(str(path)), str(path), str(path))
 
 
 @pytest.mark.parametrize("can_bring_in", [True, False])
@@ -64,7 +64,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(path: Path) -> Non
         file.read_spans(SPANS[:1], sparse=True)
     with pytest.raises(OSError, match="Input/output error"):  # also if the size is not checked again
         mapped_spans(mapped, SPANS)
-    file.facts = None
+    file.version = Version()
     with pytest.raises(SampleError, match="ends after"):
         file.read_spans(SPANS, sparse=True)
 
@@ -77,7 +77,7 @@ def test_a_file_that_was_replaced_is_noticed_and_its_new_content_read(path: Path
     other.rename(path)
     with pytest.raises(ChangedError):
         file.read_spans(SPANS, sparse=True)
-    file.facts = None
+    file.version = Version()
     assert bytes(file.read_spans(SPANS[:1], sparse=True)[0]) == bytes(10)
 
 

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from cachestream.errors import ConfigError
-from cachestream.listing.locate import Located
 from cachestream.listing.manifest import Manifest
-from cachestream.listing.patterns import FoundFiles
+from cachestream.sources.array_files import Located
 from cachestream.sources.open import Unopened, open_source
-from cachestream.sources.peers.index import ItemFile
 from cachestream.transport.remote import Remote
 
 
@@ -35,6 +33,6 @@ def test_no_repr_of_what_will_be_opened_shows_a_secret() -> None:
     manifest = Manifest(url, base=url, storage_options={"secret": "CANARY"})
     assert repr(manifest) == "Manifest('https://host/a.npy', base='https://host/a.npy')"
     remote = Remote(url, {"secret": "CANARY"})
-    kept = [Unopened(url, {"storage_options": {"secret": "CANARY"}}), FoundFiles("", [url])]
-    kept += [Located(remote, url, None), ItemFile(remote, url, "https://host/a.npy", 1)]
+    kept: list[object] = [Unopened(url, {"storage_options": {"secret": "CANARY"}})]
+    kept += [Located(remote, url, None)]
     assert "CANARY" not in repr([manifest, remote, *kept])

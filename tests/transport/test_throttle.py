@@ -63,7 +63,7 @@ def spend_together(context: Any, path: Path, rate: float) -> tuple[float, float]
     return spent / elapsed / rate, min(each) / max(each)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_processes_together_hold_the_rate_within_5_percent(tmp_path: Path, method: str) -> None:
     """They never spend more, on an idle machine hardly less, and no process starves."""

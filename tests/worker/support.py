@@ -18,7 +18,7 @@ from cachestream import Cache, NotEnoughSamplesError, Worker
 from cachestream.listing.names import file_names, read_mark
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import Board
-from cachestream.worker.stored_listings import Listings
+from cachestream.worker.lister import Listings
 from tests.worker.sources import content
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.schema import Span
-from cachestream.worker.cached_units import END, Coverage, gaps, is_covered, is_whole, merge_spans
-from cachestream.worker.order import PassPlan, UnitOrder
+from cachestream.worker.cached_units import Coverage, merge_spans
+from cachestream.worker.order import END, PassPlan, UnitOrder, gaps, is_covered, is_whole
 
 UNITS = 6
 SAMPLES = 4  # in each unit; the end of a unit is told by a span up to the next position

@@ -5,21 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.worker.encode import SampleChunk
 from cachestream.worker.fetcher import Fetcher
-from cachestream.worker.unit_reader import LaterError, Stall, UnitEvent, UnitRead, UnitState
+from cachestream.worker.order import END
+from cachestream.worker.unit_reader import Stall, Unit, UnitEvent, UnitRead, UnitState
+from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0
 
 
 def unit_read(position: int) -> UnitRead:
-    return UnitRead(position, position, 0, lambda _: False)
+    return UnitRead(Unit(position, position, 0))
 
 
 class Remote:
@@ -27,7 +28,7 @@ class Remote:
 
     def __init__(self) -> None:
         self.begun: dict[int, threading.Event] = {}
-        self.given: dict[int, list[SampleChunk | BaseException | None]] = {}
+        self.given: dict[int, list[SampleChunk | float | BaseException | None]] = {}
         self.put: list[tuple[int, int]] = []  # (unit, chunks put so far): after each chunk the fetcher took
         self._changed = threading.Condition()
 
@@ -36,8 +37,8 @@ class Remote:
             self.begun[unit], self.given[unit] = threading.Event(), []
         return [unit_read(unit) for unit in units]
 
-    def give(self, unit: int, *chunks: SampleChunk | BaseException | None) -> None:
-        """Let `unit` yield chunks, raise an error, or end (None)."""
+    def give(self, unit: int, *chunks: SampleChunk | float | BaseException | None) -> None:
+        """Let `unit` yield chunks and pauses, raise an error, or end (None)."""
         with self._changed:
             self.given[unit] += chunks
             self._changed.notify_all()
@@ -47,8 +48,8 @@ class Remote:
         with self._changed:
             assert self._changed.wait_for(lambda: (unit, count) in self.put, DEADLINE_S)
 
-    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
-        unit, taken = unit_read.unit, 0
+    def read(self, unit_read: UnitRead, number: int) -> Iterator[SampleChunk | float]:
+        unit, taken = unit_read.unit.number, 0
         self.begun[unit].set()
         while True:
             with self._changed:
@@ -71,7 +72,7 @@ def chunk(offset: int, nbytes: int = 1) -> SampleChunk:
 
 @contextmanager
 def fetching(
-    read: Callable[[UnitRead, int], Iterator[SampleChunk]], threads: int = 2, max_bytes: int = 100
+    read: Callable[[UnitRead, int], Iterator[SampleChunk | float]], threads: int = 2, max_bytes: int = 100
 ) -> Iterator[Fetcher]:
     before = set(threading.enumerate())
     fetcher = Fetcher(read, threads, max_bytes, lambda _: None)
@@ -93,7 +94,7 @@ def drain(fetcher: Fetcher) -> list[tuple[int, list[int], BaseException | None]]
         assert delivery is not None
         offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
         if delivery.finished:
-            found.append((delivery.unit_read.position, offsets, delivery.unit_read.error))
+            found.append((delivery.unit_read.unit.position, offsets, delivery.unit_read.error))
             offsets = []
     return found
 
@@ -106,11 +107,7 @@ def drain_one(fetcher: Fetcher) -> tuple[int, list[int]]:
         assert delivery is not None
         offsets += [offset for chunk in delivery.chunks for offset in chunk.offsets]
         if delivery.finished:
-            return delivery.unit_read.position, offsets
-
-
-def is_due(now_s: float, unit_read: UnitRead) -> bool:
-    return unit_read.again_at_s <= now_s
+            return delivery.unit_read.unit.position, offsets
 
 
 def test_units_are_delivered_in_the_order_they_were_submitted_whoever_is_done_first() -> None:
@@ -157,41 +154,65 @@ def test_a_unit_that_is_put_aside_comes_as_soon_as_there_is_something_of_it() ->
         fetcher.submit([first, second, third])
         first.stall = Stall(0.0, "gone")
         assert fetcher.stalls() == ([first.stall], True)
-        fetcher.put_aside(first)
+        assert remote.begun[0].wait(DEADLINE_S)
+        assert fetcher.put_aside(first)
         assert fetcher.stalls() == ([first.stall], False)
-        assert fetcher.aside == [first]
         remote.give(1, chunk(0), None)
         assert drain_one(fetcher) == (1, [0])
         remote.give(0, chunk(0))
         delivery = fetcher.next(DEADLINE_S)
         assert delivery is not None
         assert delivery.unit_read is first
-        assert fetcher.aside == []
         remote.give(2, chunk(0), None)
         remote.give(0, None)
         assert [position for position, *_ in drain(fetcher)] == [0, 2]
 
 
-def test_a_unit_that_is_put_aside_lets_its_thread_go_on_and_is_read_again_when_its_time_has_come() -> None:
+def test_a_unit_that_is_put_aside_keeps_its_thread_and_another_takes_its_place() -> None:
+    remote = Remote()
+    with fetching(remote.read, threads=1) as fetcher:
+        first, second, third = remote.of(0, 1, 2)
+        fetcher.submit([first, second, third])
+        assert remote.begun[0].wait(DEADLINE_S)
+        assert fetcher.put_aside(first)
+        assert remote.begun[1].wait(DEADLINE_S)
+        assert not fetcher.put_aside(second), "as many are put aside as there are threads"
+        remote.give(1, None)
+        assert drain_one(fetcher) == (1, [])
+        remote.give(0, 0.01, chunk(7), None)
+        remote.give(2, None)
+        assert sorted(drain(fetcher)) == [(0, [7], None), (2, [], None)]
+
+
+def test_units_that_are_put_aside_and_held_are_not_tried_again_before_a_suspect_was_read_alone() -> None:
     remote = Remote()
     with fetching(remote.read, threads=1) as fetcher:
         first, second = remote.of(0, 1)
-        fetcher.submit([first, second])
+        fetcher.submit([first])
         assert remote.begun[0].wait(DEADLINE_S)
         fetcher.put_aside(first)
-        first.again_at_s = 10.0
-        remote.give(0, LaterError())
+        fetcher.hold(True)
+        assert not fetcher.is_idle, "its attempt has not ended"
+        remote.give(0, 0.0, chunk(0), None)
+        wait_until(lambda: fetcher.is_idle, "its attempt has ended")
+        fetcher.submit([second])
+        assert not fetcher.is_idle
         remote.give(1, None)
         assert drain_one(fetcher) == (1, [])
-        assert len(fetcher) == 1
-        remote.given[0].clear()
-        idle = [fetcher.is_idle]
-        for now_s in (9.0, 10.0):
-            fetcher.wake(partial(is_due, now_s))
-            idle.append(fetcher.is_idle)
-        assert idle == [True, True, False]
-        remote.give(0, chunk(7), None)
-        assert drain(fetcher) == [(0, [7], None)]
+        assert (0, 1) not in remote.put, "it was tried again"
+        fetcher.hold(False)
+        assert drain(fetcher) == [(0, [0], None)]
+
+
+def test_stopping_ends_every_pause() -> None:
+    remote = Remote()
+    with fetching(remote.read) as fetcher:
+        first, second = remote.of(0, 1)
+        fetcher.submit([first, second])
+        remote.give(0, 36_000.0)
+        remote.give(1, 36_000.0)
+        wait_until(lambda: first.state is second.state is UnitState.PAUSED, "both pause")
+    # `fetching` has seen all threads end.
 
 
 def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
@@ -201,8 +222,7 @@ def test_a_unit_of_which_something_has_come_is_not_put_aside() -> None:
         fetcher.submit([unit_read])
         remote.give(0, chunk(0), None)
         remote.wait_until_taken(0, 1)
-        fetcher.put_aside(unit_read)
-        assert fetcher.aside == []
+        assert not fetcher.put_aside(unit_read)
         assert drain(fetcher) == [(0, [0], None)]
 
 
@@ -211,15 +231,14 @@ def test_a_unit_is_not_put_aside_once_another_that_was_has_come_and_is_next() ->
     with fetching(remote.read) as fetcher:
         first, second = remote.of(0, 1)
         fetcher.submit([first, second])
-        fetcher.put_aside(first)
+        assert remote.begun[0].wait(DEADLINE_S)
+        assert fetcher.put_aside(first)
         assert fetcher.awaited is second
         remote.give(0, chunk(0))
         remote.wait_until_taken(0, 1)
-        fetcher.put_aside(second)
-        aside = fetcher.aside
+        assert not fetcher.put_aside(second)
         remote.give(0, None)
         remote.give(1, chunk(0), None)
-        assert aside == []
         assert drain(fetcher) == [(0, [0], None), (1, [0], None)]
 
 
@@ -236,8 +255,8 @@ def test_whatever_a_source_raises_ends_its_unit_and_no_thread(error: BaseExcepti
 def test_a_unit_that_is_finished_already_is_only_delivered_in_its_turn() -> None:
     remote = Remote()
     with fetching(remote.read) as fetcher:
-        one, two, three = remote.of(0, 1, 2)
-        two.state, two.covered = UnitState.FINISHED, True
+        one, _, three = remote.of(0, 1, 2)
+        two = UnitRead(Unit(1, 1, 0, cached=[(0, END)]))
         fetcher.submit([one, two, three])
         remote.give(2, None)
         remote.give(0, None)
@@ -310,7 +329,6 @@ def test_stopping_frees_the_threads_that_wait_at_the_bound() -> None:
     # `fetching` has seen all threads end.
 
 
-@settings(max_examples=30)
 @given(
     st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=12),
     st.integers(1, 4),
@@ -321,7 +339,7 @@ def test_everything_comes_once_and_in_order_whatever_the_sizes(
     units: list[list[int]], threads: int, max_bytes: int, group: int
 ) -> None:
     def read(unit_read: UnitRead, number: int) -> Iterator[SampleChunk]:
-        for offset, nbytes in enumerate(units[unit_read.unit]):
+        for offset, nbytes in enumerate(units[unit_read.unit.number]):
             yield chunk(offset, nbytes)
 
     with fetching(read, threads, max_bytes) as fetcher:
@@ -333,11 +351,9 @@ def test_everything_comes_once_and_in_order_whatever_the_sizes(
 
 # What may happen in each state, and what comes of it: everything else is refused.
 TRANSITIONS = {
-    "QUEUED": {"TAKE": "READING", "PUT_ASIDE": "ASIDE"},
-    "READING": {"PUT_ASIDE": "READING_ASIDE", "ARRIVE": "READING", "END": "FINISHED"},
-    "ASIDE": {"TAKE": "READING_ASIDE"},
-    "READING_ASIDE": {"ARRIVE": "READING", "PAUSE": "ASLEEP", "END": "FINISHED"},
-    "ASLEEP": {"WAKE": "ASIDE"},
+    "QUEUED": {"TAKE": "READING"},
+    "READING": {"PAUSE": "PAUSED", "END": "FINISHED"},
+    "PAUSED": {"RESUME": "READING"},
     "FINISHED": {},
 }
 

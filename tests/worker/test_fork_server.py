@@ -144,7 +144,7 @@ def test_answers_that_come_late_reach_those_who_asked_in_their_order(tmp_path: P
 def test_a_process_that_the_system_refuses_counts_as_one_that_died(tmp_path: Path) -> None:
     body = (
         "import resource\n"
-        "server.load(())\n"
+        "server.load((), '')\n"
         "resource.prlimit(server._pid, resource.RLIMIT_NOFILE, (8, 8))\n"  # os.pipe fails, as fork would
         "forked = server.start('told', job)\n"
         "print(forked.wait(60) != 0)"

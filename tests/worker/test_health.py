@@ -17,7 +17,7 @@ from cachestream.worker.health import (
     hanging_positions,
     is_crash_loop,
     longest_pause_s,
-    suspicions,
+    suspects_of,
     was_away,
 )
 from cachestream.worker.sampler import QUARANTINE_AT
@@ -31,7 +31,7 @@ NO_START = Death(0.0, 1)
 
 
 def weights(death: Death, positions: list[int]) -> dict[int, int]:
-    return {found.position: found.weight for found in suspicions(death, positions)}
+    return {found.position: found.deaths for found in suspects_of(death, positions)}
 
 
 def deaths_until_quarantine(death: Death) -> int:

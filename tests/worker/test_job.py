@@ -16,10 +16,10 @@ import pytest
 from cachestream import Cache
 from cachestream.listing.manifest import Manifest
 from cachestream.listing.names import Names
+from cachestream.sources.datasets import CallableSource
 from cachestream.sources.files import FileSource
-from cachestream.sources.functions import CallableSource
 from cachestream.worker.job import Job, Packed, Payload, load_shared, pack, share, unpack
-from cachestream.worker.options import WorkerOptions
+from cachestream.worker.launch import WorkerOptions
 
 WEIGHTS = np.arange(50_000.0)
 
@@ -55,14 +55,15 @@ def test_names_arrive_unchanged_and_are_not_copied() -> None:
     before = len(os.listdir("/proc/self/fd"))
     job = through_memory(pack(Payload(names, None, None, None)))
     found = unpack(job.payload).source
-    assert isinstance(found._block, memoryview)
-    assert not found._offsets.flags.owndata
+    block, offsets = found._held
+    assert isinstance(block, memoryview)
+    assert not offsets.flags.owndata
     assert len(job.payload.data) < 2000
     assert list(found) == list(names)
     assert found.digest == names.digest
     again = pickle.loads(pickle.dumps(found))
     assert list(again) == list(names)
-    assert isinstance(again._block, bytes)
+    assert isinstance(again._held[0], bytes)
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # the map's own
 
 

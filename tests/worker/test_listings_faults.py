@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,10 @@ import pytest
 from cachestream.errors import CacheError, CacheFullError
 from cachestream.listing.names import Names, file_names, read_mark
 from cachestream.listing.pages import Page
-from cachestream.sources.base import GrowingSource
+from cachestream.sources.base import IncrementalSource
 from cachestream.sources.files import FileSource
 from cachestream.storage.cache import Cache
-from cachestream.worker.stored_listings import Listings, keep_names, open_store, store_rest
+from cachestream.worker.lister import Listings, keep_names, open_store, store_rest
 from tests.storage.steps import Crash, Steps, copy_of, crash_everywhere, steps_of
 from tests.storage.support import Line, assert_sound, fork, new_cache
 
@@ -54,6 +53,9 @@ class Listed:
         for start in range(0, len(rest), PAGE):
             yield Page(rest[start : start + PAGE], is_last=start + PAGE >= len(rest))
 
+    def complete(self) -> None:
+        raise NotImplementedError
+
     def over(self, names: Any) -> Listed:
         raise NotImplementedError
 
@@ -81,7 +83,7 @@ def walked(cache: Cache) -> FileSource:
     return source
 
 
-def store_pages(source: GrowingSource, cache: Cache, line: Line) -> None:
+def store_pages(source: IncrementalSource, cache: Cache, line: Line) -> None:
     with open_store(source, cache, lambda _: True, is_next=False, may_evict=True) as store:
         for page in source.more_names(store.last):  # each by itself: `store_rest` waits for more of them
             store.add(page.names, is_complete=page.is_last)
@@ -116,9 +118,9 @@ def go_on(cache: Cache, what: str) -> None:
         keep_names(Listed(), cache)
     else:
         Listings(cache.directory).clean()  # as the supervisor does before it starts another
-        source: GrowingSource = walked(cache) if what == "walk" else Listed(FIRST)
+        source: IncrementalSource = walked(cache) if what == "walk" else Listed(FIRST)
         with open_store(source, cache, lambda _: True, is_next=False, may_evict=True) as store:
-            store_rest(source, store, threading.Event())
+            store_rest(source, store)
     assert stored(cache) == NAMES
     assert not strays(cache)
     assert_sound(cache)
@@ -134,7 +136,7 @@ def template(fast_path: Path) -> Path:
         return path
 
 
-@pytest.mark.parametrize("what", ACTIONS)
+@pytest.mark.parametrize("what", ["list", pytest.param("walk", marks=pytest.mark.slow), "keep"])
 def test_a_process_that_is_killed_at_any_step_leaves_names_that_are_whole(
     template: Path, fast_path: Path, what: str
 ) -> None:
@@ -159,8 +161,15 @@ def refused(number: int) -> Callable[[str], None]:
     return fail
 
 
-@pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("number", "for_ever"),
+    [
+        pytest.param(errno.EIO, False, id="EIO once"),
+        pytest.param(errno.ENOSPC, True, id="ENOSPC for ever"),
+        pytest.param(errno.EIO, True, id="EIO for ever", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, False, id="ENOSPC once", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("what", ACTIONS)
 def test_a_disk_that_refuses_any_step_costs_no_name(
     template: Path, fast_path: Path, what: str, number: int, for_ever: bool

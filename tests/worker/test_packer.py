@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import SchemaMismatchError
@@ -54,7 +54,6 @@ def test_samples_of_several_shapes_become_flat_data_with_offsets_and_shapes(tmp_
     assert np.array_equal(shard.array("0"), np.concatenate([s.reshape(-1) for s in samples]))
 
 
-@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(

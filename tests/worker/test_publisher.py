@@ -15,10 +15,10 @@ from cachestream.errors import SampleError
 from cachestream.schema import Span
 from cachestream.storage.reservations import Owner
 from cachestream.storage.telemetry import Board
-from cachestream.worker.cached_units import END
 from cachestream.worker.encode import to_record
 from cachestream.worker.job import Job, Packed
-from cachestream.worker.order import PassPlan
+from cachestream.worker.order import END, PassPlan
+from cachestream.worker.packer import Packer
 from cachestream.worker.passes import next_claim
 from cachestream.worker.publisher import OpenShard, Outbox, StartAgainError
 from tests.worker.support import keys_of, wait_until
@@ -44,7 +44,7 @@ class Process:
         assignment = next_claim(cache.filling, name, 1)
         assert assignment is not None
         self.assignment = assignment
-        self.open = OpenShard()
+        self.open = OpenShard(Packer(), Packer())
 
     def add(self, position: int, sample: Any) -> None:
         self.open.row, self.open.since_s = self.assignment.row, 0.0
@@ -64,7 +64,7 @@ class Process:
 
     def close(self) -> None:
         self.stop.set()
-        self.outbox.close()
+        self.outbox._thread.shutdown()
         self.owner.release()
 
 

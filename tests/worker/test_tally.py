@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from cachestream.errors import SampleError
 from cachestream.schema import Span
-from cachestream.storage.publish import UnitProgress
-from cachestream.worker.cached_units import END, gaps, is_covered
+from cachestream.worker.order import END, gaps, is_covered
 from cachestream.worker.publisher import Tally
 
 
@@ -50,7 +49,7 @@ def test_a_shard_does_not_answer_for_what_an_earlier_shard_of_the_same_unit_hold
     tally = Tally()
     tally.passed(1, 4, 0, 1)
     tally.passed(1, 4, 1, 2)
-    tally.clear()  # published in the middle of the unit
+    tally = Tally()  # published in the middle of the unit
     tally.passed(1, 4, 2, 3)
     tally.finished(1, 4, [(3, END)])
     assert tally.spans == [Span((4, 2), (5, 0))]
@@ -70,7 +69,7 @@ def test_the_spans_of_a_unit_are_exactly_the_samples_that_lie_in_no_other_shard(
         done = offset + 1
         if offset in published_after:
             shards.append(list(tally.spans))
-            tally.clear()
+            tally = Tally()
     tally.finished(1, 4, gaps(ranges, done))
     shards.append(list(tally.spans))
     held = [
@@ -103,22 +102,8 @@ def test_a_reason_is_cut_before_it_fills_the_catalogue() -> None:
     assert len(row.reason) == 300
 
 
-def test_clearing_forgets_everything() -> None:
-    tally = Tally()
-    tally.passed(1, 2, 3, 4)
-    tally.skipped("sample", SampleError("torn"), "c")
-    tally.settled.append(9)
-    progress = tally.progress(5)
-    tally.clear()
-    assert not tally.has_news
-    assert tally.progress(5) == UnitProgress(5)
-    assert progress.settled == (9,), "what was handed out stays"
-
-
 def test_samples_that_are_packed_dropped_or_skipped_are_done_until_the_commit() -> None:
     tally = Tally()
     tally.passed(1, 4, 0, 3)
     tally.finished(1, 4, [(3, END)])
     assert tally.done == 3
-    tally.clear()
-    assert tally.done == 0

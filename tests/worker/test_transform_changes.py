@@ -74,3 +74,24 @@ def test_a_changed_transform_is_warned_of_once_while_samples_of_the_other_are_ca
     assert fill(lambda sample: {**sample, "more": 1}) == []
     cache.clear()
     assert fill(None) == []
+
+
+def test_a_process_that_attaches_with_another_transform_is_warned_and_the_one_in_use_stays_known(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    def keep(sample: Any) -> Any:
+        return sample
+
+    def warnings() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "transform" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    caplog.set_level(logging.WARNING, "cachestream")
+    with cs.start_worker(cache, Numbers(8), num_workers=1, transform=keep) as worker:
+        assert worker.wait(DEADLINE_S)
+        with cs.start_worker(cache, Numbers(8), transform=lambda sample: {**sample, "more": 1}):
+            (warning,) = warnings()
+            assert "which the running worker goes on with" in warning
+    with cs.start_worker(cache, Numbers(8), num_workers=1, transform=keep):
+        assert warnings() == []

@@ -23,10 +23,9 @@ from cachestream.sources.files import FileSource
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.tools.refetching import refetch
 from cachestream.worker.job import share
-from cachestream.worker.lister import Lister
-from cachestream.worker.options import WorkerOptions
+from cachestream.worker.launch import WorkerOptions
+from cachestream.worker.lister import Lister, Listings
 from cachestream.worker.order import PassPlan
-from cachestream.worker.stored_listings import Listings
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
 from tests.worker.support import DEADLINE_S, ROOT, Processes, keys_of, kill_supervisor, only_once, wait_until
@@ -190,6 +189,23 @@ def test_a_lister_that_was_stopped_is_ended_and_another_one_goes_on(
     assert only_once(cache) == keys
 
 
+def test_a_lister_that_is_ended_by_a_signal_counts_as_dead_and_another_one_goes_on(
+    cache: Cache, remote: Remote, processes: Processes
+) -> None:
+    keys = put(remote.folder, names_in(NAMES))
+    source = remote.open()
+    remote.proxy.lists_allowed = 1
+    log = Path(cache.directory.worker_file("log.txt"))
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
+        for pid in lister_pids(processes):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: "the lister ended with code -15" in log.read_text(), "it is dead")
+        remote.proxy.lists_allowed = None
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == keys
+
+
 def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
     cache: Cache, remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,9 +218,9 @@ def test_a_lister_shows_life_while_the_remote_keeps_a_page_back(
     lister.begin()
     try:
         wait_until(lambda: listed(cache) == FIRST + PAGE // 10, "a page is stored")
-        life_s = lister.life_s
+        life_s = lister.process.life_s
         assert life_s is not None
-        wait_until(lambda: (lister.life_s or 0) > life_s + 2, "it lives, though nothing comes")
+        wait_until(lambda: (lister.process.life_s or 0) > life_s + 0.7, "it lives, though nothing comes")
         assert listed(cache) == FIRST + PAGE // 10
         later_s = time.monotonic() + 1000.0
         lister.tick(later_s, resumed_s=later_s - 1.0)
@@ -300,7 +316,7 @@ def test_epochs_over_a_pass_that_grew_come_back_byte_for_byte_in_other_caches_an
         command = [
             sys.executable,
             "-m",
-            "cachestream.cli.app",
+            "cachestream",
             "refetch",
             str(tmp_path / "late"),
             remote.url,
@@ -405,9 +421,10 @@ def test_files_that_come_among_others_of_a_folder_are_all_that_is_read(cache: Ca
 def test_what_needs_all_units_lists_them_before(cache: Cache, remote: Remote) -> None:
     keys = put(remote.folder, names_in(450))
     source = remote.open()
-    weights = [1.0] * source.num_units
+    source.complete()
     assert not source.is_listing
-    assert {source.key(unit) for unit in range(source.num_units)} == keys
+    weights = [1.0] * (source.num_units or 0)
+    assert {source.key(unit) for unit in range(len(weights))} == keys
     with cs.start_worker(cache, source, num_workers=1, order=weights) as worker:
         assert worker.wait(DEADLINE_S)
     assert set(keys_of(cache)) <= keys

@@ -20,7 +20,7 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.worker.child import words_of
+from cachestream.worker.fork_server import words_of
 from cachestream.worker.processes import import_path
 from tests.worker.sources import Numbers
 from tests.worker.support import (
@@ -115,7 +115,6 @@ SESSIONS = """
 import os, signal, subprocess, sys
 from cachestream.worker import processes
 
-processes._MOST_TURNS = 50  # how long one is waited for that does not end
 deaf = "trap '' TERM; echo; while :; do sleep 1; done"
 starts = f"({deaf}) & read line; exit"
 led = subprocess.Popen(["sh", "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -125,7 +124,7 @@ for process in (led, alive, other):
     process.stdout.readline()
 led.stdin.close()
 led.wait()
-processes.end_sessions([led.pid, alive.pid])
+processes.EndedSessions([led.pid, alive.pid]).wait(50)
 print(led.stdout.read(), alive.poll(), other.poll())
 alive.kill()
 other.kill()
@@ -310,7 +309,8 @@ def test_a_worker_does_its_work_whatever_the_caller_is(cache: Cache, tmp_path: P
 
 REAPS = """
 import os, subprocess, sys, time
-from cachestream.worker.processes import adopt_orphans, reap_orphans
+from cachestream.linux import adopt_orphans
+from cachestream.worker.processes import reap_orphans
 
 assert adopt_orphans()
 ours = subprocess.Popen(["sh", "-c", "exit 3"])

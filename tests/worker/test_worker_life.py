@@ -66,7 +66,7 @@ print(cache.num_samples)
 """
 
 
-@pytest.mark.parametrize("kind", ["class", "lambda", "closure"])
+@pytest.mark.parametrize("kind", ["class", "lambda", pytest.param("closure", marks=pytest.mark.slow)])
 def test_a_script_without_a_main_guard_starts_a_worker_with_its_own_functions(
     tmp_path: Path, processes: Processes, kind: str
 ) -> None:
@@ -141,7 +141,9 @@ def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_las
     assert not cache.has_worker()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_the_worker_is_gone_within_seconds_of_its_owner_and_leaves_nothing(
     cache: Cache, tmp_path: Path, processes: Processes, number: int
 ) -> None:
@@ -221,7 +223,7 @@ def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes
 
 def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Cache, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    source = Numbers(300, 3, pause_s=0.04, journal=str(journal))
+    source = Numbers(200, 3, pause_s=0.03, journal=str(journal))
     for _ in range(3):
         worker = cs.start_worker(cache, source, num_workers=2, concurrency=2)
         before = cache.num_samples
@@ -233,9 +235,9 @@ def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Ca
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == source.keys()
     units = journal.read_text().split()
-    assert len(set(units)) == 300
+    assert len(set(units)) == 200
     # At each stop some units are in flight, or read but not yet looked at; they are read again.
-    assert len(units) <= 300 + 3 * 2 * 8
+    assert len(units) <= 200 + 3 * 2 * 8
 
 
 def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(

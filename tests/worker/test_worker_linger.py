@@ -81,7 +81,7 @@ def test_a_worker_that_nobody_comes_back_to_ends_after_its_time(cache: Cache) ->
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE_S)
     wait_until(lambda: not cache.has_worker(), "it has ended")
-    assert not [name for name in os.listdir(cache.directory.worker) if name.startswith("linger")]
+    assert not [name for name in os.listdir(cache.directory.worker) if name.endswith(".attached")]
 
 
 def test_a_worker_that_waits_for_a_job_gives_way_to_one_that_wants_another_share(cache: Cache) -> None:

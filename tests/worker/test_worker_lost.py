@@ -20,8 +20,8 @@ import cachestream as cs
 from cachestream import Cache, WorkerError
 from cachestream.storage.status import lost_worker
 from cachestream.storage.telemetry import Board
-from cachestream.worker import monitor
-from tests.worker.sources import Numbers
+from cachestream.worker import attachments, health
+from tests.worker.sources import Numbers, Switched
 from tests.worker.support import (
     DEADLINE_S,
     ROOT,
@@ -117,6 +117,18 @@ def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
     assert only_once(cache) == source.keys()
 
 
+def test_a_pass_that_makes_no_sense_has_the_catalogue_rebuilt_by_the_worker(cache: Cache) -> None:
+    source = Numbers(400, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        cache.wait(40, DEADLINE_S)
+        with cache.catalogue.transaction() as tables:
+            tables.execute("UPDATE passes SET plan = replace(plan, 'shuffle', 'shuffld')")
+        assert worker.wait(DEADLINE_S)
+        log = Path(cache.directory.worker_file("log.txt")).read_text(encoding="utf-8")
+    assert "the catalogue was lost" in log
+    assert only_once(cache) == source.keys()
+
+
 def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it(
     cache: Cache, processes: Processes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,12 +207,13 @@ def test_of_many_who_need_a_killed_supervisor_one_replaces_it(
 
 
 @pytest.mark.parametrize("end", ["stop", "complete", "failed"])
-def test_a_worker_that_ends_in_order_is_not_replaced(cache: Cache, processes: Processes, end: str) -> None:
-    def fails(_: object) -> None:
-        os._exit(3)
-
-    source = Numbers(30 if end == "complete" else None, pause_s=0.001)
-    worker = cs.start_worker(cache, source, num_workers=1, transform=fails if end == "failed" else None)
+def test_a_worker_that_ends_in_order_is_not_replaced(
+    cache: Cache, tmp_path: Path, processes: Processes, end: str
+) -> None:
+    switch = tmp_path / "switch"
+    switch.write_text("refused" if end == "failed" else "ok", encoding="utf-8")
+    source = Switched(30 if end != "stop" else None, pause_s=0.001, switch=str(switch))
+    worker = cs.start_worker(cache, source, num_workers=1)
     if end == "stop":
         subprocess.run(
             [sys.executable, "-m", "cachestream", "stop", cache.path, "--timeout", "60"], cwd=ROOT, check=True
@@ -220,7 +233,9 @@ def test_a_worker_that_ends_in_order_is_not_replaced(cache: Cache, processes: Pr
 def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that_all_are_told(
     cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(monitor, "_SETTLED_S", 1e6)  # however slow the machine, they die soon
+    monkeypatch.setattr(attachments, "_SETTLED_S", 1e6)  # however slow the machine, they die soon
+    monkeypatch.setattr(attachments, "_LOOK_S", 0.1)
+    monkeypatch.setattr(health, "_FIRST_PAUSE_S", 0.05)
     worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
     killed = 0
     while worker._progress()[0] != "failed":
@@ -245,9 +260,16 @@ def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that
 
 
 def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_for_the_status(
-    cache: Cache, tmp_path: Path, processes: Processes, caplog: pytest.LogCaptureFixture
+    cache: Cache,
+    tmp_path: Path,
+    processes: Processes,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A detached worker whose container is gone, say: this process has nothing to start another with."""
+    # By their names: sampling processes import this file, and need no torch.
+    for module in ("pipeline", "prepare"):
+        monkeypatch.setattr(f"cachestream.training.{module}._CHECK_FILLING_S", 0.2)
     caplog.set_level(logging.WARNING, "cachestream")
     with script(tmp_path / "filler.py", ATTACHED, cache.path, "detach") as run:
         assert run.line() == "there"
@@ -256,7 +278,7 @@ def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_f
     cache.wait(20, DEADLINE_S)
     with training(cache):
         pid = supervisor_pid(cache)
-        threading.Event().wait(3.0)
+        threading.Event().wait(1.0)
         assert "without a word" not in of_cachestream(caplog)
         os.kill(pid, signal.SIGKILL)
         words = f"its worker (pid {pid}) ended without a word"
@@ -298,7 +320,7 @@ def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
         bad.touch()
         wait_until(lambda: "Input/output error" in cache.status().disk_message, "the status names the disk")
         before = len(switch.read_text().split())
-        for _ in range(100):
+        for _ in range(50):
             assert cache.fill_state() == "filling"
             threading.Event().wait(0.05)
         assert len(switch.read_text().split()) - before < 500, "what cannot be kept is not fetched for ever"

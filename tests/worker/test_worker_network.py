@@ -44,7 +44,13 @@ def best_rate(sent: Sequence[tuple[float, int]], stretch_s: float) -> float:
     return float((before[until] - before[:-1]).max() / stretch_s)
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [(200, 300_000), (12, 5_000_000)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("count", "nbytes"),
+    [
+        pytest.param(200, 300_000, id="small", marks=pytest.mark.slow),
+        pytest.param(12, 5_000_000, id="large"),
+    ],
+)
 def test_the_processes_of_a_worker_hold_the_bandwidth_within_5_percent_over_any_10_s_from_the_first_on(
     cache: Cache, s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, count: int, nbytes: int
 ) -> None:
@@ -81,7 +87,7 @@ def test_reads_become_fewer_when_the_remote_says_503_until_it_does_no_more(
     assert s3_proxy.refused < 0.1 * s3_proxy.requests
 
 
-@pytest.mark.parametrize("fault", ["refuse", "answer_busy"])
+@pytest.mark.parametrize("fault", [pytest.param("refuse", marks=pytest.mark.slow), "answer_busy"])
 def test_what_is_cached_is_there_during_an_outage_and_all_comes_once_after_it(
     cache: Cache, s3_server: S3Server, s3_proxy: FaultyProxy, s3_bucket: Path, fault: str
 ) -> None:

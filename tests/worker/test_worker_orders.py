@@ -71,12 +71,12 @@ def test_a_torch_sampler_may_repeat_units(cache: Cache) -> None:
 
 
 def test_a_sampler_s_pass_goes_on_after_a_stop_with_what_was_drawn(cache: Cache) -> None:
-    source = Numbers(200, pause_s=0.02)
+    source = Numbers(120, pause_s=0.01)
     for _ in range(2):
-        worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=RandomSampler(range(200)))
+        worker = cs.start_worker(cache, source, num_workers=1, concurrency=2, order=RandomSampler(range(120)))
         cache.wait(cache.num_samples + 20, DEADLINE_S)
         worker.stop(DEADLINE_S)
-    fill(cache, source, order=RandomSampler(range(200)))
+    fill(cache, source, order=RandomSampler(range(120)))
     assert only_once(cache) == source.keys()
 
 
@@ -107,7 +107,7 @@ def test_changing_the_order_begins_a_pass_that_skips_what_is_cached(cache: Cache
 
 
 def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_twice(cache: Cache) -> None:
-    source = Numbers(800, pause_s=0.004)
+    source = Numbers(400, pause_s=0.004)
     with cs.start_worker(cache, source, num_workers=2, concurrency=1) as worker:
         cache.wait(100, DEADLINE_S)
         Path(cache.directory.catalogue).unlink()
@@ -117,11 +117,11 @@ def test_a_catalogue_that_is_lost_in_mid_pass_costs_no_sample_and_brings_none_tw
         assert status.restarts == 0, "to begin anew is no crash"
         assert only_once(cache) == source.keys()
         with cache.catalogue.reading() as tables:
-            assert {row.length for row in tables.passes()} == {800}
+            assert {row.length for row in tables.passes()} == {400}
 
 
 def test_a_catalogue_that_is_lost_before_anything_is_cached_costs_no_sample(cache: Cache) -> None:
-    source = Numbers(40, pause_s=0.3)
+    source = Numbers(20, pause_s=0.2)
     with cs.start_worker(cache, source, num_workers=1) as worker:
         wait_until(lambda: cache.status().pass_number, "a pass has begun")
         Path(cache.directory.catalogue).unlink()

@@ -23,7 +23,7 @@ from tests.worker.test_worker_orders import fill, units_in_order
 ASKED_AGAIN = 1
 
 
-@pytest.mark.parametrize("order", ["shuffle", "sampler", "curriculum"])
+@pytest.mark.parametrize("order", ["shuffle", "sampler", pytest.param("curriculum", marks=pytest.mark.slow)])
 def test_the_caches_of_all_nodes_hold_every_sample_once(order: str, tmp_path: Path) -> None:
     source = Numbers(100, 2)
     orders: dict[str, Any] = {
@@ -123,7 +123,7 @@ def test_a_curriculum_goes_on_after_a_stop_and_anew_with_another_function(
     _forget_orders(cache)
 
 
-@pytest.mark.parametrize("order", ["shuffle", "curriculum"])
+@pytest.mark.parametrize("order", ["shuffle", pytest.param("curriculum", marks=pytest.mark.slow)])
 def test_a_new_pass_does_not_fetch_again_what_is_still_cached(
     order: str, cache: Cache, tmp_path: Path
 ) -> None:

@@ -77,9 +77,9 @@ def test_a_full_cache_rests_until_an_epoch_uses_it_and_reads_nothing_meanwhile(
         assert (cache.fill_state(), cache.status().fill_message) == ("full", RESTS)
         with pytest.raises(cs.NotEnoughSamplesError, match="no more fit into its size_limit of 2 MB"):
             cache.wait(10_000, DEADLINE_S)
-        time.sleep(1.0)  # what was in flight has come
+        time.sleep(0.5)  # what was in flight has come
         read, have = journal.read_text(), cache.num_samples
-        time.sleep(2.0)
+        time.sleep(1.0)
         assert (journal.read_text(), cache.num_samples, evicted(cache)) == (read, have, 0)
         _, first = cache.take_snapshot(turnover=0.25)
         wait_until(
@@ -248,6 +248,7 @@ def test_what_was_fetched_under_an_earlier_bandwidth_limit_holds_nothing_up(cach
         assert worker.wait(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_the_bandwidth_limit_holds_for_all_processes_together(cache: Cache) -> None:
     source = Numbers(None, nbytes=20_000)
     with cs.start_worker(cache, source, num_workers=3, bandwidth_limit="1MB/s") as worker:

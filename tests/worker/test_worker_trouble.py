@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cachestream as cs
 from cachestream import Cache
+from cachestream.errors import CacheError
+from cachestream.worker.health import Trouble
+from cachestream.worker.supervisor import Supervisor
 from tests.worker.sources import Numbers
 from tests.worker.support import DEADLINE_S, failures_of, only_once, sampling_pids, supervisor_pid, wait_until
 
@@ -43,3 +49,17 @@ def test_a_supervisor_that_is_out_of_descriptors_for_a_moment_goes_on_and_replac
         assert sampling_pids(cache) != [first]
     assert only_once(cache) == source.keys()
     assert failures_of(cache) == {}
+
+
+def test_a_supervisor_that_cannot_lock_a_file_as_it_leaves_tries_again() -> None:
+    def attach_lock(timeout_s: float) -> Any:
+        del timeout_s
+        raise CacheError("attach.lock: Too many open files")
+
+    supervisor: Any = Supervisor.__new__(Supervisor)  # without a job and a cache
+    supervisor._stop, supervisor._trouble = threading.Event(), Trouble()
+    supervisor._record, supervisor._job = SimpleNamespace(state="filling"), SimpleNamespace(when_full="evict")
+    supervisor._attachments = SimpleNamespace(
+        stop_requested=lambda: False, is_needed=lambda: False, attach_lock=attach_lock
+    )
+    assert supervisor._try(supervisor._leave) is False

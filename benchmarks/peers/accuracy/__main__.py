@@ -1,9 +1,9 @@
-"""Time to accuracy over a slow remote: `python -m benchmarks.peers.accuracy [--seeds 3] [--seconds 60] [--only TEXT,…]`.
+"""Time to accuracy over a slow remote: `python -m benchmarks.peers.accuracy [--seeds 3] [--seconds 60] [--only TEXT,…] [--save]`.
 
 The same small network, from the same weights, on the same views (the demo's: which of 135 places does one show?) from
 the same S3 server behind the same limit, for the same time, once with each loader: held-out accuracy against
 wall-clock. The trainer could take about ten times what the remote gives, and the remote holds more than twice what can be
-fetched in the budget. Loaders take turns, a process for each run. `--draw FILE.json` draws what was measured before.
+fetched in the budget. Loaders take turns, a process for each run. `--draw FILE.jsonl` takes what was measured before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.measure import scratch
+from benchmarks.page import matrix
 from benchmarks.peers.accuracy.entries import ENTRIES, Entry
-from benchmarks.peers.accuracy.show import Run, draw, markdown
+from benchmarks.peers.accuracy.show import Run, draw, figures_of
 from benchmarks.peers.accuracy.train import Outcome, Settings
 from benchmarks.peers.accuracy.views import SHARD_SAMPLES
+from benchmarks.record import ROOT, save
 from cachestream.demo.data import PLACES, make_remote
 from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
@@ -36,10 +39,11 @@ FETCHABLE: Final = 2.2  # the views are so many times what comes in the budget
 HELD_OUT: Final = 10 * PLACES
 SPARE_S: Final = 300.0  # for imports and for working the accuracy out, also where others use the machine
 OUTPUT: Final = Path("benchmarks/output")
+PLOT: Final = ROOT / "docs" / "time-to-accuracy.png"
 
 
 def _outcome(command: list[str], timeout_s: float, folder: Path) -> Outcome | None:
-    """What a run found, once it has ended or is too late; None if it found nothing."""
+    """The outcome of a run, once it has ended or is too late; None if there is none."""
     told, log = folder / "outcome.json", folder / "log"
     with told.open("w") as out, log.open("w") as errors:
         process = subprocess.Popen(command, stdout=out, stderr=errors, start_new_session=True)
@@ -116,6 +120,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="the budget of a run")
     parser.add_argument("--only", default="", help="parts of the names of loaders, separated by commas")
     parser.add_argument("--draw", type=Path, nargs="+", help="measure nothing; draw the runs in these files")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the figures in benchmarks/results, the plot in docs"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT / "accuracy.png")
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -131,11 +138,12 @@ def main() -> None:
                 kept.write(run.to_json() + "\n")
                 kept.flush()
     draw(runs, options.output)
-    print(markdown(runs))
-    print(
-        f"\n{os.cpu_count()} cores; load at the end {', '.join(f'{load:.1f}' for load in os.getloadavg())}."
-    )
     print(f"wrote {options.output}")
+    figures = figures_of(runs)
+    print("\n".join(matrix(figures)))
+    if options.save:
+        shutil.copyfile(options.output, PLOT)
+        print(f"wrote {save('accuracy', figures)} and {PLOT}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is compared."""
+"""The loaders that are compared, and their lines in the plot."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Entry:
     colour: str = "0.5"
     line: str = "-"
     data: str = ""
+    repeats: bool = False  # a part of the data that was chosen beforehand: it does not stream
 
     @property
     def prepared_by(self) -> str:
@@ -30,7 +31,7 @@ ENTRIES: Final = (
     Entry("WebDataset, `cache_dir`, resampled", "tars", "cache", "C1", "--"),
     Entry("MosaicML Streaming", "mosaic", "", "C2"),
     Entry("LitData", "lit", "", "C3"),
-    Entry("LitData, `subsample=0.1`", "lit", "0.1", "C3", "--"),
+    Entry("LitData, `subsample=0.1`", "lit", "0.1", "C3", "--", repeats=True),
     Entry(OURS, "ours", "", "C0", data="tars"),
     Entry(f"{OURS}, MosaicML's shards", "ours", "mds", "C0", "--", data="mosaic"),
 )

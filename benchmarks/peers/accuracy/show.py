@@ -1,4 +1,4 @@
-"""The runs as a picture and as a table."""
+"""The runs as a picture and as figures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from matplotlib import pyplot as plt
 
 from benchmarks.peers.accuracy.entries import ENTRIES, OURS, Entry
 from benchmarks.peers.accuracy.train import Outcome
+from benchmarks.record import Figures
 
-__all__ = ["Run", "draw", "final", "markdown", "reached_s"]
+__all__ = ["Run", "draw", "figures_of", "final", "reached_s"]
 
 LAST: Final = 5  # the final accuracy is the mean of so many last ones
 IN_A_ROW: Final = 3  # an accuracy is reached where so many in a row are at it
@@ -46,7 +47,7 @@ def final(outcome: Outcome) -> float:
 
 
 def reached_s(outcome: Outcome, accuracy: float) -> float | None:
-    """When the first of three accuracies in a row, none below `accuracy`, was; None: never."""
+    """Time of the first of three accuracies in a row, none below `accuracy`; None: never."""
     for start in range(len(outcome.accuracy) - IN_A_ROW + 1):
         if min(outcome.accuracy[start : start + IN_A_ROW]) >= accuracy:
             return outcome.times_s[start]
@@ -79,39 +80,35 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     plt.close(figure)
 
 
-def markdown(runs: Sequence[Run]) -> str:
-    """A row for each loader, means over the seeds with their range; then the times to the best peers' accuracy."""
-    lines = [
-        "| | held-out accuracy, % | samples trained on | waiting, % | first batch, s | MB fetched | ours there at |",
-        "|-|-|-|-|-|-|-|",
-    ]
+def figures_of(runs: Sequence[Run]) -> Figures:
+    """A row for each loader, its values for each seed; then the shares of the budget that have a target."""
+    found: Figures = {}
     ours = {run.seed: run.outcome for run in runs if run.title == OURS}
     for entry, group in _shown(runs):
-        title = f"**{entry.title}**" if entry.title == OURS else entry.title
-        cells = (
-            _range([100 * final(run.outcome) for run in group]),
-            f"{statistics.mean(run.outcome.samples for run in group):,.0f}",
-            f"{100 * statistics.mean(run.outcome.waited for run in group):.0f}",
-            f"{statistics.mean(run.outcome.first_batch_s for run in group):.1f}",
-            f"{statistics.mean(run.fetched_bytes for run in group) / 1e6:.0f}",
-            "" if entry.module == "ours" else _shares(group, ours),
+        columns = {
+            "accuracy, %": [100 * final(run.outcome) for run in group],
+            "samples trained on": [float(run.outcome.samples) for run in group],
+            "waiting, %": [100 * run.outcome.waited for run in group],
+            "first batch, s": [run.outcome.first_batch_s for run in group],
+            "MB fetched": [run.fetched_bytes / 1e6 for run in group],
+        }
+        if entry.module != "ours":
+            columns["cachestream there at"] = [
+                _share(ours[run.seed], final(run.outcome)) for run in group if run.seed in ours
+            ]
+        found |= {f"{entry.title} / {column}": values for column, values in columns.items() if values}
+    streaming = {entry.title for entry in ENTRIES if entry.module != "ours" and not entry.repeats}
+    best = {
+        seed: max(
+            (final(run.outcome) for run in runs if run.seed == seed and run.title in streaming), default=None
         )
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for seed in ours
+    }
+    shares = [_share(ours[seed], accuracy) for seed, accuracy in best.items() if accuracy is not None]
+    return found | ({"ours_there_at": shares} if shares else {})
 
 
-def _range(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.1f} ({min(values):.1f}–{max(values):.1f})"
-
-
-def _shares(group: Sequence[Run], ours: dict[int, Outcome]) -> str:
-    """When ours, with the same seed, has reached the final accuracy of each run."""
-    shares = []
-    for run in group:
-        if run.seed not in ours:
-            continue
-        at_s = reached_s(ours[run.seed], final(run.outcome))
-        if at_s is None:
-            return "not in all runs"
-        shares.append(at_s / run.outcome.times_s[-1])
-    return f"{statistics.mean(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})" if shares else ""
+def _share(ours: Outcome, accuracy: float) -> float:
+    """The share of the budget after which ours had `accuracy`; 1 if it never had."""
+    at_s = reached_s(ours, accuracy)
+    return 1.0 if at_s is None else at_s / ours.times_s[-1]

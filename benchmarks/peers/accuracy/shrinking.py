@@ -1,4 +1,4 @@
-"""What cachestream's sampling processes run on each view: apart from the rest, which would make them load torch."""
+"""Transforms of the views. Apart from the rest, which would make sampling processes load torch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.peers.accuracy.views import BATCH, Batches, Feed, Remote, decode, read
-from cachestream.demo.network import augment, make_network, normalise
+from cachestream.demo.train import augment, make_network, normalise
 
 __all__ = ["Outcome", "Settings"]
 
@@ -39,7 +39,7 @@ GRACE_S: Final = 1.0  # after the budget, in which a batch may still come, to no
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one run is told. `folder` is empty and its own; `views` holds train and held-out."""
+    """Settings of one run. `folder` is empty and its own; `views` holds train and held-out."""
 
     seed: int
     seconds: float
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run found: `accuracy` on the held-out views at `times_s`; how much it trained, and waited."""
+    """Result of one run: `accuracy` on the held-out views at `times_s`; how much it trained, and waited."""
 
     times_s: list[float]
     accuracy: list[float]

@@ -58,7 +58,7 @@ class Remote:
 
 
 class Feed(Protocol):
-    """What a module of this folder that stands for a loader offers."""
+    """Interface of the modules of this folder that stand for a loader."""
 
     BUCKET: str
 

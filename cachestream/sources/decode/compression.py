@@ -10,9 +10,10 @@ import zlib
 from typing import Any, Final, Protocol
 
 from cachestream.errors import ConfigError, SampleError
+from cachestream.listing.patterns import PACKED_ENDINGS
 from cachestream.transport import metering
-from cachestream.transport.file_object import StreamFile
-from cachestream.transport.stream import PIECE_BYTES, Stream
+from cachestream.transport.metering import PIECE_BYTES
+from cachestream.transport.stream import Stream, StreamFile
 
 MEMORY_BYTES: Final = 256 << 20  # limit of one decompressor; a header may ask for 4 GiB
 _INPUT_BYTES: Final = 256 << 10
@@ -21,12 +22,6 @@ _MAGICS: Final[dict[str, bytes]] = {
     "bzip2": b"BZh",
     "xz": b"\xfd7zXZ\x00",
     "zstd": b"\x28\xb5\x2f\xfd",
-}
-ENDINGS: Final[dict[str, str]] = {
-    **dict.fromkeys((".gz", ".tgz"), "gzip"),
-    **dict.fromkeys((".bz2", ".tbz2", ".tbz"), "bzip2"),
-    **dict.fromkeys((".xz", ".txz"), "xz"),
-    **dict.fromkeys((".zst", ".tzst"), "zstd"),
 }
 _BLOCK_OR_END: Final = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # what follows "BZh9" in bzip2
 
@@ -64,7 +59,7 @@ class _Gzip:
 
 def require_unpacker(path: str) -> None:
     """Raise ConfigError if `path` has the extension of a format that no installed library unpacks."""
-    for ending, kind in ENDINGS.items():
+    for ending, kind in PACKED_ENDINGS.items():
         if kind == "zstd" and path.lower().endswith(ending) and not _has_zstandard():
             raise ConfigError(f"{path}: to read zstd, install it: pip install zstandard")
 

@@ -1,4 +1,4 @@
-"""Data sets of files named by an `index.json`; each file begins with an offset table of its items.
+"""Data sets of files that an `index.json` names; each file begins with an offset table of its items.
 
 A file is `[count: u32] [begin of each item, and end of the last: u32 × (count + 1)] … [items]`; all numbers
 are little-endian.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,11 +22,13 @@ from cachestream.config import check_count, format_size
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
-from cachestream.sources.base import Problems
+from cachestream.sources.base import Problems, check_unit
 from cachestream.sources.decode.compression import unpacked
+from cachestream.sources.decode.images import ImageOptions
+from cachestream.sources.decode.values import decode_with
+from cachestream.sources.user_code import decode_by_user, fingerprint_of
 from cachestream.transport import bounds
-from cachestream.transport.network_stream import open_stream
-from cachestream.transport.remote import Remote
+from cachestream.transport.object import open_stream
 from cachestream.transport.stream import Stream
 
 INDEX_NAME: Final = "index.json"
@@ -35,47 +39,7 @@ MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held 
 
 _WORD: Final = 4
 Items = Iterator[tuple[int, memoryview]]
-
-
-@dataclass(frozen=True, slots=True)
-class ItemFile:
-    """A file of `count` items; `is_compressed` if the file as a whole is compressed."""
-
-    remote: Remote
-    path: str = field(repr=False)  # may hold a signature
-    where: str
-    count: int
-    is_compressed: bool = False
-
-
-def read_items(
-    file: ItemFile,
-    first: int,
-    stop: int,
-    problems: Problems,
-    check: Callable[[Stream], None] | None = None,
-) -> Items:
-    """Yield the number and the bytes of the items from `first` up to `stop`; add unusable ones to `problems`.
-
-    A whole file is read as one stream. Of a part of a file, only the table and the items are fetched. `check`
-    is called with the stream of a whole file before the first item.
-    """
-    try:
-        if stop - first == file.count:
-            with open_stream(file.remote, file.path, file.where) as stream:
-                if check is not None:
-                    check(stream)
-                inner = decompressed(stream) if file.is_compressed else stream
-                yield from cut_items(inner, read_table(inner, file.count, 0, stop), 0, problems)
-            return
-        table_end = _WORD * (stop + 2)
-        with open_stream(file.remote, file.path, file.where, 0, table_end) as stream:
-            table = read_table(stream, file.count, first, stop)
-        begin, end = int(table[0]), int(table[-1])
-        with open_stream(file.remote, file.path, file.where, begin, max(begin, end)) as stream:
-            yield from cut_items(stream, table, first, problems)
-    except SampleError as error:
-        problems.add(str(error))
+Reader = Callable[[memoryview], Any]
 
 
 def decompressed(stream: Stream) -> Stream:
@@ -147,28 +111,25 @@ class IndexedFolder:
     def __len__(self) -> int:
         return len(self._names)
 
-    def load(self) -> Any:
-        """Read and parse the index. Raises ConfigError if it is not a JSON object."""
+    @contextmanager
+    def index(self) -> Iterator[Mapping[str, Any]]:
+        """Read the index, an object of JSON. Errors of parsing it in the block become a ConfigError that names it."""
         where = self.shown + INDEX_NAME
         with open_stream(self.remote, self._root + INDEX_NAME, where) as stream:
             data = stream.read(MAX_INDEX_BYTES + 1)
         if len(data) > MAX_INDEX_BYTES:
             raise ConfigError(f"{where}: an index of more than {format_size(MAX_INDEX_BYTES)}")
         try:
-            return as_mapping(json.loads(bytes(data)), "it")
+            index = as_mapping(json.loads(bytes(data)), "it")
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{where}: not an index: {error}") from error
-
-    @contextmanager
-    def index_errors(self) -> Iterator[None]:
-        """Turn the errors of parsing a malformed index into a ConfigError that names the index."""
         try:
-            yield
+            yield index
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             if reason.startswith(self.shown):
                 raise
-            raise ConfigError(f"{self.shown}{INDEX_NAME}: {reason}") from error
+            raise ConfigError(f"{where}: {reason}") from error
 
     def name_files(self, names: Sequence[Any]) -> None:
         """Set the names of the files. Raises ValueError for no names, and a name outside the folder."""
@@ -183,9 +144,17 @@ class IndexedFolder:
         self._names = Names(names)
         self.digest = self._names.digest
 
-    def path(self, index: int) -> str:
-        """Return the path of file `index`, for the driver; it may hold secrets."""
-        return self._root + self._names[index]
+    def open(self, index: int, begin: int = 0, end: int | None = None) -> AbstractContextManager[Stream]:
+        """Open file `index` at byte `begin`; no more than the bytes up to `end` will be read."""
+        return open_stream(self.remote, self._root + self._names[index], self.where(index), begin, end)
+
+    def read_part(self, visit: Visit, problems: Problems) -> Items:
+        """Yield the items of a visit to a file that is not compressed: only the table and they are fetched."""
+        with self.open(visit.index, 0, _WORD * (visit.stop + 2)) as stream:
+            table = read_table(stream, visit.count, visit.first, visit.stop)
+        begin, end = int(table[0]), int(table[-1])
+        with self.open(visit.index, begin, max(begin, end)) as stream:
+            yield from cut_items(stream, table, visit.first, problems)
 
     def name(self, index: int) -> str:
         return self._names[index]
@@ -194,34 +163,192 @@ class IndexedFolder:
         """Return the path of file `index`, for messages."""
         return self.shown + self._names[index]
 
-    def __repr__(self) -> str:
-        return f"<IndexedFolder {self.shown}, {len(self):,} files>"
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The items from `first` up to `stop` of the `count` in the file number `index`."""
+
+    index: int
+    count: int
+    first: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.first == self.count
 
 
-class Visits:
-    """Division of files of `counts` items into units: files, or visits of about `per_visit` items each."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The fields to read of each sample (None: all), and the functions of the user that decode some."""
 
-    def __init__(self, counts: Sequence[int], per_visit: int | None) -> None:
-        if per_visit is not None:
-            per_visit = check_count("samples_per_visit", per_visit)
+    columns: Sequence[str] | None
+    decoders: Mapping[str, Callable[[bytes], Any]]
+    images: ImageOptions
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the user gave."""
+        return (*(self.columns or ()), *self.decoders)
+
+    @property
+    def identity(self) -> list[str]:
+        """The parts of a fingerprint that name the fields; none for all fields as they are."""
+        columns = [] if self.columns is None else [f"columns={','.join(self.columns)}"]
+        return columns + [
+            f"decoder {name}:{fingerprint_of(one)}" for name, one in sorted(self.decoders.items())
+        ]
+
+    def readers(
+        self, names: Sequence[str], formats: Sequence[str], reader_of: Callable[[str, str], Reader]
+    ) -> tuple[Reader | None, ...]:
+        """Return the decoder of each field: the user's, or `reader_of(name, format)`; None to leave it out."""
+        return tuple(
+            None
+            if self.columns is not None and name not in self.columns
+            else partial(decode_by_user, f"the decoder of '{name}'", self.decoders[name])
+            if name in self.decoders
+            else reader_of(name, form)
+            for name, form in zip(names, formats, strict=True)
+        )
+
+
+class ItemLayout:
+    """The layout of an item: the sizes of its values of variable size, then all values.
+
+    `sizes` holds the bytes of each value of fixed size, and 0 for the others; `readers` None for values that
+    are left out. `nouns` are for messages: a field, a value, several values.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        formats: Sequence[str],
+        sizes: Sequence[int],
+        readers: Sequence[Reader | None],
+        nouns: tuple[str, str, str],
+    ) -> None:
+        self.names, self._sizes, self._several = tuple(names), tuple(sizes), nouns[2]
+        self._variable = tuple(index for index, size in enumerate(sizes) if not size)
+        self._head = f"<{len(self._variable)}I"
+        self._values = tuple(
+            (name, reader, f"{form} {nouns[1]}", f"{nouns[0]} '{name}'")
+            for name, form, reader in zip(names, formats, readers, strict=True)
+        )
+
+    def fields(self, data: memoryview) -> dict[str, Any]:
+        """Decode the fields of a sample. Raises SampleError if it is malformed."""
+        place = _WORD * len(self._variable)
+        if len(data) < place:
+            raise SampleError(f"{len(data)} bytes are too few for {len(self.names)} {self._several}")
+        sizes: Sequence[int] = struct.unpack_from(self._head, data)
+        if len(sizes) < len(self._sizes):
+            given, sizes = sizes, list(self._sizes)
+            for index, size in zip(self._variable, given, strict=True):
+                sizes[index] = size
+        if place + sum(sizes) != len(data):
+            raise SampleError(f"its {self._several} take {place + sum(sizes)} of {len(data)} bytes")
+        return self._decoded(data, place, sizes)
+
+    def only_field(self, data: memoryview) -> dict[str, Any]:
+        """Decode an item that is a single value, without a size before it. Raises SampleError likewise."""
+        return self._decoded(data, 0, (len(data),))
+
+    def _decoded(self, data: memoryview, place: int, sizes: Sequence[int]) -> dict[str, Any]:
+        found = {}
+        for size, (name, reader, kind, where) in zip(sizes, self._values, strict=True):
+            if reader is not None:
+                found[name] = decode_with(reader, data[place : place + size], kind, where)
+            place += size
+        return found
+
+
+class IndexedSource:
+    """The base of `MDSSource` and `LitDataSource`: a unit is a file of `folder`, or a visit to a part of one.
+
+    A visit is to about `samples_per_visit` samples. `counts` are the numbers of items in the files, `files`
+    the word for these ("shard").
+    """
+
+    def __init__(
+        self,
+        folder: IndexedFolder,
+        counts: Sequence[int],
+        choice: Choice,
+        samples_per_visit: int | None,
+        *,
+        kind: str,
+        files: str,
+        is_compressed: bool,
+    ) -> None:
+        if samples_per_visit is not None and is_compressed:
+            raise ConfigError(
+                f"{folder.shown}: a compressed {files} can only be read from its begin; "
+                "leave out samples_per_visit"
+            )
+        self._folder, self._files = folder, files
         self._counts = np.array(counts, np.int64)
-        visits = np.ones_like(self._counts) if per_visit is None else -(-self._counts // per_visit)
+        visits = np.ones_like(self._counts)
+        if samples_per_visit is not None:
+            visits = -(-self._counts // check_count("samples_per_visit", samples_per_visit))
         self._ends: npt.NDArray[np.int64] = np.cumsum(visits, dtype=np.int64)
+        self.listing_digest = folder.digest
+        parts = [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
+        identity = (*folder.identity, *choice.identity, *parts, *choice.images.identity)
+        self.fingerprint = f"{kind}:" + "|".join(identity)
 
-    def __len__(self) -> int:
+    @property
+    def num_units(self) -> int:
         return int(self._ends[-1])
 
     @property
-    def num_items(self) -> int:
+    def num_samples(self) -> int:
+        """The number of samples according to the index."""
         return int(self._counts.sum())
 
-    def locate(self, unit: int) -> tuple[int, int, int, int]:
-        """Return the index of the file of `unit`, its number of items, and the range of items to read."""
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        """Yield the samples of a file, or of a visit to it, in order. Raises the errors of `Source.read`."""
+        check_unit(self, unit, self.num_units)
+        visit = self._visit(unit)
+        key, problems = self._key(visit.index), Problems(self._folder.where(visit.index))
+        try:
+            for number, sample in self._samples(visit, problems):
+                yield f"{key}#{number}", sample
+        except SampleError as error:
+            problems.add(str(error))
+        problems.raise_any()
+
+    def _visit(self, unit: int) -> Visit:
         index = int(np.searchsorted(self._ends, unit, side="right"))
         before = int(self._ends[index - 1]) if index else 0
         visits, count = int(self._ends[index]) - before, int(self._counts[index])
         first, stop = (count * visit // visits for visit in (unit - before, unit - before + 1))
-        return index, count, first, stop
+        return Visit(index, count, first, stop)
+
+    def _key(self, index: int) -> str:
+        """Return what the keys of the samples in file `index` begin with."""
+        return self._folder.name(index)
+
+    def _samples(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
+        """Yield the usable samples of a visit with their numbers; add the others to `problems`."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        files = f"{len(self._folder):,} {self._files}s, {self.num_samples:,} samples"
+        return f"<{type(self).__name__} {self._folder.shown}, {files}>"
+
+
+def decoded(
+    items: Items, decode: Callable[[memoryview], Any], problems: Problems
+) -> Iterator[tuple[int, Any]]:
+    """Yield the samples that `decode` makes of the items; add those that cannot be decoded to `problems`."""
+    for number, data in items:
+        try:
+            sample = decode(data)
+        except SampleError as error:
+            problems.add(f"sample {number}: {error}")
+            continue
+        yield number, sample
 
 
 def as_mapping(value: Any, what: str) -> Mapping[str, Any]:

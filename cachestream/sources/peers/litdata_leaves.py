@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import ConfigError, SampleError
+from cachestream.errors import ConfigError
 from cachestream.sources.decode.images import ImageOptions, decode_image
-from cachestream.sources.decode.values import decode_with, json_field
+from cachestream.sources.decode.values import json_field
 from cachestream.sources.peers.mds_encodings import decode_images, decode_pil, decode_text
-from cachestream.sources.user_code import decode_by_user
+
+if TYPE_CHECKING:
+    from cachestream.sources.peers.index import Reader
 
 _LAST_TAG: Final = 0x20  # the first byte of JSON text is above
 _JSON, _STRS, _I64S, _F64S, _BOOLS, _DICT, _RECORDS, _STR, _I64, _F64, _BOOL, _NONE = range(12)
 # The tags of values in records; the values are encoded as with the tags above.
 _RECORD_KINDS: Final = {0x10: _NONE, 0x11: _STR, 0x12: _I64, 0x13: _F64, 0x14: _BOOL}
 _U32: Final = struct.Struct("<I")
-Reader = Callable[[memoryview], Any]
 Container = Literal["dict", "tuple", "bare"]
 
 MAX_AXES: Final = 64
@@ -153,51 +153,11 @@ def _paths(tree: Any, depth: int) -> Iterator[tuple[str, ...]]:
         yield from ((str(name), *path) for path in _paths(child, depth + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """The layout of an item, whose leaves become a sample; `readers` holds None for leaves left out."""
-
-    container: Container
-    names: tuple[str, ...]
-    formats: tuple[str, ...]
-    readers: tuple[Reader | None, ...]
-    has_sizes: bool  # the sizes stand before the leaves of an item; a TokensLoader's only leaf has none
-
-    def sample(self, data: memoryview) -> Any:
-        """Decode the sample in the bytes of an item. Raises SampleError if it is malformed."""
-        count = len(self.names)
-        if not self.has_sizes:
-            sizes, place = (len(data),), 0
-        elif len(data) < 4 * count:
-            raise SampleError(f"{len(data)} bytes are too few for {count} leaves")
-        else:
-            sizes, place = struct.unpack_from(f"<{count}I", data), 4 * count
-        if place + sum(sizes) != len(data):
-            raise SampleError(f"its leaves take {place + sum(sizes)} of {len(data)} bytes")
-        found = {}
-        for name, kind, size, reader in zip(self.names, self.formats, sizes, self.readers, strict=True):
-            if reader is not None:
-                found[name] = decode_with(
-                    reader, data[place : place + size], f"{kind} leaf", f"field '{name}'"
-                )
-            place += size
-        if not found:
-            raise SampleError(f"none of the chosen fields is there; there are {', '.join(self.names)[:300]}")
-        if self.container == "dict":
-            return found
-        return tuple(found.values()) if self.container == "tuple" else found["0"]
-
-
 # --- leaves ------------------------------------------------------------------------------------
 
 
-def leaf_reader(
-    name: str, kind: str, decoders: Mapping[str, Callable[[bytes], Any]], images: ImageOptions
-) -> Reader:
+def leaf_reader(images: ImageOptions, name: str, kind: str) -> Reader:
     """Return the decoder of a leaf. Raises ConfigError for a format that is not known, or not safe."""
-    own = decoders.get(name)
-    if own is not None:
-        return partial(decode_by_user, f"the decoder of '{name}'", own)
     base, _, details = kind.partition(":")
     if base in _PICKLES:
         raise ConfigError(

@@ -8,17 +8,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import xxhash
 
 from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.file_list import Url, check_unit
+from cachestream.listing.file_list import Url
 from cachestream.sources.base import Problems
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.fields import check_columns, identity_of
-from cachestream.sources.peers.index import IndexedFolder, ItemFile, Visits, as_count, as_mapping, read_items
-from cachestream.sources.peers.mds_encodings import ShardColumns, column_reader
+from cachestream.sources.fields import check_columns
+from cachestream.sources.peers.index import (
+    Choice,
+    IndexedFolder,
+    IndexedSource,
+    ItemLayout,
+    Items,
+    Visit,
+    as_count,
+    as_mapping,
+    cut_items,
+    decoded,
+    decompressed,
+    read_table,
+)
+from cachestream.sources.peers.mds_encodings import column_reader
 from cachestream.transport.stream import Stream
 
 MAX_COLUMNS: Final = 10_000
@@ -39,15 +51,15 @@ class _Shard:
     `name` is that of the file that is read, `key` that of the uncompressed file.
     """
 
-    name: Any
-    key: Any
+    name: str
+    key: str
     count: int
     is_compressed: bool
-    layout: ShardColumns
+    layout: ItemLayout
     hashes: Mapping[str, str]
 
 
-class MDSSource:
+class MDSSource(IndexedSource):
     """The samples of an MDS data set, as MosaicML Streaming's `MDSWriter` writes them; a unit is a shard.
 
     url: the folder that holds its `index.json`, such as "s3://bucket/set/train".
@@ -89,74 +101,47 @@ class MDSSource:
         crop: Size | None = None,
     ) -> None:
         check_columns(columns)
-        images = ImageOptions(resize, crop)
-        self._folder = IndexedFolder(url, storage_options, "MDSSource")
-        shards = _shards(self._folder, _Columns(columns, dict(decoders or {}), images))
-        if samples_per_visit is not None and any(shard.is_compressed for shard in shards):
-            raise ConfigError(
-                f"{self._folder.shown}: a compressed shard can only be read from its begin; "
-                "leave out samples_per_visit"
-            )
-        self._visits = Visits([shard.count for shard in shards], samples_per_visit)
-        self._keys = tuple(shard.key for shard in shards)
-        self._layouts = tuple(shard.layout for shard in shards)
-        self._compressed = tuple(shard.is_compressed for shard in shards)
-        self._hashes = (
-            tuple(_known_hash(self._folder.shown, shard) for shard in shards) if check_hashes else ()
+        choice = Choice(columns, dict(decoders or {}), ImageOptions(resize, crop))
+        folder = IndexedFolder(url, storage_options, "MDSSource")
+        shards = _shards(folder, _Layouts(choice))
+        super().__init__(
+            folder,
+            [shard.count for shard in shards],
+            choice,
+            samples_per_visit,
+            kind="mds",
+            files="shard",
+            is_compressed=any(shard.is_compressed for shard in shards),
         )
-        self.listing_digest = self._folder.digest
-        options = identity_of(columns, decoders or {}, samples_per_visit)
-        self.fingerprint = "mds:" + "|".join((*self._folder.identity, *options, *images.identity))
+        self._shards = shards
+        self._hashes = tuple(_known_hash(folder.shown, shard) for shard in shards) if check_hashes else ()
 
-    @property
-    def num_units(self) -> int:
-        return len(self._visits)
+    def _key(self, index: int) -> str:
+        return self._shards[index].key
 
-    @property
-    def num_samples(self) -> int:
-        """The number of samples according to the index."""
-        return self._visits.num_items
+    def _samples(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
+        items = self._whole(visit, problems) if visit.is_whole else self._folder.read_part(visit, problems)
+        return decoded(items, self._shards[visit.index].layout.fields, problems)
 
-    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the samples of a shard, or of a visit to it, in order. Raises the errors of `Source.read`."""
-        check_unit(self, unit, self.num_units)
-        index, count, first, stop = self._visits.locate(unit)
-        folder, layout = self._folder, self._layouts[index]
-        problems = Problems(folder.where(index))
-        file = ItemFile(
-            folder.remote, folder.path(index), folder.where(index), count, self._compressed[index]
-        )
-        whole = stop - first == count
-        check = partial(_check_hash, *self._hashes[index]) if self._hashes and whole else None
-        for number, data in read_items(file, first, stop, problems, check):
-            try:
-                sample = layout.sample(data)
-            except SampleError as error:
-                problems.add(f"sample {number}: {error}")
-                continue
-            yield f"{self._keys[index]}#{number}", sample
-        problems.raise_any()
-
-    def __repr__(self) -> str:
-        return f"<MDSSource {self._folder.shown}, {len(self._folder):,} shards, {self.num_samples:,} samples>"
+    def _whole(self, visit: Visit, problems: Problems) -> Items:
+        with self._folder.open(visit.index) as stream:
+            if self._hashes:
+                _check_hash(*self._hashes[visit.index], stream)
+            inner = decompressed(stream) if self._shards[visit.index].is_compressed else stream
+            yield from cut_items(inner, read_table(inner, visit.count, 0, visit.count), 0, problems)
 
 
 # --- the index ---------------------------------------------------------------------------------
 
 
-class _Columns:
-    """The requested columns in the layout of each shard; shards of equal columns share a `ShardColumns`."""
+class _Layouts:
+    """The layouts of shards; shards of equal columns share one."""
 
-    def __init__(
-        self,
-        chosen: Sequence[str] | None,
-        decoders: Mapping[str, Callable[[bytes], Any]],
-        images: ImageOptions,
-    ) -> None:
-        self._chosen, self._decoders, self._images = chosen, decoders, images
-        self._known: dict[tuple[Any, ...], ShardColumns] = {}
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self._known: dict[tuple[Any, ...], ItemLayout] = {}
 
-    def layout(self, shard: Mapping[str, Any]) -> ShardColumns:
+    def of(self, shard: Mapping[str, Any]) -> ItemLayout:
         lists = [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")]
         if not all(isinstance(one, list) for one in lists) or len({len(one) for one in lists}) != 1:
             raise ValueError("the names, encodings and sizes of columns, which do not fit")
@@ -172,50 +157,41 @@ class _Columns:
             self._known[key] = self._new(names, encodings, tuple(size or 0 for size in sizes))
         return self._known[key]
 
-    def _new(
-        self, names: tuple[str, ...], encodings: tuple[str, ...], sizes: tuple[int, ...]
-    ) -> ShardColumns:
-        for name in (*(self._chosen or ()), *self._decoders):
+    def _new(self, names: tuple[str, ...], encodings: tuple[str, ...], sizes: tuple[int, ...]) -> ItemLayout:
+        for name in self._choice.names:
             if name not in names:
                 raise ConfigError(f"there is no column {name!r}; there are {', '.join(names)[:500]}")
-        readers = tuple(
-            column_reader(name, encoding, self._decoders, self._images)
-            if self._chosen is None or name in self._chosen
-            else None
-            for name, encoding in zip(names, encodings, strict=True)
-        )
-        return ShardColumns(names, encodings, sizes, readers)
+        readers = self._choice.readers(names, encodings, partial(column_reader, self._choice.images))
+        return ItemLayout(names, encodings, sizes, readers, ("column", "value", "columns"))
 
 
-def _shards(folder: IndexedFolder, columns: _Columns) -> list[_Shard]:
+def _shards(folder: IndexedFolder, layouts: _Layouts) -> list[_Shard]:
     """Return the shards that hold samples. Raises ConfigError for an index that cannot be used."""
-    with folder.index_errors():
-        index = folder.load()
+    with folder.index() as index:
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
             raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
-        shards = [_shard(as_mapping(one, "a shard"), columns) for one in index["shards"]]
+        shards = [_shard(as_mapping(one, "a shard"), layouts) for one in index["shards"]]
         shards = [shard for shard in shards if shard.count]
-        for key in (shard.key for shard in shards):
-            if not isinstance(key, str) or not key.isprintable():
-                raise ValueError(f"the file name {str(key)[:100]!r}")
         folder.name_files([shard.name for shard in shards])
         return shards
 
 
-def _shard(shard: Mapping[str, Any], columns: _Columns) -> _Shard:
+def _shard(shard: Mapping[str, Any], layouts: _Layouts) -> _Shard:
     if shard.get("format") != "mds" or shard.get("version") != 2:
         raise ValueError(f"shards of the format {str(shard.get('format'))[:60]!r}; only 'mds' can be read")
     raw, zip_data = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
     stored = as_mapping(zip_data, "zip_data") if zip_data else raw
     if zip_data:
         _check_compression(str(shard.get("compression")).partition(":")[0])
+    if not isinstance(key := raw["basename"], str) or not key.isprintable():
+        raise ValueError(f"the file name {str(key)[:100]!r}")
     hashes = stored.get("hashes") or {}
     return _Shard(
         name=stored["basename"],
-        key=raw["basename"],
+        key=key,
         count=as_count(shard["samples"], "the number of samples of a shard"),
         is_compressed=bool(zip_data),
-        layout=columns.layout(shard),
+        layout=layouts.of(shard),
         hashes={str(name): str(value) for name, value in as_mapping(hashes, "hashes").items()},
     )
 

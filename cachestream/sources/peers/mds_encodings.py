@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cachestream.errors import ConfigError, SampleError
+from cachestream.errors import ConfigError
 from cachestream.sources.decode.images import ImageOptions, Pixels, decode_image, decode_raw_image
-from cachestream.sources.decode.values import decode_integer, decode_json_value, decode_with
-from cachestream.sources.user_code import decode_by_user
+from cachestream.sources.decode.values import decode_integer, decode_json_value
 
-Reader = Callable[[memoryview], Any]
+if TYPE_CHECKING:
+    from cachestream.sources.peers.index import Reader
 
 _SCALARS: Final = (
     "uint8", "uint16", "uint32", "uint64", "int8", "int16",
@@ -44,46 +43,8 @@ MAX_IMAGES: Final = 4096
 MAX_IMAGES_BYTES: Final = 1 << 30  # of the decoded images of one value
 
 
-@dataclass(frozen=True, slots=True)
-class ShardColumns:
-    """The columns of a shard.
-
-    `sizes` holds the bytes of each column of fixed size, and 0 for the others. `readers` holds None for
-    columns that are left out.
-    """
-
-    names: tuple[str, ...]
-    encodings: tuple[str, ...]
-    sizes: tuple[int, ...]
-    readers: tuple[Reader | None, ...]
-
-    def sample(self, data: memoryview) -> dict[str, Any]:
-        """Decode the fields of a sample. Raises SampleError if it is malformed."""
-        sizes = list(self.sizes)
-        variable = [index for index, size in enumerate(sizes) if not size]
-        place = 4 * len(variable)
-        if len(data) < place:
-            raise SampleError(f"{len(data)} bytes are too few")
-        for index, size in zip(variable, struct.unpack_from(f"<{len(variable)}I", data), strict=True):
-            sizes[index] = size
-        if place + sum(sizes) != len(data):
-            raise SampleError(f"its columns take {place + sum(sizes)} of {len(data)} bytes")
-        sample = {}
-        for name, encoding, size, reader in zip(self.names, self.encodings, sizes, self.readers, strict=True):
-            if reader is not None:
-                value = data[place : place + size]
-                sample[name] = decode_with(reader, value, f"{encoding} value", f"column '{name}'")
-            place += size
-        return sample
-
-
-def column_reader(
-    name: str, encoding: str, decoders: Mapping[str, Callable[[bytes], Any]], images: ImageOptions
-) -> Reader:
+def column_reader(images: ImageOptions, name: str, encoding: str) -> Reader:
     """Return the decoder of a column. Raises ConfigError for an encoding that is not known, or not safe."""
-    own = decoders.get(name)
-    if own is not None:
-        return partial(decode_by_user, f"the decoder of '{name}'", own)
     kind, _, details = encoding.partition(":")
     if kind == "ndarray":
         return _array_reader(name, encoding, details)

@@ -16,13 +16,12 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from cachestream.config import format_size
 from cachestream.errors import CacheFullError, CacheStreamError, ConfigError, SourceError
-from cachestream.sources.base import Source, as_growing
+from cachestream.sources.base import Source, as_incremental
 from cachestream.storage.cache import Cache
 from cachestream.storage.publish import Publisher, UnitProgress
 from cachestream.storage.reservations import Owner
@@ -30,7 +29,7 @@ from cachestream.storage.telemetry import PROCESSES_AT_MOST
 from cachestream.tools.bench import measure_loader
 from cachestream.tools.diagnose.findings import Findings
 from cachestream.tools.diagnose.probe import SHARD_BYTES, Probe, Transform
-from cachestream.tools.diagnose.stages import Run, Stages, Throughput, judge
+from cachestream.tools.diagnose.stages import Measurement, Stages, Throughput, judge
 from cachestream.training.batches.transfer import has_cuda
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.packer import Packer
@@ -76,42 +75,35 @@ def diagnose(
     on_progress("listing")
     begun_s = time.perf_counter()
     source = open_it()
-    growing = as_growing(source)
+    growing = as_incremental(source)
     num_units = source.num_units if growing is None else len(growing.first_names)
     list_s = time.perf_counter() - begun_s
     everything = range(_UNITS_AT_MOST if num_units is None else num_units)
     order = random.Random(11).sample(everything, min(len(everything), _UNITS_AT_MOST))
-    units = deque(order)
     on_progress(f"reading one unit after another, for {seconds / 2:.3g} s")
-    first = Probe(source, units, transform)  # pays for what is done once: imports, connections
-    alone = first.run(0.0)
-    if not alone.num_samples:
-        reason = first.failure or "check the path, --format, that the remote answers and the transform ends"
-        raise SourceError(f"{shown}: no usable sample in {alone.seconds:.1f} s; {reason}")
-    if is_read_again := not units:
-        units.extend(order)
-    probe = Probe(source, units, transform)
-    run = probe.run(seconds / 2)
-    skipped, failure = probe.skipped, first.failure or probe.failure
-    if not is_read_again:
-        skipped += first.skipped
-    alone, probe = (run, probe) if run.num_samples else (alone, first)
-    reads = _reads_at_once(alone, probe.packer, num_units, workers)
+    probe = Probe(source, order, transform)
+    first = alone = probe.run(0.0)  # pays for what is done once: imports, connections
+    if not first.num_samples:
+        reason = probe.failure or "check the path, --format, that the remote answers and the transform ends"
+        raise SourceError(f"{shown}: no usable sample in {first.seconds:.1f} s; {reason}")
+    small = packer = probe.packer
+    probe.packer = Packer()
+    if (run := probe.run(seconds / 2)).num_samples:
+        alone, packer = run, probe.packer
+    reads = _reads_at_once(alone, packer, num_units, workers)
     on_progress(f"reading {reads} units at once, for {seconds / 2:.3g} s")
-    if len(units) < reads:
-        units.extend(order)
-    together = Probe(source, units, transform, reads=reads).run(seconds / 2)
+    together = probe.run(seconds / 2, reads)
     place = tempfile.gettempdir() if folder is None else folder
     on_progress(f"writing into a temporary folder in {place}, and loading from there")
     device = "cuda" if has_cuda() else "cpu"
-    written, delivered, notes = _store(first.packer, probe.packer, place, device)
+    written, delivered, notes = _store(small, packer, place, device)
     is_listing, has_transform = growing is not None, transform is not None
     measured = alone, together, written, delivered, device
     stages = Stages(list_s, num_units, is_listing, has_transform, *measured, cores, workers)
-    return Findings(shown, stages, judge(stages), notes, skipped, failure)
+    return Findings(shown, stages, judge(stages), notes, len(probe.failed), probe.failure)
 
 
-def _reads_at_once(alone: Run, packer: Packer, num_units: int | None, workers: int) -> int:
+def _reads_at_once(alone: Measurement, packer: Packer, num_units: int | None, workers: int) -> int:
     """The reads of a worker, bounded by the number of units and by the memory for samples, which are read
     whole.
     """
@@ -171,7 +163,7 @@ def _write(cache: Cache, small: Packer, packer: Packer) -> Throughput:
 
 def _publish(publisher: Publisher, cache: Cache, packer: Packer) -> float:
     begun_s = time.perf_counter()
-    if publisher.publish(packer.content({}), [], UnitProgress(0)) is None:
+    if publisher.publish([packer.content({})], [], UnitProgress(0)) is None:
         raise CacheFullError(f"no space for {format_size(packer.size_bytes)} in {cache.path}; try --folder")
     return time.perf_counter() - begun_s
 

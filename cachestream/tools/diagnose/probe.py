@@ -8,23 +8,25 @@ interpreter's lock.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from cachestream.config import with_generator
 from cachestream.errors import CacheStreamError, SourceUnavailableError
-from cachestream.sources.base import Rows, RowsSource, Source
-from cachestream.tools.diagnose.stages import Run
+from cachestream.sources.base import ColumnarSource, Rows, Source
+from cachestream.tools.diagnose.stages import Measurement
 from cachestream.transport import metering
 from cachestream.transport.remote_errors import redact_text
 from cachestream.worker.encode import to_record, to_table
 from cachestream.worker.packer import Packer
 
+STAGES: Final = ("read", "decode", "transform", "pack")
 SHARD_BYTES: Final = 64_000_000  # a full shard of a worker
 PATIENCE_S: Final = 30.0  # for the first sample
 LEAVE_S: Final = 5.0  # for threads to finish their sample
@@ -35,100 +37,99 @@ _FAILURES: Final = 20  # samples or units that fail before any can be used: then
 Transform = Callable[..., Any]
 
 
-class Probe:
-    """One run over the units of a queue: a single thread reads, transforms and packs, or several threads only
-    read.
+@dataclass(slots=True)
+class _Tally:
+    """Figures of a run, by stage where they are times."""
 
-    `packer` holds the last samples, up to a full shard. `skipped` samples or units failed, the first because
-    of `failure`.
+    num_samples: int = 0
+    fetched_bytes: int = 0
+    units: int = 0
+    failures: int = 0
+    wall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    cpu_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+
+class Probe:
+    """Runs over the units of a source in `order`, again and again: a single thread reads, transforms and packs, or
+    several threads only read.
+
+    `packer` holds the last samples, up to a full shard. `failed`: the samples that could not be used, by unit
+    and index, -1 for a unit; the first because of `failure`.
     """
 
-    def __init__(
-        self, source: Source, units: deque[int], transform: Transform | None, *, reads: int = 1
-    ) -> None:
-        self._units, self._reads = units, reads
+    def __init__(self, source: Source, order: Sequence[int], transform: Transform | None) -> None:
+        self._units, self._num_units = itertools.cycle(order), len(order)
         # As a sampling process does: in columns where no transform looks at single samples.
-        in_columns = transform is None and isinstance(source, RowsSource)
+        in_columns = transform is None and isinstance(source, ColumnarSource)
         self._read: Callable[..., Any] = source.read_rows if in_columns else source.read  # type: ignore[attr-defined]
         self._transform = None if transform is None else with_generator(transform)
         self.packer = Packer()
-        self.skipped, self.failure = 0, ""
-        self._num_samples = self._fetched_bytes = 0
-        self._wall_s = dict.fromkeys(("read", "decode", "transform", "pack"), 0.0)
-        self._cpu_s = dict(self._wall_s)
+        self.failed: set[tuple[int, int]] = set()
+        self.failure = ""
         self._lock = threading.Lock()
-        self._mine = threading.local()  # the stage of each thread, and the time when it began
-        self._at_work = reads
-        self._finishing = False  # threads end after their sample
-        self._stop, self._ended = threading.Event(), threading.Event()
+        self._mine = threading.local()  # the run and stage of each thread, and the time when the stage began
 
-    def run(self, seconds: float) -> Run:
-        """Read for `seconds`, or until the queue is empty.
+    def run(self, seconds: float, reads: int = 1) -> Measurement:
+        """Read for `seconds`, `reads` units at once.
 
         A single read may finish its sample. So may several that brought hardly any: objects that share a slow
         network arrive together, and late. Where no sample came at all, the first is waited for, up to 30 s.
         """
-        threads = [
-            threading.Thread(target=self._work, name=f"probe-{number}", daemon=True)
-            for number in range(self._reads)
-        ]
         metering.install(self._on_fetched, self._on_asking)
+        tally, stop = _Tally(), threading.Event()
         begun_s, busy_s = _now()
-        self._finishing = not seconds  # before the threads begin, which may else read several samples
+
+        def is_done() -> bool:
+            if tally.num_samples:
+                return stop.is_set() or time.perf_counter() >= begun_s + seconds
+            return stop.is_set() or tally.failures >= _FAILURES or tally.units >= self._num_units
+
+        def work() -> None:
+            self._mine.tally = tally
+            for unit in self._units:
+                if is_done():
+                    return
+                self._mine.stage, self._mine.since = "read", _now()
+                try:
+                    self._read_unit(unit, reads == 1, is_done)
+                except SourceUnavailableError as error:
+                    self.failure = self.failure or str(error)
+                    stop.wait(AGAIN_S)
+                    continue
+                except (Exception, SystemExit) as error:  # noqa: BLE001  sources of users may raise anything
+                    self._skip(unit, -1, error)
+                with self._lock:
+                    tally.units += 1
+
+        threads = [threading.Thread(target=work, name=f"probe-{n}", daemon=True) for n in range(reads)]
         try:
             for thread in threads:
                 thread.start()
-            self._ended.wait(seconds)
-            if self._reads == 1 or self._num_samples < 2 * self._reads:
-                self._finishing = True
-                self._ended.wait(_FINISHING * seconds if self._num_samples else PATIENCE_S)
+            _join(threads, seconds)
+            if reads == 1 or tally.num_samples < 2 * reads:
+                _join(threads, _FINISHING * seconds if tally.num_samples else PATIENCE_S)
             with self._lock:
-                came = self._reads, self._num_samples, self._fetched_bytes
                 now_s, now_busy_s = _now()
                 busy_cores = (now_busy_s - busy_s) / (now_s - begun_s)
-                return Run(*came, now_s - begun_s, busy_cores, dict(self._wall_s), dict(self._cpu_s))
+                came = reads, tally.num_samples, tally.fetched_bytes, now_s - begun_s, busy_cores
+                return Measurement(*came, dict(tally.wall_s), dict(tally.cpu_s))
         finally:
-            self._stop.set()
-            until_s = time.monotonic() + LEAVE_S
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(max(0.0, until_s - time.monotonic()))
+            stop.set()
+            _join(threads, LEAVE_S)
             metering.install(None)
 
-    def _work(self) -> None:
-        while not self._is_done():
-            try:
-                unit = self._units.popleft()
-            except IndexError:
-                break
-            self._mine.stage, self._mine.since = "read", _now()
-            try:
-                self._read_unit(unit)
-            except SourceUnavailableError as error:
-                self.failure = self.failure or str(error)
-                self._stop.wait(AGAIN_S)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  sources of users may raise anything
-                self._skip(error)
-        with self._lock:
-            self._at_work -= 1
-            if not self._at_work:
-                self._ended.set()
-
-    def _is_done(self) -> bool:
-        return self._stop.is_set() or (self._finishing and self._num_samples > 0)
-
-    def _read_unit(self, unit: int) -> None:
-        for item in self._read(unit, np.random.default_rng(unit)):
+    def _read_unit(self, unit: int, packs: bool, is_done: Callable[[], bool]) -> None:
+        for index, item in enumerate(self._read(unit, np.random.default_rng(unit))):
             self._lap("decode")
             try:
-                if self._reads == 1:
+                if packs:
                     self._pack(item)
             except (Exception, SystemExit) as error:  # noqa: BLE001  transforms may raise anything
-                self._skip(error)
+                self._skip(unit, index, error)
             else:
                 with self._lock:
-                    self._num_samples += len(item.keys) if isinstance(item, Rows) else 1
-            if self._is_done():
+                    self._mine.tally.num_samples += len(item.keys) if isinstance(item, Rows) else 1
+            if is_done():
                 return
 
     def _pack(self, item: Rows | tuple[str, Any]) -> None:
@@ -147,13 +148,13 @@ class Probe:
             self.packer.add(key, to_record(sample), None)
         self._lap("pack")
 
-    def _skip(self, error: BaseException) -> None:
+    def _skip(self, unit: int, index: int, error: BaseException) -> None:
         known = isinstance(error, CacheStreamError)
         reason = str(error) if known else redact_text(f"{type(error).__name__}: {error}")[:500]
-        self.failure = self.failure or reason
-        self.skipped += 1
-        if self.skipped >= _FAILURES and not self._num_samples:
-            self._stop.set()
+        with self._lock:
+            self.failure = self.failure or reason
+            self.failed.add((unit, index))
+            self._mine.tally.failures += 1
 
     def _on_asking(self, _nbytes: int) -> None:
         if hasattr(self._mine, "stage"):  # it is a thread of this probe
@@ -165,7 +166,7 @@ class Probe:
             self._lap("read")
             self._mine.stage = "decode"
             with self._lock:
-                self._fetched_bytes += nbytes
+                self._mine.tally.fetched_bytes += nbytes
 
     def _lap(self, stage: str) -> None:
         """Count the time since this thread's last lap for `stage`, and the processor time of the whole
@@ -174,9 +175,18 @@ class Probe:
         A driver has threads of its own, which work for the one that waits for them.
         """
         before, self._mine.since = self._mine.since, _now()
+        tally = self._mine.tally
         with self._lock:
-            self._wall_s[stage] += self._mine.since[0] - before[0]
-            self._cpu_s[stage] += self._mine.since[1] - before[1]
+            tally.wall_s[stage] += self._mine.since[0] - before[0]
+            tally.cpu_s[stage] += self._mine.since[1] - before[1]
+
+
+def _join(threads: Iterable[threading.Thread], timeout_s: float) -> None:
+    """Wait for the threads that were started, for `timeout_s` in all."""
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _now() -> tuple[float, float]:

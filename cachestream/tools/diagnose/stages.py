@@ -17,7 +17,7 @@ _TOO_SHORT_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Measurement:
     """Measurements of `reads` units that were read at once, for `seconds`.
 
     `fetched_bytes`: 0 where the source does not report bytes. `busy_cores`: the cores that this process used.
@@ -57,8 +57,8 @@ class Stages:
     num_units: int | None
     is_listing: bool
     has_transform: bool
-    alone: Run
-    together: Run
+    alone: Measurement
+    together: Measurement
     written: Throughput | None
     delivered: Throughput | None
     device: str

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cachestream.training.batches.transfer import Staged
-from cachestream.training.segment import Request, Segment
+if TYPE_CHECKING:
+    from cachestream.training.batches.transfer import Staged
+    from cachestream.training.segment import Request, Segment
 
 
 class QueuedBatch(NamedTuple):
-    """Batch `number` of an epoch, counted from 1, with `size` samples. `skipped` samples of it are damaged
-    and left out.
-    """
+    """Batch `number` of an epoch, from 1, with `size` samples; `skipped` more are damaged and left out."""
 
     staged: Staged
     number: int
@@ -22,12 +22,13 @@ class QueuedBatch(NamedTuple):
     skipped: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class BatchGroup:
     """A few batches that go to the trainer together, oldest first. A group without batches, with `is_end`
     set, marks the end of an epoch.
 
-    `waited_s` is the time that the last `take` waited for its batch.
+    `waited_s` is the time that the last `take` waited for its batch. `num_ungathered` batches are not
+    gathered yet. The next group should be gathered when only `low` batches are left.
     """
 
     segment: Segment
@@ -35,30 +36,24 @@ class BatchGroup:
     waited_s: float = 0.0
     is_end: bool = False
 
-    is_flow: ClassVar[bool] = False  # True where the batches are gathered while they are taken
+    is_flow = False  # True where the batches are gathered while they are taken
+    num_ungathered = 0
+    low = sys.maxsize
 
     def __len__(self) -> int:
         return len(self.batches)
 
     @property
-    def num_ungathered(self) -> int:
-        """Number of its batches that are not gathered yet."""
-        return 0
-
-    @property
     def is_low(self) -> bool:
-        """True if so few batches are left that the next group should be gathered."""
-        return True
+        return len(self) <= self.low
 
     @property
     def turns_low(self) -> bool:
         """True if the last `take` made `is_low` true."""
-        return False
+        return len(self) == self.low
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
-        """Remove and return the next batch; None after `timeout_s`, or when another thread has closed the
-        loader.
-        """
+        """Take out the next batch; None after `timeout_s`, or if another thread closes the loader."""
         try:
             return self.batches.popleft()
         except IndexError:
@@ -114,8 +109,8 @@ class BatchQueue:
         return not self.batches or 2 * self.batches < self._most
 
     def waiting(self, segment: Segment) -> tuple[int, int]:
-        """Return the number of batches that the trainer has not taken, and the number of these that are of
-        `segment` and not gathered yet.
+        """Return the number of batches that the trainer has not taken, and of those in `segment` that are not
+        gathered yet.
         """
         groups = [*self._groups] if self.in_hand is None else [self.in_hand, *self._groups]
         ungathered = sum(group.num_ungathered for group in groups if group.segment is segment)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cachestream.errors import ConfigError
 from cachestream.schema import KEY_FIELD, Schema
-from cachestream.training.batches.columns import Columns
+
+if TYPE_CHECKING:
+    from cachestream.training.batches.gather import Columns
 
 
 class Stacked:
@@ -89,9 +91,7 @@ def packed(columns: Columns, schema: Schema) -> Any:
 
 
 def as_samples(columns: Columns, schema: Schema, size: int) -> Sequence[Any]:
-    """Return the `size` samples of `columns` as a sequence for any collate function; ours and torch's take it
-    whole.
-    """
+    """Return the `size` samples of `columns` for any collate function; ours and torch's take them whole."""
     if schema.container in ("dict", "tuple"):
         return SampleBatch(columns, schema, size)
     return ValueBatch(columns[schema.names[0]])
@@ -141,9 +141,7 @@ class SampleBatch(Stacked, Sequence[Any]):
 
 
 class ValueBatch(Stacked, list[Any]):
-    """Samples without a container: arrays, numbers, str or bytes. A list, since `torch.stack` takes no other
-    sequence.
-    """
+    """Samples without a container: arrays, numbers, str or bytes. A list, as `torch.stack` takes."""
 
     def __init__(self, column: Any) -> None:
         super().__init__(_rows_of(column))

@@ -13,42 +13,43 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from cachestream.errors import EpochError
+from cachestream.training.batches import memory
 from cachestream.training.batches.batch_queue import BatchGroup, QueuedBatch
-from cachestream.training.batches.buffers import outside_inference
 from cachestream.training.batches.collate import packed
-from cachestream.training.batches.columns import Columns, FixedColumns, are_fixed, new_queue
-from cachestream.training.batches.locations import SampleLocations
-from cachestream.training.batches.readahead import ReadAhead
+from cachestream.training.batches.gather import Columns, FixedColumns
+from cachestream.training.batches.memory import outside_inference
 from cachestream.training.batches.transfer import Staged, Transfer
-from cachestream.training.segment import Segment
 
 if TYPE_CHECKING:
     from cachestream.training.batches._gather import Queue
+    from cachestream.training.batches.readahead import ReadAhead
+    from cachestream.training.batches.segment_reader import SampleLocations
+    from cachestream.training.segment import Segment
 
 
 def can_flow(segment: Segment) -> bool:
     """Return whether a `Flow` can gather the batches of `segment`, once all shards are mapped."""
-    simple = not segment.with_keys and isinstance(segment.ragged, str)
-    return simple and are_fixed(segment.snapshot.schema)
+    simple = memory.in_c is not None and not segment.with_keys and isinstance(segment.ragged, str)
+    return simple and all(field.shape is not None for field in segment.snapshot.schema.fields)
 
 
 @dataclass(slots=True, eq=False)
 class GatherTask:
-    """Batches `first` to `last` of a flow, gathered together by task `number` of the queue.
+    """Batches `first` to `last` of `flow`, gathered together by task `number` of the queue.
 
-    They go into `arrays`, one for each field, whose addresses are `outs`. `batches` are for the trainer, once
-    they are staged or sent.
+    They go into `arrays`, one for each field, whose addresses are `outs`. `batches` are for the trainer;
+    there are none until they are staged or sent.
     """
 
+    flow: Flow
     number: int
     first: int
     last: int
@@ -56,151 +57,93 @@ class GatherTask:
     outs: tuple[int, ...]
     batches: deque[QueuedBatch] = field(default_factory=deque)
 
-    def __len__(self) -> int:
-        return self.last - self.first
-
 
 class Flow(BatchGroup):
-    """The batches at `locations`, gathered as they are taken; their shards must be mapped, and stay so."""
+    """The batches at `locations`, gathered as they are taken; their shards must be mapped, and stay so.
+
+    The batches up to `handed` have left the feed: `batches` are those of them that the trainer has not taken.
+    """
 
     is_flow = True
 
     def __init__(self, feed: Feed, segment: Segment, locations: SampleLocations, ahead: ReadAhead) -> None:
         super().__init__(segment)
-        self.tasks: deque[GatherTask] = deque()
-        # Several small batches are one task, which shares the cost. While some are taken, others are
-        # gathered.
+        self.handed = 0
+        self.total = self.num_ungathered = len(locations)
+        # Several small batches are one task, which shares the cost; some are taken while others are gathered.
         self._most_together = segment.batches_together
         # The first batch of a segment must not wait for others.
         self._together = self._most_together if locations.first else 1
         self.most_ahead = max(feed.prefetch, 2 * self._most_together if self._most_together > 1 else 1)
-        self.low = max(self.most_ahead, len(locations) // 4)
+        self.low = max(self.most_ahead, self.total // 4)
         # Non-temporal stores where the batches ahead and those of the trainer do not fit into the caches.
         in_use = self.most_ahead + 2 * self._most_together
         self._non_temporal = in_use * segment.batch_bytes >= _NON_TEMPORAL_BYTES
         self._feed = feed
-        self._locations = locations
+        self._locations = locations  # the addresses are of its arrays
         self._ahead = ahead
         self._bounds = locations.bounds.tolist()
-        self._taken = 0
-        self._next = 0
-        self._in_hand: deque[QueuedBatch] = deque()
         self._columns = FixedColumns(segment.maps)
         self._schema = segment.snapshot.schema
         self._shards = locations.shards.ctypes.data
         self._rows = locations.rows.ctypes.data
 
     def __len__(self) -> int:
-        return len(self._locations) - self._taken
-
-    @property
-    def num_submitted(self) -> int:
-        """Number of its batches that are submitted and not taken."""
-        return self.tasks[-1].last - self.tasks[0].first if self.tasks else 0
-
-    @property
-    def num_ungathered(self) -> int:
-        return len(self._locations) - self._next
-
-    @property
-    def is_low(self) -> bool:
-        return len(self) <= self.low
-
-    @property
-    def turns_low(self) -> bool:
-        return len(self) == self.low
-
-    @property
-    def all_submitted(self) -> bool:
-        return self._next == len(self._locations)
+        return self.total - self.handed + len(self.batches)
 
     # --- for the trainer
 
     def take(self, timeout_s: float) -> QueuedBatch | None:
         self.waited_s = 0.0
-        batch = self.peek(timeout_s)
-        if batch is not None:
-            self._taken += 1
-            self._in_hand.popleft()
-        return batch
+        return self.batches.popleft() if self.batches or self._feed.hand(self, timeout_s) else None
 
     def peek(self, timeout_s: float) -> QueuedBatch | None:
-        try:
-            if not self._in_hand:
-                task = self._feed.take(self, timeout_s)
-                if task is None:
-                    return None
-                self._in_hand = task.batches
-            return self._in_hand[0]
-        except EpochError:
-            raise
-        except BaseException:  # a signal's, such as KeyboardInterrupt: anything may be half done
-            self._feed.rewind(self)
-            raise
+        return self.batches[0] if self.batches or self._feed.hand(self, timeout_s) else None
 
     def discard(self) -> None:
         self._feed.forget(self)
 
     # --- for the feed
 
-    def next_task(self, number: int) -> GatherTask:
-        """Return task `number`, for the next few batches, with memory for them."""
-        first, last = self._next, min(self._next + self._together, len(self._locations))
+    def new_task(self, number: int, first: int) -> GatherTask:
+        """Return task `number`, for a few batches from `first` on, with memory for them."""
+        last = min(first + self._together, self.total)
         for batch in range(first, last):
             self._ahead.reach(self._locations.first + batch)
         size = self._bounds[last] - self._bounds[first]
         # Room of one size for all tasks, so that buffers are reused.
         room = max(size, self._most_together * self.segment.plan.batch_size)
         arrays, outs = self._columns.lend(self._feed.transfer.pool.lend, size, room)
-        return GatherTask(number, first, last, arrays, outs)
+        self._together = min(self._most_together, 4 * self._together)
+        return GatherTask(self, number, first, last, arrays, outs)
 
     def submit(self, queue: Queue, task: GatherTask) -> None:
         start, stop = self._bounds[task.first], self._bounds[task.last]
         shards, rows = self._shards + 8 * start, self._rows + 8 * start
         queue.submit(shards, rows, stop - start, self._columns.sources, task.outs, self._non_temporal)
 
-    def mark_submitted(self, task: GatherTask) -> None:
-        self.tasks.append(task)
-        self._next, self._together = task.last, min(self._most_together, 4 * self._together)
-
-    def rewind(self) -> None:
-        """Go back to the first batch that was not taken."""
-        self._in_hand.clear()
-        self._next, self._together = self._taken, 1
-
-    def stage(self, task: GatherTask) -> None:
-        """Make the tensors of `task`, which stay in host memory, while it is still being gathered."""
-        part, arrays = self._columns.part, task.arrays
+    def batches_of(self, task: GatherTask, transfer: Transfer) -> deque[QueuedBatch]:
+        """Return the batches of `task`: in host memory, where they may still be gathered, or sent to the
+        device, small ones in one piece.
+        """
+        start, *ends = self._bounds[task.first : task.last + 1]
+        spans = list(pairwise([0, *(end - start for end in ends)]))
+        ready = None
         with outside_inference():
-            for number, start, stop in self._spans(task):
-                task.batches.append(self._queued(number, stop - start, part(arrays, start, stop), None))
-
-    def send(self, task: GatherTask) -> None:
-        """Send the gathered `task` to the device: small batches in one piece."""
-        size = self._bounds[task.last] - self._bounds[task.first]
-        with outside_inference():
-            whole, ready = self._feed.transfer.send(self._columns.part(task.arrays, 0, size), None)
-            for number, start, stop in self._spans(task):
-                columns = whole if len(task) == 1 else _rows_of(whole, start, stop)
-                task.batches.append(self._queued(number, stop - start, columns, ready))
-
-    def _spans(self, task: GatherTask) -> Iterator[tuple[int, int, int]]:
-        """Yield for each batch of `task` its number in the epoch, and its start and stop in the arrays."""
-        ends = self._bounds[task.first : task.last + 1]
-        done, first = self.segment.request.done + self._locations.first + task.first, ends[0]
-        for i, (start, stop) in enumerate(pairwise(ends), 1):
-            yield done + i, start - first, stop - first
-
-    def _queued(
-        self, number: int, size: int, columns: Columns, ready: torch.cuda.Event | None
-    ) -> QueuedBatch:
-        return QueuedBatch(Staged(packed(columns, self._schema), ready), number, size, 0)
+            if not transfer.moves:
+                columns = [self._columns.part(task.arrays, *span) for span in spans]
+            else:
+                whole, ready = transfer.send(self._columns.part(task.arrays, 0, spans[-1][1]), None)
+                columns = [whole] if len(spans) == 1 else [_rows_of(whole, *span) for span in spans]
+            number = self.segment.request.done + self._locations.first + task.first + 1
+            return deque(
+                QueuedBatch(Staged(packed(part, self._schema), ready), number + i, stop - start, 0)
+                for i, (part, (start, stop)) in enumerate(zip(columns, spans, strict=True))
+            )
 
 
 def _rows_of(columns: Columns, start: int, stop: int) -> Columns:
-    """Samples `start` to `stop`. Without `data`, autograd would take an in-place change of one batch for a
-    change of all.
-    """
+    """Samples `start` to `stop`, as `data`: autograd must not take a change of one batch for one of all."""
     return {name: column[start:stop].data for name, column in columns.items()}
 
 
@@ -226,13 +169,28 @@ def _drop_abandoned() -> None:
             _abandoned.pop((pid, queue), None)
 
 
+class _State(Enum):
+    """The thread that submits the coming batches of a feed.
+
+    NEW ──add──▶ ALONE ──submit_ahead──▶ HELPED        any ──close──▶ CLOSED
+                   ▲                       │
+                   └──hand: too few ahead──┘
+    """
+
+    NEW = auto()
+    ALONE = auto()  # the trainer's thread, whenever it takes a task
+    HELPED = auto()  # another thread, while the trainer computes
+    CLOSED = auto()
+
+
 class Feed:
     """Submits the batches of flows to the threads in C, in order, up to `prefetch` ahead. Thread-safe.
 
-    `_held` keeps the memory of a task from before it is submitted until it is done, whoever has dropped its
-    batch meanwhile: a signal may end any method after any step, and `rewind` begins again then. `_unsent` are
-    tasks whose batches are still to be sent to a device, in their order, as soon as a call finds them
-    gathered.
+    `_flows` have batches to submit; `_tasks` are submitted and not handed to their flow. `_held` keeps the
+    memory of a task from before it is submitted until it is done, whoever has dropped its batches meanwhile.
+
+    A signal may end any method after any step. A task counts as submitted once it is in `_tasks`, and as
+    handed once its flow counts it: what was interrupted before is done again.
     """
 
     def __init__(self, prefetch: int, transfer: Transfer) -> None:
@@ -240,123 +198,120 @@ class Feed:
         self.transfer = transfer
         self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._state = _State.NEW
         self._queue: Queue | None = None
         self._flows: deque[Flow] = deque()
+        self._tasks: deque[GatherTask] = deque()
         self._held: deque[tuple[int, Any]] = deque()
-        self._unsent: deque[tuple[Flow, GatherTask]] = deque()
-        self._open: list[Flow] = []  # flows that may have submitted tasks
-        self._is_helped = False
-        self._closed = False
 
     def add(self, flow: Flow, threads: int) -> None:
         """Gather the batches of `flow` after those of the flows before it, with up to `threads` threads."""
         _drop_abandoned()
         with self._lock:
-            if self._closed:
+            if self._state is _State.CLOSED:
                 return
             if self._queue is None:
-                self._queue = new_queue(threads)
-            self._open = [*(other for other in self._open if other.tasks or other in self._flows), flow]
+                assert memory.in_c is not None  # see `can_flow`
+                self._queue, self._state = memory.in_c.Queue(threads), _State.ALONE
             self._flows.append(flow)
             self._top_up(self._queue)
 
-    def take(self, flow: Flow, timeout_s: float) -> GatherTask | None:
-        """Wait for the next task of `flow`; None after `timeout_s`, or when the feed is closed."""
+    def hand(self, flow: Flow, timeout_s: float) -> bool:
+        """Wait for the next task of `flow`, and hand over its batches; False after `timeout_s` or `close`."""
         check_process(self._pid)
         with self._lock:
             queue = self._queue
-            if queue is None:
-                return None
-            while not flow.tasks and self._flows:
-                self._submit_next(queue)
-            if not flow.tasks:
-                return None
-            task = flow.tasks[0]
+            task = None if queue is None else self._next_of(flow, queue)
+        if queue is None or task is None:
+            return False
         if queue.completed() < task.number:
             began_s = time.perf_counter()
             done = queue.wait(task.number, timeout_s)
             flow.waited_s = time.perf_counter() - began_s
             if not done:
-                return None
+                return False
         with self._lock:
-            if not flow.tasks:  # another thread has closed the loader
-                return None
+            if not self._tasks or self._tasks[0] is not task:  # another thread has closed the loader
+                return False
             self._send(queue)
-            flow.tasks.popleft()
-            if not self._is_helped or 2 * self._num_submitted() < flow.most_ahead:
-                self._is_helped = False
+            flow.batches, flow.handed = task.batches, task.last
+            self._tasks.popleft()
+            if self._state is not _State.HELPED or 2 * self._num_ahead() < flow.most_ahead:
+                self._state = _State.ALONE
                 self._top_up(queue)
-        return task
+        return True
 
     def submit_ahead(self) -> None:
-        """Submit as `take` does, in another thread while the trainer computes. From now on `take` leaves it
-        to that thread.
-        """
+        """Submit as `hand` does, in a thread beside the trainer's, to which `hand` leaves it from now on."""
         with self._lock:
-            self._is_helped = True
             if self._queue is not None:
+                self._state = _State.HELPED
                 self._send(self._queue)
                 self._top_up(self._queue)
 
     def forget(self, flow: Flow) -> None:
         """Drop the rest of `flow`."""
         with self._lock:
-            flow.tasks.clear()
-            self._unsent = deque(entry for entry in self._unsent if entry[0] is not flow)
-            if flow in self._flows:
-                self._flows.remove(flow)
-            self._open = [other for other in self._open if other is not flow]
-
-    def rewind(self, flow: Flow) -> None:
-        """Gather all batches of `flow` that were not taken once more."""
-        with self._lock:
-            self.forget(flow)
-            flow.rewind()
-            if not self._closed and not flow.all_submitted:
-                self._open.append(flow)
-                self._flows.appendleft(flow)
+            self._tasks = deque(task for task in self._tasks if task.flow is not flow)
+            self._flows = deque(other for other in self._flows if other is not flow)
 
     def close(self, timeout_s: float) -> None:
         """Submit nothing more; wait up to `timeout_s` for the tasks that run."""
         with self._lock:
-            self._closed = True
+            self._state = _State.CLOSED
             self._flows.clear()
-            self._open.clear()
+            self._tasks.clear()
             queue, self._queue = self._queue, None
             held, self._held = self._held, deque()
-            self._unsent.clear()
         if queue is not None and not queue.close(timeout_s):
             _abandoned[self._pid, queue] = held  # its threads write there, whenever the disk answers
         _drop_abandoned()
 
+    # --- with the lock
+
+    def _next_of(self, flow: Flow, queue: Queue) -> GatherTask | None:
+        """Return the next task of `flow`; the trainer has left the flows before it."""
+        while self._tasks or self._flows:
+            if not self._tasks:
+                self._submit_next(queue)
+            elif self._tasks[0].flow is flow and self._tasks[0].last > flow.handed:
+                return self._tasks[0]
+            else:
+                self._tasks.popleft()
+        return None
+
+    def _num_ahead(self) -> int:
+        """Number of batches that are submitted and not handed to their flow."""
+        return sum([task.last - task.first for task in self._tasks])
+
     def _top_up(self, queue: Queue) -> None:
-        """With the lock: release the memory of done tasks, and submit as much as may be ahead."""
+        """Release the memory of done tasks, and submit as much as may be ahead."""
         held, completed = self._held, queue.completed()
         while held and held[0][0] <= completed:
             held.popleft()
-        while self._flows and self._num_submitted() < self._flows[0].most_ahead:
+        while self._flows and self._num_ahead() < self._flows[0].most_ahead:
             self._submit_next(queue)
 
-    def _num_submitted(self) -> int:
-        return sum([flow.num_submitted for flow in self._open])
-
     def _submit_next(self, queue: Queue) -> None:
-        flow = self._flows[0]
-        task = flow.next_task(queue.submitted() + 1)
-        self._held.append((task.number, (flow, task)))
-        flow.submit(queue, task)
-        if self.transfer.moves:
-            self._unsent.append((flow, task))
-        else:
-            flow.stage(task)
-        flow.mark_submitted(task)
-        if flow.all_submitted:
+        """Submit the next batches of the first flow, or drop it if it has none left."""
+        flow, last = self._flows[0], self._tasks[-1] if self._tasks else None
+        first = flow.handed if last is None or last.flow is not flow else last.last
+        if first == flow.total:
             self._flows.popleft()
+            return
+        task = flow.new_task(queue.submitted() + 1, first)
+        self._held.append((task.number, task))
+        flow.submit(queue, task)
+        if not self.transfer.moves:
+            task.batches = flow.batches_of(task, self.transfer)
+        self._tasks.append(task)
+        flow.num_ungathered = flow.total - task.last
 
     def _send(self, queue: Queue) -> None:
-        """With the lock: send the tasks that have been gathered."""
-        unsent, completed = self._unsent, queue.completed() if self._unsent else 0
-        while unsent and unsent[0][1].number <= completed:
-            flow, task = unsent[0]
-            flow.send(task)
-            unsent.popleft()
+        """Send the tasks that have been gathered to the device."""
+        completed = queue.completed() if self.transfer.moves else 0
+        for task in self._tasks:
+            if task.number > completed:
+                break
+            if not task.batches:
+                task.batches = task.flow.batches_of(task, self.transfer)

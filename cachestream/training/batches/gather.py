@@ -7,31 +7,87 @@ wait 5 ms for it while the trainer computes in Python. Those of numpy do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from cachestream.schema import KEY_FIELD, Field, IntArray
-from cachestream.training.batches.buffers import BufferPool
-from cachestream.training.batches.columns import Columns, FixedColumns
-from cachestream.training.batches.mapped_shards import EpochMaps
-from cachestream.training.batches.ragged import Ragged, find_spans, gather_varying, layouts_of, wrap_fixed
+from cachestream.schema import KEY_FIELD, IntArray
+from cachestream.training.batches import memory
+from cachestream.training.batches.ragged import Ragged, gather_varying, layouts_of, wrap_fixed
+
+if TYPE_CHECKING:
+    from cachestream.training.batches.mapped_shards import EpochMaps
+
+# Field name → tensor [n, *shape]; where shapes vary a list of tensors, str or bytes, a Padded or a nested
+# tensor.
+Columns = dict[str, Any]
+
+# Batches of this size or more are written with non-temporal stores, which is faster for a single thread.
+_NON_TEMPORAL_BYTES: Final = 2 << 20
 
 
-class Copy(NamedTuple):
-    """A copy of the fields of one shape of a few batches, still to run, in any thread."""
+class _Column(NamedTuple):
+    name: str
+    dtype: str
+    stored: np.dtype[Any]
+    shape: tuple[int, ...]
+    row_bytes: int
 
-    columns: FixedColumns
-    shards: IntArray
-    rows: IntArray
-    arrays: list[np.ndarray[Any, Any]]
-    outs: tuple[int, ...]
 
-    def run(self) -> None:
-        """Copy the rows, without the GIL."""
-        self.columns.gather(self.shards, self.rows, self.arrays, self.outs)
+class FixedColumns:
+    """The fields of one shape of samples in `maps`. Gathered samples' shards must be mapped, and stay so."""
+
+    def __init__(self, maps: EpochMaps) -> None:
+        self._maps = maps  # the addresses are of its arrays
+        self._columns = [
+            _Column(f.name, f.dtype, f.numpy_dtype, f.shape, f.row_bytes)
+            for f in maps.snapshot.schema.fields
+            if f.shape is not None
+        ]
+        self._sample_bytes = sum(column.row_bytes for column in self._columns)
+        bases = (maps.fields[column.name].base.ctypes.data for column in self._columns)
+        # For each field the address of its `base` and the bytes of a row, as `_gather` takes them.
+        self.sources = tuple(
+            number
+            for base, column in zip(bases, self._columns, strict=True)
+            for number in (base, column.row_bytes)
+        )
+
+    def lend(
+        self, lend: Callable[[int], memory.Loan], size: int, room: int
+    ) -> tuple[list[np.ndarray[Any, Any]], tuple[int, ...]]:
+        """Take memory for `room` samples from `lend`; return fields `[size, *shape]`, and their addresses."""
+        arrays, addresses = [], []
+        for column in self._columns:
+            loan = lend(room * column.row_bytes)
+            addresses.append(loan.address)
+            arrays.append(loan.shaped((size, *column.shape), column.stored))
+        return arrays, tuple(addresses)
+
+    def part(self, arrays: list[np.ndarray[Any, Any]], start: int, stop: int) -> Columns:
+        """Return samples `start` to `stop` of the `arrays` of `lend` as tensors."""
+        return {
+            column.name: memory.as_tensor(array[start:stop], column.dtype)
+            for column, array in zip(self._columns, arrays, strict=True)
+        }
+
+    def gather(
+        self, shards: IntArray, rows: IntArray, arrays: list[np.ndarray[Any, Any]], outs: tuple[int, ...]
+    ) -> None:
+        """Copy samples `rows` of `shards`, both int64 `[n]`, into the `arrays` of `lend` at `outs`."""
+        if memory.in_c is not None:
+            non_temporal = len(rows) * self._sample_bytes >= _NON_TEMPORAL_BYTES
+            memory.in_c.gather(
+                shards.ctypes.data, rows.ctypes.data, len(rows), self.sources, outs, non_temporal
+            )
+            return
+        for column, array in zip(self._columns, arrays, strict=True):
+            if array.size:
+                addresses = self._maps.fields[column.name].base[shards] + rows * column.row_bytes
+                memory.copy_rows(addresses, array.view(np.uint8).reshape(len(rows), column.row_bytes))
 
 
 class Gatherer:
@@ -45,7 +101,7 @@ class Gatherer:
     def __init__(
         self,
         maps: EpochMaps,
-        pool: BufferPool,
+        pool: memory.BufferPool,
         lend_samples: int = 0,
         with_keys: bool = False,
         ragged: Ragged = "list",
@@ -61,48 +117,40 @@ class Gatherer:
     def gather(self, shards: IntArray, rows: IntArray) -> Columns:
         """Return samples `rows` of `shards`, both int64 `[n]`, in memory of their own."""
         batches, copy = self.begin(shards, rows, [0, len(rows)])
-        copy.run()
+        copy()
         return batches[0]
 
-    def begin(self, shards: IntArray, rows: IntArray, bounds: Sequence[int]) -> tuple[list[Columns], Copy]:
-        """Return batches that are gathered together, and the copy that fills their fields of one shape.
+    def begin(
+        self, shards: IntArray, rows: IntArray, bounds: Sequence[int]
+    ) -> tuple[list[Columns], Callable[[], None]]:
+        """Return batches that are gathered together, and the copy that fills their fields of one shape, to be
+        called in any thread, before the maps are dropped.
 
-        Batch i has samples `bounds[i]` to `bounds[i + 1]` of `rows` of `shards`, both int64 `[n]`. The maps
-        must not be dropped before the copy has run.
+        Batch i has samples `bounds[i]` to `bounds[i + 1]` of `rows` of `shards`, both int64 `[n]`.
         """
         first, last = bounds[0], bounds[-1]
         shards, rows, size = shards[first:last], rows[first:last], last - first
         arrays, outs = self._fixed.lend(self._lend, size, max(size, self._lend_samples))
-        batches = [
-            self._batch(shards, rows, arrays, start - first, stop - first) for start, stop in pairwise(bounds)
-        ]
-        return batches, Copy(self._fixed, shards, rows, arrays, outs)
+        batches = []
+        for start, stop in pairwise(bounds):
+            part = slice(start - first, stop - first)
+            fixed = self._fixed.part(arrays, part.start, part.stop)
+            batches.append(self._batch(fixed, shards[part], rows[part]))
+        return batches, functools.partial(self._fixed.gather, shards, rows, arrays, outs)
 
-    def _batch(
-        self, shards: IntArray, rows: IntArray, arrays: list[np.ndarray[Any, Any]], start: int, stop: int
-    ) -> Columns:
-        fixed = self._fixed.part(arrays, start, stop)
-        shards, rows = shards[start:stop], rows[start:stop]
-        columns = {
-            field.name: self._varying(field, shards, rows)
-            if field.shape is None
-            else self._wrapped(field, fixed[field.name])
-            for field in self.maps.snapshot.schema.fields
-        }
+    def _batch(self, fixed: Columns, shards: IntArray, rows: IntArray) -> Columns:
+        columns: Columns = {}
+        for field in self.maps.snapshot.schema.fields:
+            name, layout = field.name, self._layouts.get(field.name, "list")
+            if field.shape is None:
+                columns[name] = gather_varying(self.maps.fields[name], layout, shards, rows, self._pool)
+            else:
+                columns[name] = wrap_fixed(fixed[name], field, layout)
         if self._with_keys:
             columns[KEY_FIELD] = self.keys(shards, rows)
         return columns
 
-    def _wrapped(self, field: Field, values: Any) -> Any:
-        layout = self._layouts.get(field.name)
-        return values if layout is None else wrap_fixed(values, field, layout)
-
-    def _varying(self, field: Field, shards: IntArray, rows: IntArray) -> Any:
-        spans = find_spans(self.maps.fields[field.name], shards, rows)
-        return gather_varying(field, self._layouts.get(field.name, "list"), spans, self._pool)
-
     def keys(self, shards: IntArray, rows: IntArray) -> list[str]:
         """Return the keys of samples `rows` of `shards`."""
-        column = self.maps.fields[KEY_FIELD]
-        keys: list[str] = gather_varying(column.field, "list", find_spans(column, shards, rows), self._pool)
+        keys: list[str] = gather_varying(self.maps.fields[KEY_FIELD], "list", shards, rows, self._pool)
         return keys

@@ -8,11 +8,10 @@ as long as a reference to its map exists.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,36 +19,45 @@ import numpy.typing as npt
 from cachestream.errors import CorruptShardError
 from cachestream.schema import KEY_FIELD, Field, IntArray, Snapshot
 from cachestream.storage.shard import MappedShard, shard_path
+from cachestream.training.batches.memory import read_numbers
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
 
 
-class FieldAddresses:
-    """The addresses of one field's values in each shard, int64 `[num_shards]`; 0 where the shard is not
-    mapped.
-
-    `base` is the address of the values. A field whose shape varies also has the addresses of its `offsets`
-    and `shapes`. Both are 0 in a shard whose samples all have one shape: `row_bytes` and `row_shapes` give
-    that shape.
+class Spans(NamedTuple):
+    """Bytes in mapped shards: the address and the length of each span, int64 `[n]`, and the numbers of those
+    in shards whose samples' shapes vary.
     """
 
-    __slots__ = ("base", "field", "item_bytes", "offsets", "row_bytes", "row_shapes", "shapes")
+    addresses: IntArray
+    lengths: IntArray
+    varying: IntArray
+
+
+class FieldAddresses:
+    """The addresses of one field's values in each shard, in the rows of a table, int64 `[…, num_shards]`; 0
+    where the shard is not mapped.
+
+    `base` is the address of the values. In a shard whose samples all have one shape, `row_bytes` are the
+    bytes of a value, and `row_shapes` its shape if other shards have others. Where the samples' shapes vary,
+    `row_bytes` is -1, and `offsets` and `shapes` have the addresses of these. A field of one shape has only
+    `base` and `row_bytes`.
+    """
+
+    __slots__ = ("base", "field", "item_bytes", "offsets", "row_bytes", "row_shapes", "shapes", "table")
 
     def __init__(self, field: Field, num_shards: int) -> None:
         self.field = field
-        self.item_bytes = stored_item_bytes(field)
-        self.base = np.zeros(num_shards, np.int64)
+        self.item_bytes = _item_bytes(field)
         varies = field.shape is None
-        self.offsets = np.zeros(num_shards if varies else 0, np.int64)
-        self.shapes = np.zeros(num_shards if varies and field.kind == "tensor" else 0, np.int64)
-        self.row_bytes = np.full(num_shards if varies else 0, -1, np.int64)
-        self.row_shapes = np.zeros((num_shards if varies else 0, field.ndim), np.int64)
-
-    def arrays(self) -> tuple[IntArray, ...]:
-        """All arrays with an entry for each shard."""
-        return self.base, self.offsets, self.shapes, self.row_bytes, self.row_shapes
+        self.table: IntArray = np.zeros((4 + field.ndim if varies else 2, num_shards), np.int64)
+        self.base, self.row_bytes = self.table[:2]
+        self.row_bytes[:] = -1 if varies else field.row_bytes
+        if varies:
+            self.offsets, self.shapes = self.table[2:4]
+            self.row_shapes: IntArray = self.table[4:].T
 
     def read(self, shard: MappedShard, position: int) -> None:
         """Store the addresses of the field in `shard`, the shard at position `position` of the snapshot."""
@@ -59,14 +67,40 @@ class FieldAddresses:
             return
         offsets = columns.get(f"{name}#offsets")
         if offsets is None:
-            shape = next(f.shape for f in shard.schema.fields if f.name == name)
-            assert shape is not None
-            self.row_shapes[position] = shape
-            self.row_bytes[position] = math.prod(shape) * element_bytes(self.field)
+            field = next(field for field in shard.schema.fields if field.name == name)
+            assert field.shape is not None
+            self.row_shapes[position] = field.shape
+            self.row_bytes[position] = field.row_bytes
             return
         self.offsets[position] = address + offsets.offset
         if self.field.kind == "tensor" and name != KEY_FIELD:
             self.shapes[position] = address + columns[f"{name}#shapes"].offset
+
+    def spans(self, shards: IntArray, rows: IntArray, counts: IntArray | None = None) -> Spans:
+        """Return the spans of rows `rows` of `shards`, or of `counts` rows each, all int64 `[n]`."""
+        lengths = self.row_bytes[shards]
+        addresses = self.base[shards] + rows * lengths
+        varying = np.flatnonzero(lengths < 0)
+        if counts is not None:
+            lengths *= counts
+        if len(varying):
+            shards, table = shards[varying], self.offsets[shards[varying]] + rows[varying] * 8
+            if counts is None:
+                begins, ends = read_numbers(table, 2).T * self.item_bytes
+            else:
+                begins = read_numbers(table, 1)[:, 0] * self.item_bytes
+                ends = read_numbers(table + counts[varying] * 8, 1)[:, 0] * self.item_bytes
+            addresses[varying] = self.base[shards] + begins
+            lengths[varying] = ends - begins
+        return Spans(addresses, lengths, varying)
+
+    def shapes_of(self, shards: IntArray, rows: IntArray, varying: IntArray) -> IntArray:
+        """Return the shapes of tensors `rows` of `shards`, int64 `[n, ndim]`; `varying` is of their spans."""
+        shapes = self.row_shapes[shards]
+        if len(varying) and self.field.ndim:
+            tables, ndim = self.shapes[shards[varying]], self.field.ndim
+            shapes[varying] = read_numbers(tables + rows[varying] * (8 * ndim), ndim)
+        return shapes
 
 
 class EpochMaps:
@@ -78,35 +112,30 @@ class EpochMaps:
     """
 
     def __init__(
-        self,
-        snapshot: Snapshot,
-        previous: EpochMaps | None = None,
-        *,
-        max_open: int | None = None,
+        self, snapshot: Snapshot, previous: EpochMaps | None = None, *, max_open: int | None = None
     ) -> None:
+        num_samples, num_shards = snapshot.num_samples, snapshot.num_shards
         self.snapshot = snapshot
         self.max_open = max_open or _default_max_open()
         self.starts: IntArray = np.concatenate([[0], np.cumsum(snapshot.counts)]).astype(np.int64)
         # The first shard of each run of 2**bits samples: a look-up and a step or two. A binary search among
         # thousands of shards costs ten times that in cache misses. With few samples, each one has an entry.
-        bits = max(0, (snapshot.num_samples // max(1, 4 * snapshot.num_shards)).bit_length() - 1)
-        self._bucket_bits = 0 if snapshot.num_samples <= _LISTED_SAMPLES else bits
+        bits = max(0, (num_samples // max(1, 4 * num_shards)).bit_length() - 1)
+        self._bucket_bits = 0 if num_samples <= _LISTED_SAMPLES else bits
         self._buckets: IntArray
         if self._bucket_bits:
-            firsts = np.arange(0, snapshot.num_samples, 1 << self._bucket_bits)
+            firsts = np.arange(0, num_samples, 1 << bits)
             self._buckets = np.searchsorted(self.starts, firsts, side="right") - 1
         else:
-            self._buckets = np.repeat(np.arange(snapshot.num_shards), snapshot.counts)
+            self._buckets = np.repeat(np.arange(num_shards), snapshot.counts)
         self.picked: dict[int, IntArray] = {} if previous is None else previous.picked
         self._rows = self._rows_of_split()
-        self.fields = {
-            field.name: FieldAddresses(field, snapshot.num_shards)
-            for field in (*snapshot.schema.fields, KEYS)
-        }
-        self.mapped = np.zeros(snapshot.num_shards, np.bool_)
+        fields = (*snapshot.schema.fields, KEYS)
+        self.fields = {field.name: FieldAddresses(field, num_shards) for field in fields}
+        self.mapped = np.zeros(num_shards, np.bool_)
         self.verified: set[int] = set() if previous is None else previous.verified
-        self._keepers: npt.NDArray[Any] = np.full(snapshot.num_shards, None, object)
-        self._last_used = np.zeros(snapshot.num_shards, np.int64)
+        self._keepers: npt.NDArray[Any] = np.full(num_shards, None, object)
+        self._last_used = np.zeros(num_shards, np.int64)
         self._tick = 0
         self._lock = threading.Lock()
         if previous is not None:
@@ -121,25 +150,15 @@ class EpochMaps:
         return int(np.count_nonzero(self.mapped))
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the shard's position and the row in it for each of `samples`, which are numbers within the
-        snapshot.
-        """
-        if self._rows is not None:
-            return self._shards_of(samples), self._rows[samples]
-        shards = self._shards_of(samples)
-        return shards, samples - self.starts[shards]
-
-    def _shards_of(self, samples: IntArray) -> IntArray:
-        shards: IntArray
-        if not self._bucket_bits:
-            shards = self._buckets[samples]
-            return shards
-        shards = self._buckets[samples >> self._bucket_bits]
-        beyond = np.flatnonzero(self.starts[shards + 1] <= samples)
-        while len(beyond):
-            shards[beyond] += 1
-            beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
-        return shards
+        """Return the shard's position and the row in it of each of `samples`, numbers within the snapshot."""
+        bits, shards = self._bucket_bits, self._buckets
+        shards = shards[samples >> bits] if bits else shards[samples]
+        if bits:
+            beyond = np.flatnonzero(self.starts[shards + 1] <= samples)
+            while len(beyond):
+                shards[beyond] += 1
+                beyond = beyond[self.starts[shards[beyond] + 1] <= samples[beyond]]
+        return shards, samples - self.starts[shards] if self._rows is None else self._rows[samples]
 
     def _rows_of_split(self) -> IntArray | None:
         """Return the row of each sample in its shard; None if no shard has samples of two splits."""
@@ -147,9 +166,8 @@ class EpochMaps:
         if snapshot.split is None or snapshot.sizes is None or (snapshot.sizes == snapshot.counts).all():
             return None
         rows: list[IntArray] = []
-        for shard_id, count, size in zip(
-            *(array.tolist() for array in (snapshot.shard_ids, snapshot.counts, snapshot.sizes)), strict=True
-        ):
+        columns = (snapshot.shard_ids, snapshot.counts, snapshot.sizes)
+        for shard_id, count, size in zip(*(column.tolist() for column in columns), strict=True):
             picked = np.arange(count, dtype=np.int64)
             if count < size:
                 if shard_id not in self.picked:
@@ -203,19 +221,18 @@ class EpochMaps:
         return shard
 
     def _insert(self, position: int, shard: MappedShard) -> None:
-        expected = int(
-            (self.snapshot.counts if self.snapshot.sizes is None else self.snapshot.sizes)[position]
-        )
-        merged = self.snapshot.schema.merge(shard.schema)
-        if shard.num_samples != expected or merged != self.snapshot.schema:
+        snapshot = self.snapshot
+        count = int(snapshot.counts[position])
+        expected = count if snapshot.sizes is None else int(snapshot.sizes[position])
+        if shard.num_samples != expected or snapshot.schema.merge(shard.schema) != snapshot.schema:
             raise CorruptShardError(
                 f"{shard.path}: holds {shard.num_samples} samples of {shard.schema}, the snapshot expects "
-                f"{expected} of {self.snapshot.schema}; run 'cachestream verify CACHE --repair'"
+                f"{expected} of {snapshot.schema}; run 'cachestream verify CACHE --repair'"
             )
-        picked = self.picked.get(int(self.snapshot.shard_ids[position]))
-        if self._rows is not None and picked is not None and len(picked) != self.snapshot.counts[position]:
+        picked = self.picked.get(int(snapshot.shard_ids[position]))
+        if self._rows is not None and picked is not None and len(picked) != count:
             raise CorruptShardError(
-                f"{shard.path}: {len(picked)} of its samples are of the split, and not {self.snapshot.counts[position]}"
+                f"{shard.path}: {len(picked)} of its samples are of the split, and not {count}"
             )
         with self._lock:
             if self.mapped[position]:
@@ -230,9 +247,8 @@ class EpochMaps:
         with self._lock:
             positions = np.flatnonzero(self.mapped)
             positions = positions[~np.isin(positions, keep)]
-            oldest = positions[np.argsort(self._last_used[positions], kind="stable")][
-                : max(1, self.max_open // 8)
-            ]
+            by_use = positions[np.argsort(self._last_used[positions], kind="stable")]
+            oldest = by_use[: max(1, self.max_open // 8)]
             self.mapped[oldest] = False
             self._keepers[oldest] = None
 
@@ -248,12 +264,8 @@ class EpochMaps:
         with previous._lock:
             open_there = previous.mapped[there]
             here, there = here[open_there], there[open_there]
-            for field in self.fields.values():
-                for to, come_from in zip(
-                    field.arrays(), previous.fields[field.field.name].arrays(), strict=True
-                ):
-                    if len(to):
-                        to[here] = come_from[there]
+            for name, field in self.fields.items():
+                field.table[:, here] = previous.fields[name].table[:, there]
             self._keepers[here] = previous._keepers[there]
             self.mapped[here] = True
 
@@ -270,24 +282,9 @@ def _pick(snapshot: Snapshot, shard_id: int) -> IntArray:
         return np.empty(0, np.int64)
 
 
-def element_bytes(field: Field) -> int:
-    """Bytes of one element of a sample's tensor."""
-    return numpy_dtype(field.dtype).itemsize
-
-
-def fixed_row_bytes(field: Field) -> int:
-    """Bytes of one sample's value; 0 if its shape varies."""
-    return 0 if field.shape is None else math.prod(field.shape) * element_bytes(field)
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype that carries values of torch dtype `dtype`: bfloat16 travels as the bits of uint16."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
-
-
-def stored_item_bytes(field: Field) -> int:
+def _item_bytes(field: Field) -> int:
     """Bytes of the unit that a varying field's offsets count in: complex128 is stored as pairs of float64."""
-    return 8 if field.dtype == "complex128" else element_bytes(field)
+    return 8 if field.dtype == "complex128" else field.numpy_dtype.itemsize
 
 
 def _check_offsets(shard: MappedShard) -> None:
@@ -295,13 +292,13 @@ def _check_offsets(shard: MappedShard) -> None:
     for field in (*shard.schema.fields, KEYS):
         if f"{field.name}#offsets" not in shard.columns:
             continue
-        offsets = shard.array(f"{field.name}#offsets")
-        size = shard.columns[field.name].nbytes // stored_item_bytes(field)
+        offsets, item_bytes = shard.array(f"{field.name}#offsets"), _item_bytes(field)
+        size = shard.columns[field.name].nbytes // item_bytes
         sound = offsets[0] == 0 and offsets[-1] == size and bool((np.diff(offsets) >= 0).all())
         if sound and f"{field.name}#shapes" in shard.columns:
             shapes = shard.array(f"{field.name}#shapes")
-            elements = shapes.prod(axis=1) * (element_bytes(field) // stored_item_bytes(field))
-            sound = bool((shapes >= 0).all()) and bool((elements == np.diff(offsets)).all())
+            items = shapes.prod(axis=1) * (field.numpy_dtype.itemsize // item_bytes)
+            sound = bool((shapes >= 0).all()) and bool((items == np.diff(offsets)).all())
         if not sound:
             raise CorruptShardError(
                 f"{shard.path}: the offsets of '{field.name}' do not fit its data; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from torch.nested import nested_tensor_from_jagged
 
 from cachestream.errors import ConfigError
 from cachestream.schema import Field, IntArray, Schema
-from cachestream.training.batches.buffers import BufferPool, Bytes, as_tensor
-from cachestream.training.batches.columns import copy_runs, read_numbers
-from cachestream.training.batches.mapped_shards import FieldAddresses, numpy_dtype
+from cachestream.training.batches.memory import BufferPool, Bytes, as_tensor, copy_runs
+
+if TYPE_CHECKING:
+    from cachestream.training.batches.mapped_shards import FieldAddresses
 
 Layout = Literal["list", "padded", "nested"]
 Ragged = Layout | Mapping[str, Layout]
@@ -40,24 +41,13 @@ class Padded(NamedTuple):
     @property
     def mask(self) -> torch.Tensor:
         """Bool, of the shape of `values`: true for a sample's own elements, false for padding."""
-        sizes = self.lengths if self.lengths.dim() > 1 else self.lengths[:, None]
-        mask = torch.ones((), dtype=torch.bool, device=self.values.device)
-        for axis in range(self.values.dim() - 1):
-            place = torch.arange(self.values.shape[axis + 1], device=self.values.device)
-            inside = place < sizes[:, axis, None]
-            shape = [len(sizes), *[1] * axis, len(place), *[1] * (self.values.dim() - 2 - axis)]
-            mask = mask & inside.reshape(shape)
-        return mask.expand(self.values.shape)
-
-
-class Spans(NamedTuple):
-    """The values of one field of n samples: address and bytes of each, int64 `[n]`, and its shape, `[n,
-    ndim]`.
-    """
-
-    addresses: IntArray
-    lengths: IntArray
-    shapes: IntArray
+        values, lengths = self.values, self.lengths
+        sizes = lengths if lengths.dim() > 1 else lengths[:, None]
+        mask = torch.ones(len(sizes), dtype=torch.bool, device=values.device)
+        for axis, most in enumerate(values.shape[1:]):
+            inside = torch.arange(most, device=values.device) < sizes[:, axis, None]
+            mask = mask[..., None] & inside.reshape(len(sizes), *[1] * axis, most)
+        return mask
 
 
 def check_ragged(ragged: object) -> None:
@@ -87,7 +77,8 @@ def layouts_of(ragged: Ragged, schema: Schema) -> dict[str, Layout]:
 def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
     """Return a field of one shape, `[B, *shape]`, in the layout that `ragged` names for it."""
     shape = field.shape
-    assert shape is not None
+    if layout == "list" or shape is None:
+        return values
     if not shape:
         raise ConfigError(f"ragged= names {field.name!r}, a number: it has no length that could vary")
     count = len(values)
@@ -98,78 +89,77 @@ def wrap_fixed(values: torch.Tensor, field: Field, layout: Layout) -> Any:
     return nested_tensor_from_jagged(values.reshape(count * shape[0], *shape[1:]), offsets)
 
 
-def find_spans(column: FieldAddresses, shards: IntArray, rows: IntArray) -> Spans:
-    """Return the spans of one field of samples `rows` of `shards`."""
-    lengths = column.row_bytes[shards]
-    shapes = column.row_shapes[shards]
-    addresses = column.base[shards] + rows * lengths
-    ragged = np.flatnonzero(lengths < 0)
-    if len(ragged):
-        shards, rows = shards[ragged], rows[ragged]
-        ends = read_numbers(column.offsets[shards] + rows * 8, 2) * column.item_bytes
-        addresses[ragged] = column.base[shards] + ends[:, 0]
-        lengths[ragged] = ends[:, 1] - ends[:, 0]
-        ndim = column.field.ndim
-        if len(column.shapes) and ndim:
-            shapes[ragged] = read_numbers(column.shapes[shards] + rows * (8 * ndim), ndim)
-    return Spans(addresses, lengths, shapes)
-
-
-def gather_varying(field: Field, layout: Layout, spans: Spans, pool: BufferPool) -> Any:
-    """Return the values at `spans` in `layout`; str, bytes and lists of tensors for "list"."""
+def gather_varying(
+    column: FieldAddresses, layout: Layout, shards: IntArray, rows: IntArray, pool: BufferPool
+) -> Any:
+    """Return the values of samples `rows` of `shards` in `layout`; for "list" str, bytes or tensors."""
+    field, values = column.field, _Values(column, shards, rows, pool)
     if layout == "nested":
-        return _gather_nested(field, spans, pool)
+        return _gather_nested(field, values)
     if layout == "padded":
-        return _gather_padded(field, spans, pool)
+        return _gather_padded(field, values)
     if field.kind == "tensor":
-        arrays = _gather_arrays(numpy_dtype(field.dtype), spans, pool)
-        return [as_tensor(array, field.dtype) for array in arrays]
-    data, starts, stops = _gather_bytes(spans, pool)
-    values = map(data.data.__getitem__, map(slice, starts, stops))
-    return [bytes(v) if field.kind == "bytes" else str(v, "utf-8", "surrogatepass") for v in values]
+        return [as_tensor(array, field.dtype) for array in values.arrays()]
+    data, starts, stops = values.gather()
+    texts = map(data.data.__getitem__, map(slice, starts, stops))
+    return [bytes(v) if field.kind == "bytes" else str(v, "utf-8", "surrogatepass") for v in texts]
 
 
-def _gather_arrays(dtype: np.dtype[Any], spans: Spans, pool: BufferPool) -> list[np.ndarray[Any, Any]]:
-    """Return the values as arrays of their shapes, all in one buffer."""
-    data, starts, stops = _gather_bytes(spans, pool)
-    values, unit = data.view(dtype), dtype.itemsize
-    flat = [values[start // unit : stop // unit] for start, stop in zip(starts, stops, strict=True)]
-    if spans.shapes.shape[1] == 1:
-        return flat
-    return [value.reshape(shape) for value, shape in zip(flat, spans.shapes.tolist(), strict=True)]
+class _Values:
+    """One field of n samples: `addresses` and bytes, int64 `[n]`, and `shapes` `[n, ndim]` of its values."""
+
+    def __init__(self, column: FieldAddresses, shards: IntArray, rows: IntArray, pool: BufferPool) -> None:
+        self.dtype = column.field.numpy_dtype
+        self.addresses, self.lengths, varying = column.spans(shards, rows)
+        is_tensor = column.field.kind == "tensor"
+        self.shapes = column.shapes_of(shards, rows, varying) if is_tensor else self.lengths[:, None]
+        self._pool = pool
+
+    def gather(self) -> tuple[Bytes, list[int], list[int]]:
+        """Copy all values into one buffer; return its bytes, and the start and end of each value in it."""
+        taken = (self.lengths + (_ALIGNMENT - 1)) & -_ALIGNMENT
+        ends = np.cumsum(taken)
+        starts = ends - taken
+        # A whole number of elements of any dtype.
+        loan = self._pool.lend_rounded(max(_ALIGNMENT, int(taken.sum())))
+        self.copy_to(loan.address + starts)
+        return loan.array, starts.tolist(), (starts + self.lengths).tolist()
+
+    def arrays(self) -> list[np.ndarray[Any, Any]]:
+        """Return the values as arrays of their shapes, all in one buffer."""
+        data, starts, stops = self.gather()
+        elements, unit = data.view(self.dtype), self.dtype.itemsize
+        flat = [elements[start // unit : stop // unit] for start, stop in zip(starts, stops, strict=True)]
+        if self.shapes.shape[1] == 1:
+            return flat
+        return [value.reshape(shape) for value, shape in zip(flat, self.shapes.tolist(), strict=True)]
+
+    def copy_to(self, targets: IntArray) -> None:
+        """Copy each value to its address in `targets`, int64 `[n]`."""
+        copy_runs(self.addresses, self.lengths, targets)
+
+    def empty(self, *shape: int) -> np.ndarray[Any, Any]:
+        """Return memory for `shape`."""
+        return self._pool.lend_rounded(math.prod(shape) * self.dtype.itemsize).shaped(shape, self.dtype)
 
 
-def _gather_bytes(spans: Spans, pool: BufferPool) -> tuple[Bytes, list[int], list[int]]:
-    """Copy all values into one buffer; return its bytes, and the start and the end of each value in it."""
-    taken = (spans.lengths + (_ALIGNMENT - 1)) & -_ALIGNMENT
-    ends = np.cumsum(taken)
-    starts = ends - taken
-    loan = pool.lend_rounded(max(_ALIGNMENT, int(taken.sum())))  # a whole number of elements of any dtype
-    copy_runs(spans.addresses, spans.lengths, loan.address + starts)
-    return loan.array, starts.tolist(), (starts + spans.lengths).tolist()
-
-
-def _shapes(field: Field, spans: Spans) -> IntArray:
-    return spans.shapes if field.kind == "tensor" else spans.lengths[:, None]
-
-
-def _gather_padded(field: Field, spans: Spans, pool: BufferPool) -> Padded:
-    shapes = _shapes(field, spans)
+def _gather_padded(field: Field, values: _Values) -> Padded:
+    shapes = values.shapes
     most = shapes.max(axis=0, initial=0)
-    values = _empty(field, (len(shapes), *most.tolist()), pool)
-    values.fill(0)
+    whole = values.empty(len(shapes), *most.tolist())
+    whole.fill(0)
     if (shapes[:, 1:] == most[1:]).all():
-        width = values.nbytes // max(1, len(values))
-        copy_runs(spans.addresses, spans.lengths, values.ctypes.data + np.arange(len(values)) * width)
+        width = whole.nbytes // max(1, len(whole))
+        values.copy_to(whole.ctypes.data + np.arange(len(whole)) * width)
     else:  # several dimensions vary: each value goes into a corner of its part
-        for value, part in zip(values, _gather_arrays(values.dtype, spans, pool), strict=True):
-            value[tuple(map(slice, part.shape))] = part
+        for place, value in zip(whole, values.arrays(), strict=True):
+            place[tuple(map(slice, value.shape))] = value
     lengths = torch.from_numpy(shapes[:, 0].copy() if shapes.shape[1] == 1 else shapes.copy())
-    return Padded(as_tensor(values, field.dtype), lengths)
+    return Padded(as_tensor(whole, field.dtype), lengths)
 
 
-def _gather_nested(field: Field, spans: Spans, pool: BufferPool) -> torch.Tensor:
-    shapes = _shapes(field, spans)
+def _gather_nested(field: Field, values: _Values) -> torch.Tensor:
+    shapes = values.shapes
     rest = shapes[:, 1:].max(axis=0, initial=0)
     if not (shapes[:, 1:] == rest).all():
         raise ConfigError(
@@ -177,13 +167,6 @@ def _gather_nested(field: Field, spans: Spans, pool: BufferPool) -> torch.Tensor
             f"ragged={{{field.name!r}: 'padded'}}, or 'list'"
         )
     offsets = np.concatenate([[0], np.cumsum(shapes[:, 0])]).astype(np.int64)
-    values = _empty(field, (int(offsets[-1]), *rest.tolist()), pool)
-    starts = np.cumsum(spans.lengths) - spans.lengths
-    copy_runs(spans.addresses, spans.lengths, values.ctypes.data + starts)
-    return nested_tensor_from_jagged(as_tensor(values, field.dtype), torch.from_numpy(offsets))
-
-
-def _empty(field: Field, shape: tuple[int, ...], pool: BufferPool) -> np.ndarray[Any, Any]:
-    """Return memory for `shape`, in the numpy dtype that carries the dtype of `field`."""
-    dtype = numpy_dtype(field.dtype)
-    return pool.lend_rounded(math.prod(shape) * dtype.itemsize).shaped(shape, dtype)
+    whole = values.empty(int(offsets[-1]), *rest.tolist())
+    values.copy_to(whole.ctypes.data + np.cumsum(values.lengths) - values.lengths)
+    return nested_tensor_from_jagged(as_tensor(whole, field.dtype), torch.from_numpy(offsets))

@@ -1,37 +1,143 @@
-"""Read-ahead of the coming batches from the disk, in their known order.
+"""Read-ahead of samples from the disk, while their pages are not in memory.
 
 A page fault reads one row, or a part of it, and waits: 0.5 GB/s from disks that reach 4. Advising the kernel
-takes time too, so it is done only while pages are missing: if some of the first batch are, or after a page
+takes time too, so it is done only while pages are missing: if some of the first ones are, or after a page
 fault that read from the disk, until all pages advised are found in memory.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cachestream.linux import ask_for_all
-from cachestream.schema import IntArray
-from cachestream.training.batches.mapped_shards import fixed_row_bytes
-from cachestream.training.batches.page_cache import Coldness, addresses_of
-from cachestream.training.plan import LocalOrder, SampleOrder, TailOrder
-from cachestream.training.segment import Segment
+from cachestream.linux import ask_for_all, count_cached
+from cachestream.training.plan import LocalOrder, TailOrder
+
+if TYPE_CHECKING:
+    from cachestream.schema import IntArray
+    from cachestream.training.batches.mapped_shards import EpochMaps
+    from cachestream.training.plan import SampleOrder
+    from cachestream.training.segment import Segment
+
+# --- pages that are missing
+
+_ENOUGH: Final = 256  # consecutive pages found in memory after which all are taken to be there
+_NONE_CHECKED: Final = 1
+_FIRST_PAGES: Final = 16  # that are looked at in the first step
+_PAGES: Final = 4  # that are looked at in each later step
+
+
+def count_faults() -> int:
+    """Return the number of page faults of this process that read from the disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+class Coldness:
+    """Estimates whether pages are missing: at first, and from a page fault that read from the disk until
+    `_ENOUGH` consecutive pages were found in memory.
+    """
+
+    def __init__(self, faults: Callable[[], int] = count_faults) -> None:
+        self._faults = faults
+        self._last_faults = -1
+        self._pages_left = _NONE_CHECKED
+
+    def may_miss_pages(self) -> bool:
+        """Return whether pages may be missing now."""
+        before, self._last_faults = self._last_faults, self._faults()
+        if 0 <= before < self._last_faults:
+            self._pages_left = _ENOUGH
+        return self._pages_left > 0
+
+    @property
+    def is_first(self) -> bool:
+        """True before the first pages were noted."""
+        return self._pages_left == _NONE_CHECKED
+
+    def note(self, pages: int, cached: int) -> None:
+        """Note that `cached` of `pages` that will be needed are in memory."""
+        self._pages_left = _ENOUGH if cached < pages else max(0, self._pages_left - pages)
+
+    def check(self, addresses: IntArray, most: int) -> bool:
+        """Note which of up to `most` of `addresses`, int64 `[n]`, are in memory; return `may_miss_pages`."""
+        some = addresses[:: -(-len(addresses) // most) or 1]
+        self.note(len(some), count_cached(some))
+        return self.may_miss_pages()
+
+
+# --- addresses of samples
+
+_NOTHING: Final = np.empty(0, np.int64)
+
+
+def addresses_of(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the address ranges of all fields of samples `starts` up to `stops`, as first bytes and ends, as
+    far as the shards are mapped; ranges that touch are merged.
+    """
+    shards, rows, counts = _split(maps, starts, stops)
+    mapped = maps.mapped[shards]
+    shards, rows, counts = shards[mapped], rows[mapped], counts[mapped]
+    spans = [maps.fields[name].spans(shards, rows, counts) for name in maps.snapshot.schema.names]
+    begins = np.concatenate([_NOTHING, *(span.addresses for span in spans)])
+    return merged(begins, begins + np.concatenate([_NOTHING, *(span.lengths for span in spans)]))
+
+
+def _split(maps: EpochMaps, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Divide ranges of samples into parts within one shard: shard, first row and number of rows."""
+    parts: list[tuple[IntArray, IntArray, IntArray]] = []
+    while len(starts) or not parts:
+        shards, rows = maps.locate(starts)
+        ends = np.minimum(stops, maps.starts[shards + 1])
+        last = maps.locate(ends - 1)[1]  # rows of another split may lie in between
+        parts.append((shards, rows, last + 1 - rows))
+        more = ends < stops
+        starts, stops = ends[more], stops[more]
+    shards, rows, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return shards, rows, counts
+
+
+def merged(begins: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the ranges from `begins` up to `ends`, sorted, merged where they touch, without empty ones."""
+    some = begins < ends
+    order = np.argsort(begins[some], kind="stable")
+    begins, ends = begins[some][order], np.maximum.accumulate(ends[some][order]) if some.any() else ends[some]
+    fresh = np.append(True, begins[1:] > ends[:-1])[: len(begins)]
+    last = np.append(fresh[1:], True)[: len(begins)]
+    return begins[fresh], ends[last]
+
+
+# --- reading ahead
+
+
+class ReadTogether:
+    """Reads a batch's samples together, where it is not known in advance. Used by one thread at a time."""
+
+    def __init__(self, maps: EpochMaps) -> None:
+        self._maps = maps
+        self._coldness = Coldness()
+
+    def reach(self, samples: IntArray) -> None:
+        """Read ahead `samples`, int64 `[n]`, which are gathered next, and whose shards are mapped."""
+        if not len(samples) or not self._coldness.may_miss_pages():
+            return
+        starts, stops = addresses_of(self._maps, samples, samples + 1)
+        if self._coldness.check(starts, _FIRST_PAGES):
+            ask_for_all(starts, stops)
+
 
 AHEAD_BYTES: Final = 64 << 20  # at the least two batches
 _MOST_BATCHES: Final = 64
 _STEP_BYTES: Final = 1 << 20  # small batches are looked at a few at a time
-_SAMPLES: Final = 4  # pages looked at in each step
-_FIRST_SAMPLES: Final = 16
 _PENDING: Final = 2
-_NOTHING: Final[IntArray] = np.empty(0, np.int64)
 
 
 class ReadAhead:
-    """Reads ahead for one rank's batches of `segment`, in a thread of its own. `reach` and `close` are called
-    by one thread at a time.
+    """Reads ahead for one rank's batches of `segment`, in a thread that ends when this object is freed.
+    `reach` is called by one thread at a time.
     """
 
     def __init__(
@@ -43,14 +149,13 @@ class ReadAhead:
         self._segment = segment
         self._ask = ask
         self._coldness = coldness or Coldness()
-        self._row_bytes = {f.name: fixed_row_bytes(f) for f in segment.snapshot.schema.fields}
         batch_bytes = max(1, segment.batch_bytes)
         self._ahead = max(2, min(_MOST_BATCHES, AHEAD_BYTES // batch_bytes))
         self._every = max(1, min(_MOST_BATCHES // 4, _STEP_BYTES // batch_bytes))
         self._order, self._offset = _innermost(segment.order)
         self._asked_to = 0  # batches, or positions in the order of runs
         self._most_positions = max(1, AHEAD_BYTES * segment.plan.batch_size // batch_bytes)
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
         self._pending: list[Future[None]] = []
 
     def reach(self, batch: int) -> None:
@@ -60,57 +165,34 @@ class ReadAhead:
         self._pending = [future for future in self._pending if not future.done()]
         if len(self._pending) >= _PENDING:
             return
-        if self._coldness.is_first:
-            self._coldness.check(self._first_of(batch), _FIRST_SAMPLES)
-            if not self._coldness.may_miss_pages():
+        # At first the pages of a few batches are looked at: to work out more takes long, perhaps for nothing.
+        for most in (_FIRST_PAGES, _PAGES) if self._coldness.is_first else (_PAGES,):
+            starts, stops = self._coming(batch)
+            if not len(starts) or not self._coldness.check(starts, most):
                 return
-        starts, stops = self._coming(batch)
-        if not len(starts):
-            return
-        self._coldness.check(starts, _SAMPLES)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "cachestream-ahead")
-        self._pending.append(self._thread.submit(self._ask, starts, stops))
-
-    def _first_of(self, batch: int) -> IntArray:
-        """Return the addresses of the first samples of `batch`."""
-        start, stop = self._segment.plan.span(self._segment.rank, batch)
-        samples = self._segment.order.at(np.arange(start, min(stop, start + _FIRST_SAMPLES), dtype=np.int64))
-        return self._addresses(samples, samples + 1)[0]
-
-    def close(self) -> None:
-        """End the thread, without waiting for it."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(wait=False, cancel_futures=True)
+            self._pending.append(self._thread.submit(self._ask, starts, stops))
 
     def _coming(self, batch: int) -> tuple[IntArray, IntArray]:
         """Return the address ranges to read now, in the order of need."""
-        plan, rank = self._segment.plan, self._segment.rank
+        segment, plan = self._segment, self._segment.plan
         if isinstance(self._order, LocalOrder):
             first = max(self._order.needs(self._offset + plan.position(batch))[0], self._asked_to)
             upcoming = min(batch + 1 + self._every, plan.num_batches)
             last = self._order.needs(self._offset + plan.position(upcoming))[1]
             self._asked_to = max(first, min(last, first + self._most_positions))
-            return self._addresses(*self._order.stretches(first, self._asked_to))
+            return addresses_of(segment.maps, *self._order.stretches(first, self._asked_to))
         step = max(1, self._every // 2)
-        ahead = (
-            step if self._coldness.is_first else self._ahead
-        )  # to work out all takes long, perhaps for nothing
-        first, last = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
-        self._asked_to = last
-        found = []
-        for begin in range(first, last, step):
-            spans = [plan.span(rank, i) for i in range(begin, min(begin + step, last))]
+        ahead = step if self._coldness.is_first else self._ahead
+        first, self._asked_to = max(batch, self._asked_to), min(batch + 1 + ahead, plan.num_batches)
+        starts, stops = [_NOTHING], [_NOTHING]
+        for begin in range(first, self._asked_to, step):
+            spans = (plan.span(segment.rank, i) for i in range(begin, min(begin + step, self._asked_to)))
             positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-            samples = self._segment.order.at(positions)
-            found.append(self._addresses(samples, samples + 1))
-        if not found:
-            return _NOTHING, _NOTHING
-        return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
-
-    def _addresses(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        return addresses_of(self._segment.maps, self._row_bytes, starts, stops)
+            samples = segment.order.at(positions)
+            part = addresses_of(segment.maps, samples, samples + 1)
+            starts.append(part[0])
+            stops.append(part[1])
+        return np.concatenate(starts), np.concatenate(stops)
 
 
 def _innermost(order: SampleOrder) -> tuple[SampleOrder, int]:

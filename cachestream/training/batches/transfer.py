@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.nested import nested_tensor_from_jagged
 
 from cachestream.errors import ConfigError
-from cachestream.training.batches.buffers import BufferPool
+from cachestream.training.batches.memory import BufferPool
 
 BatchTransform = Callable[..., Any]  # of a batch, and perhaps a torch.Generator
 _IN_FLIGHT: Final = 4  # host buffers that copies may still read from
@@ -24,28 +24,12 @@ class Staged(NamedTuple):
     ready: torch.cuda.Event | None = None
 
 
-class Transfer(Protocol):
-    """The transfer of batches to a device. `send` runs in gathering threads and in the trainer's, `receive` in
-    the trainer's.
+class Transfer:
+    """The transfer of batches to `device`: host memory, where they stay as they were gathered.
 
-    `moves` is true if batches are copied from the memory of `pool`, where they were gathered, to `device`.
+    `send` runs in gathering threads and in the trainer's, `receive` in the trainer's. `moves` is true in
+    subclasses that copy batches from the memory of `pool`, where they were gathered, to the device.
     """
-
-    moves: ClassVar[bool]
-    pool: BufferPool
-    device: torch.device
-
-    def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
-        """Start to move `batch`, and apply `transform` to it on its device."""
-        ...
-
-    def receive(self, staged: Staged) -> Any:
-        """Return the batch, safe to use on the current stream."""
-        ...
-
-
-class HostTransfer:
-    """Batches stay where they were gathered."""
 
     moves: ClassVar[bool] = False
 
@@ -54,13 +38,15 @@ class HostTransfer:
         self.device = torch.device("cpu")
 
     def send(self, batch: Any, transform: Callable[[Any], Any] | None) -> Staged:
+        """Start to move `batch`, and apply `transform` to it on its device."""
         return Staged(batch if transform is None else transform(batch))
 
     def receive(self, staged: Staged) -> Any:
+        """Return the batch, safe to use on the current stream."""
         return staged.batch
 
 
-class CudaTransfer:
+class CudaTransfer(Transfer):
     """Batches are gathered into pinned memory and copied on a stream of their own, while the GPU computes.
 
     The consumer's stream waits for the copy by an event (the CPU does not), and `record_stream` keeps the
@@ -70,6 +56,7 @@ class CudaTransfer:
     moves: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, keep: int) -> None:
+        super().__init__(keep)
         self.device = device
         self.pool = BufferPool(keep + _IN_FLIGHT, pinned=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -136,14 +123,12 @@ def make_transfer(device: torch.device | str | int | None, keep: int) -> Transfe
 
     Raises ConfigError for a device that does not exist or is of another kind.
     """
-    if device is None:
-        return HostTransfer(keep)
     try:
-        wanted = torch.device(device)
+        wanted = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r}: {error}") from error
     if wanted.type == "cpu":
-        return HostTransfer(keep)
+        return Transfer(keep)
     if wanted.type != "cuda":
         raise ConfigError(
             f"device={device!r}: batches are delivered to 'cpu' or 'cuda'; move them on from there"

@@ -1,4 +1,4 @@
-"""Jobs of 1, 2 and 4 ranks, one after the other: `matrix.py METHOD EPOCHS OUT`; writes OUT/<ranks>-<case>.json.
+"""Jobs of so many ranks, one after the other: `matrix.py METHOD EPOCHS OUT RANKS...`; writes OUT/<ranks>-<case>.json.
 
 Each job's processes are started once, by METHOD of multiprocessing, and go through all cases together: one cache or
 two, equal ones or not, with the last batch or without. In the midst of each case a cache grows.
@@ -79,12 +79,12 @@ def run_rank(rank: int, size: int, port: int, epochs: int, out: str) -> None:
 
 
 def main() -> None:
-    method, epochs, out = sys.argv[1:]
+    method, epochs, out, *sizes = sys.argv[1:]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["tests.training.scripts.matrix"])
-    for size in SIZES:
+    for size in map(int, sizes):
         port = free_port()
         ranks = [
             context.Process(target=run_rank, args=(rank, size, port, int(epochs), out))  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def epochs(cache: cs.Cache, rank: int) -> dict[str, Any]:
 
 def survive(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
     """Train until the loader says that a rank is gone; no collectives, which would fail first."""
-    with cs.EpochLoader(cache, 4, epoch_size=24, timeout_s=12) as loader:
+    with cs.EpochLoader(cache, 4, epoch_size=24, timeout_s=8) as loader:
         for epoch in range(100_000):
             if epoch == 3:
                 (out / f"{rank}.pid").write_text(str(os.getpid()))
@@ -118,6 +118,12 @@ def anew(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
                 while not all((out / f"{other}.{size}").exists() for other in range(size)):
                     time.sleep(0.02)
                 dist.destroy_process_group()
+                # Who comes earlier than that would meet the store of the job that ends.
+                over = out / f"over.{size}"
+                if rank == 0:
+                    over.touch()
+                while not over.exists():
+                    time.sleep(0.02)
     return {"epochs": found}
 
 

@@ -1,0 +1,129 @@
+"""benchmarks/RESULTS.md from the records in benchmarks/results: `python -m benchmarks.page` (or `make results`)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import waste
+from benchmarks.record import RESULTS, ROOT, Record, load
+from benchmarks.registry import BENCHMARKS, TURNS, Benchmark, Figure
+
+__all__ = ["PAGE", "matrix", "render"]
+
+PAGE: Final = ROOT / "benchmarks" / "RESULTS.md"
+HEAD: Final = """\
+# What was measured
+
+Made by `make results` from the records in [results/](results), which `make bench`, `make bench-peers` and `make bench-accuracy`
+write. Each round runs in a process of its own. Figures are the medians of the rounds; the spread is their least and their most.
+Ratios carry over to other machines, absolutes do not."""
+
+
+def render(folder: Path = RESULTS) -> str:
+    """The page."""
+    records = {name: load(name, folder) for name in BENCHMARKS}
+    parts = [HEAD, *_sittings(records)]
+    for name, benchmark in BENCHMARKS.items():
+        parts.append("\n".join(_section(name, benchmark, records[name])))
+    parts.append("\n".join(_turns(folder / f"{TURNS}.json")))
+    return "\n\n".join(parts) + "\n"
+
+
+def _sittings(records: Mapping[str, Record | None]) -> Iterator[str]:
+    """The machines, dates and versions, each with its benchmarks; one line if all were measured together."""
+    sittings: dict[str, list[str]] = {}
+    for name, record in records.items():
+        if record is not None:
+            commit = f" ({record.commit})" if record.commit else ""
+            sitting = f"{record.date}, cachestream {record.version}{commit}, on {record.machine}"
+            sittings.setdefault(sitting, []).append(name)
+    if sittings:
+        yield "\n".join(f"- {sitting}: {', '.join(names)}." for sitting, names in sittings.items())
+
+
+def _section(name: str, benchmark: Benchmark, record: Record | None) -> Iterator[str]:
+    yield f"## {benchmark.title}"
+    if record is None:
+        yield f"Not yet measured on this version: `{benchmark.shown_command(name)}`. {benchmark.what}"
+        return
+    rounds = "1 round" if record.rounds == 1 else f"{record.rounds} rounds"
+    yield f"`{benchmark.shown_command(name)}`, {rounds}. {benchmark.what}"
+    known = [figure for figure in benchmark.figures if figure.name in record.figures]
+    if known:
+        yield "\n| | target | median | spread |\n|-|-|-|-|"
+        yield from (_row(figure, record.figures[figure.name]) for figure in known)
+    yield from matrix(record.figures)
+    missed = [figure for figure in known if figure.misses(statistics.median(record.figures[figure.name]))]
+    if missed:
+        yield "\nMissed: " + " ".join(f"*{figure.title}*. {figure.missed}".rstrip() for figure in missed)
+    if benchmark.plot:
+        yield f"\n![{benchmark.title}]({benchmark.plot})"
+
+
+def _row(figure: Figure, values: list[float]) -> str:
+    spread = f"{_number(min(values))}–{_number(max(values))}" if len(values) > 1 else ""
+    target = "" if figure.target is None else f"{figure.bound} {_number(figure.target)}"
+    median = f"**{_number(statistics.median(values))}** {figure.unit}".rstrip()
+    return f"| {figure.title} | {target} | {median} | {spread} |"
+
+
+def matrix(figures: Mapping[str, list[float]]) -> Iterator[str]:
+    """The figures called "row / column" as a table, in the order in which they came."""
+    cells = {
+        (row, column): statistics.median(values)
+        for name, values in figures.items()
+        for row, slash, column in [name.partition(" / ")]
+        if slash
+    }
+    if not cells:
+        return
+    columns = _distinct(column for _, column in cells)
+    yield f"\n| | {' | '.join(columns)} |\n{'|-' * (len(columns) + 1)}|"
+    for row in _distinct(row for row, _ in cells):
+        shown = [_number(cells[row, column]) if (row, column) in cells else "–" for column in columns]
+        yield f"| {row} | {' | '.join(shown)} |"
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _turns(path: Path) -> Iterator[str]:
+    """The comparison of two versions: the first figure of each benchmark that both have."""
+    yield "## Beside another version"
+    command = "`python -m benchmarks.turns TREE`"
+    if not path.exists():
+        yield f"Not yet measured on this version: {command}."
+        return
+    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    here, there = told["here"], told["there"]
+    yield f"{command}, {told['date']}, on {told['machine']}: version {here} and version {there}, in turns."
+    found = {(row["benchmark"], row["figure"]): row for row in told["rows"]}
+    yield f"\n| | | {there} | {here} | {here} to {there} |\n|-|-|-|-|-|"
+    for name, benchmark in BENCHMARKS.items():
+        rows = [(figure, found.get((name, figure.name))) for figure in benchmark.figures]
+        for figure, row in [(figure, row) for figure, row in rows if row and row["there"]][:1]:
+            there, here = row["there"], row["here"]
+            title = f"{figure.title}, {figure.unit}" if figure.unit else figure.title
+            yield f"| {benchmark.title} | {title} | {_number(there)} | {_number(here)} | {_number(here / there)} |"
+
+
+def _number(value: float) -> str:
+    """Three significant digits: "0.52", "31.2", "4,120"."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:g}"
+
+
+def main() -> None:
+    PAGE.write_text(render(), encoding="utf-8")
+    if record := load("waste"):
+        waste.draw({name: statistics.median(values) for name, values in record.figures.items()})
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""All benchmarks: what each measures, its figures with their targets, and the reason where a target is missed.
+
+A benchmark is a module of this folder that emits its figures as the last line of its output. Benchmarks of other loaders
+(`group` "peers" and "accuracy") need an environment of their own and save their records themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["BENCHMARKS", "TURNS", "Benchmark", "Figure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure that the page shows, by the name under which it is emitted.
+
+    `target`: the least that it should be, with `at_most` the most. `missed` says in sentences why it is missed, where it is.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    target: float | None = None
+    at_most: bool = False
+    missed: str = ""
+
+    @property
+    def bound(self) -> str:
+        return "≤" if self.at_most else "≥"
+
+    def misses(self, value: float) -> bool:
+        if self.target is None:
+            return False
+        return value > self.target if self.at_most else value < self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A section of the page. Figures that are called "row / column" become a table of their own below `figures`."""
+
+    title: str
+    what: str
+    figures: tuple[Figure, ...] = ()
+    timeout_s: float = 600.0
+    command: str = ""  # of those that `python -m benchmarks` does not run
+    plot: str = ""  # relative to the page
+
+    def shown_command(self, name: str) -> str:
+        return self.command or f"python -m benchmarks {name}"
+
+
+TURNS: Final = "turns"
+BENCHMARKS: Final[dict[str, Benchmark]] = {
+    "warm": Benchmark(
+        "Warm batches",
+        "8,192 samples of 128 KiB in shuffled batches of 8 MiB, all in the page cache, beside memcpy and beside a gather of the "
+        "same rows into one reused buffer, each on one thread, in turns.",
+        (
+            Figure("loader_gb_per_s", "`EpochLoader`", "GB/s"),
+            Figure("loader_to_memcpy", "of memcpy", target=0.8),
+            Figure("loader_to_gather", "of the gather", target=0.85),
+            Figure("gap_ms", "gap between epochs", "ms", target=5, at_most=True),
+        ),
+    ),
+    "small": Benchmark(
+        "Small samples",
+        "60,000 samples of 784 bytes with a label in batches of 256, beside a gather into reused buffers on one thread.",
+        (
+            Figure("loader_samples_per_s", "`EpochLoader`", "samples/s"),
+            Figure(
+                "loader_to_gather",
+                "of the gather",
+                target=0.8,
+                missed="An epoch lasts some 10 ms. A batch takes 36 µs of a processor for its copies, 20 for the trainer's own "
+                "Python, and 25 for the places of its samples and the next epoch's preparation (by the kernel's counts), and the "
+                "gather beside it has both processors to itself.",
+            ),
+        ),
+    ),
+    "ranks": Benchmark(
+        "Two ranks",
+        "Two processes under `torch.distributed` with the warm batches from above, together, beside two processes that copy.",
+        (
+            Figure("two_ranks_gb_per_s", "two ranks", "GB/s"),
+            Figure(
+                "ranks_to_memcpy",
+                "of memcpy to one place",
+                target=0.75,
+                missed="This memcpy writes one place of 8 MiB, which the processor's cache holds. Batches lie in six places in "
+                "turn, since the trainer may keep what it has, and are written to memory.",
+            ),
+            Figure("ranks_to_memcpy_in_turn", "of memcpy to six places in turn"),
+        ),
+    ),
+    "interpreter": Benchmark(
+        "The trainer's own Python",
+        "A loop in pure Python that takes 1 GB/s from the loader, beside the same loop over views of a tensor in memory.",
+        (
+            Figure(
+                "share_of_python_speed",
+                "of the speed of the loop without a loader",
+                target=0.97,
+                missed="What is missing is the loader's Python in the trainer's thread, 0.04 to 0.1 ms for each batch, and that of "
+                "the thread that prepares the next epoch.",
+            ),
+            Figure("share_of_a_processor", "time of the loop on a processor, the share"),
+        ),
+    ),
+    "photographs": Benchmark(
+        "Photographs that are decoded once",
+        "2,000 JPEGs of 640 × 480 to 224 × 224, from the cache, and decoded in every epoch by a DataLoader with two processes.",
+        (
+            Figure("loader_images_per_s", "`EpochLoader`", "images/s"),
+            Figure("loader_to_decoding", "times as fast", target=20),
+        ),
+    ),
+    "ragged": Benchmark(
+        "Ragged fields",
+        "Samples of 1 to 512 tokens in batches of 256, by the values of `ragged=`.",
+        tuple(
+            Figure(f"{ragged}_million_tokens_per_s", f'`"{ragged}"`', "million tokens/s")
+            for ragged in ("list", "padded", "nested")
+        ),
+    ),
+    "scale": Benchmark(
+        "Large caches and many epochs",
+        "Tiny shards: 10,000 and then 100,000 of them, opened by a process that knows nothing of them; 1,000 epochs over 100.",
+        (
+            Figure(
+                "gap_third_new_ms", "gap between epochs, a third of 10,000 shards new", "ms", 5, at_most=True
+            ),
+            Figure("position_of_1e9_ms", "a position in an epoch of 10⁹ samples", "ms", 1, at_most=True),
+            Figure("first_batch_s_at_100000", "100,000 shards: first batch", "s", 2, at_most=True),
+            Figure("memory_mb_at_100000", "100,000 shards: memory besides torch's", "MB", 300, at_most=True),
+            Figure("snapshot_s_at_100000", "100,000 shards: a snapshot", "s", 0.3, at_most=True),
+            Figure("memory_growth_mb", "growth of memory over 900 epochs", "MB", 2, at_most=True),
+            Figure("files_growth", "growth of open files over 900 epochs", "", 0, at_most=True),
+        ),
+    ),
+    "beyond": Benchmark(
+        "A cache larger than memory",
+        "A cache of 3 GB, samples of 128 KiB, read by a process that a control group allows 1 GB (needs root).",
+        (
+            Figure("full_samples_per_s", "`EpochLoader`, a full shuffle", "samples/s"),
+            Figure(
+                "window_samples_per_s", "`EpochLoader`, in a window of a tenth of the memory", "samples/s"
+            ),
+            Figure("none_samples_per_s", "`EpochLoader`, in order", "samples/s"),
+            Figure("DataLoader_samples_per_s", "`DataLoader(EpochDataset)`, shuffled", "samples/s"),
+            Figure("memmap_samples_per_s", "a memmap, shuffled", "samples/s"),
+            Figure(
+                "full_bytes_read_for_each",
+                "bytes read for each one delivered, a full shuffle",
+                target=1.1,
+                at_most=True,
+            ),
+        ),
+        timeout_s=1800,
+    ),
+    "locality": Benchmark(
+        "Shuffling within a window",
+        "Entropy of the classes in a batch, of a full shuffle's: a cache filled class by class, 100 classes, 100,000 samples.",
+        tuple(Figure(f"entropy_share_{n}", f"`locality={n}`") for n in (1_000, 4_000, 16_000, 64_000)),
+    ),
+    "fill": Benchmark(
+        "Filling",
+        "1 GiB of float32 arrays of 128 KiB by two processes, beside one that writes as much and syncs it.",
+        (
+            Figure("files_mb_per_s", "local .npy files", "MB/s"),
+            Figure("function_mb_per_s", "a function", "MB/s"),
+            Figure("disk_mb_per_s", "a plain write", "MB/s"),
+            Figure("first_samples_s", "first samples after the call of `start_worker`", "s"),
+        ),
+    ),
+    "remote": Benchmark(
+        "A distant remote",
+        "An S3 server behind 50 ms of latency and 40 MB/s, objects of 100 kB, four processes.",
+        (
+            Figure("share_of_bandwidth", "share of the bandwidth used by the filling", target=0.9),
+            Figure("first_sample_s", "first sample", "s"),
+        ),
+    ),
+    "listing": Benchmark(
+        "A bucket that was never listed",
+        "`cs.stream` over a folder of 20,000 objects on an S3 server that lists some thousand names a second, torch loaded.",
+        (Figure("first_batch_s", "first batch", "s", target=1.0, at_most=True),),
+    ),
+    "cold": Benchmark(
+        "From nothing",
+        "An S3 server at 40 MiB/s for 60 s; the trainer takes batches of 8 MiB and computes for 25 ms each, so it wants 335 MB/s.",
+        (
+            Figure(
+                "first_batch_s",
+                "first batch",
+                "s",
+                target=1.0,
+                at_most=True,
+                missed="Loading modules takes about 1.2 s of a processor: ours in the caller, and in another process those of sampling "
+                "and of the S3 driver, on two cores that the server and its network share.",
+            ),
+            Figure(
+                "steps",
+                "steps, of 2,400",
+                target=2280,
+                missed="The 25 ms are `time.sleep`, which takes 25.2 to 25.4: hardly 2,290 steps fit into the time after the first batch.",
+            ),
+            Figure(
+                "waiting_percent",
+                "waiting after the first batch",
+                "%",
+                target=1,
+                at_most=True,
+                missed="Early epochs are short, and a fifth of the waiting is at their beginnings.",
+            ),
+            Figure("bandwidth_used_percent", "bandwidth used by the filling", "%", target=95),
+        ),
+    ),
+    "sources": Benchmark(
+        "Sources",
+        "One process fills a cache: MB/s, and the ratio to the format's own library when it keeps the samples in files, and when it "
+        "keeps nothing. From the page cache, from an S3 server on this machine, and from that behind 50 ms of latency.",
+        timeout_s=1800,
+    ),
+    "diversity": Benchmark(
+        "Diversity of the first epoch",
+        "Distinct tars among the first 1,000 samples, of 100 tars with 200 samples each, at 20 MB/s.",
+        (
+            Figure("visits_distinct_tars", "`samples_per_visit=20`", "tars"),
+            Figure("shuffled_distinct_tars", "shuffled tars", "tars"),
+            Figure("sequential_distinct_tars", "one tar after another", "tars"),
+        ),
+    ),
+    "waste": Benchmark(
+        "What is fetched is trained on",
+        "A cache of a fifth of the remote that fills at a multiple of the caches that an epoch takes: the share of the fetched samples "
+        "that an epoch used before they were evicted.",
+        tuple(
+            Figure(
+                f"trained_share_at_{ratio:g}",
+                f"{ratio:g} caches fetched in an epoch, if nothing waited",
+                target=0.95,
+            )
+            for ratio in (0.1, 0.5, 2.0, 8.0)
+        ),
+        plot="../docs/waste.png",
+    ),
+    "small_cache": Benchmark(
+        "The price of a small cache",
+        "Accuracy on handwritten digits after equally many steps, points behind training on all samples: a cache of a quarter of "
+        "them that turns over, from tars in random order, and from tars of one class each (1.5 MB each: smaller ones are not read in parts); three seeds.",
+        (
+            Figure("all_percent", "all samples, accuracy", "%"),
+            Figure("quarter_points_behind", "a quarter, points behind", target=0.3, at_most=True),
+            Figure(
+                "quarter_of_sorted_points_behind",
+                "a quarter, of sorted tars, points behind",
+                target=1.0,
+                at_most=True,
+            ),
+        ),
+    ),
+    "peers": Benchmark(
+        "Other loaders",
+        "A: 8,192 samples of 128 KiB, batch 64, GB/s. B: 60,000 samples of 784 bytes with a label, batch 256, thousand samples/s. "
+        "With 0, 1 and 2 DataLoader workers, in turns, every delivery verified. `DataLoader(EpochDataset)` is compared worker by worker.",
+        (
+            Figure(
+                "A_loader_to_gather",
+                "A: `EpochLoader`, of a gather into a reused buffer",
+                target=0.85,
+                missed="See Warm batches.",
+            ),
+            Figure(
+                "A_loader_to_memmap",
+                "A: `EpochLoader`, of a memmap batched by hand",
+                target=2,
+                missed="A memmap whose batches malloc keeps in its heap comes near to memcpy, and memcpy is less than twice as fast.",
+            ),
+            Figure(
+                "A_loader_to_caching_peer", "A: `EpochLoader`, of the best that caches remote data", target=7
+            ),
+            Figure(
+                "B_loader_to_gather",
+                "B: `EpochLoader`, of a gather into a reused buffer",
+                target=0.8,
+                missed="See Small samples.",
+            ),
+            Figure(
+                "B_loader_to_caching_peer", "B: `EpochLoader`, of the best that caches remote data", target=10
+            ),
+            Figure(
+                "A_dataset_to_peer",
+                "A: `DataLoader(EpochDataset)`, of the fastest peer under a DataLoader, the least",
+                target=1,
+                missed="With worker processes, the way from a worker to the trainer takes most of the time, for both.",
+            ),
+            Figure(
+                "B_dataset_to_peer",
+                "B: `DataLoader(EpochDataset)`, of the fastest peer under a DataLoader, the least",
+                target=1,
+                missed="Of a batch's time, half is the DataLoader's own, a third the copy out of mapped files, and the rest ours.",
+            ),
+        ),
+        command="make bench-peers",
+    ),
+    "accuracy": Benchmark(
+        "Time to accuracy over a slow remote",
+        "The same network trained for 60 s from the same S3 server at 1 MB/s, a tenth of what the trainer could take; the accuracy on "
+        "held-out views. The last column: when cachestream had the accuracy that the loader reached in the end, as a share of the budget.",
+        (
+            Figure(
+                "ours_there_at",
+                "cachestream reaches the best streaming loader's accuracy, share of the budget",
+                target=1 / 3,
+                at_most=True,
+            ),
+        ),
+        command="make bench-accuracy",
+        plot="../docs/time-to-accuracy.png",
+    ),
+}

@@ -1,0 +1,428 @@
+"""Conversion of Arrow columns to the fields of samples.
+
+| column | field |
+|-|-|
+| bool, int, float | a number of the same type |
+| decimal | float64 |
+| date, time, timestamp, duration | int64, in the column's own unit (days for date32), since 1970 in UTC |
+| string; binary | str; bytes |
+| (nested) list, fixed-size list, tensor of numbers | an array |
+| struct | one field for each member, "column.member" |
+| struct of "bytes" and "path" (Hugging Face's images) | the decoded image, uint8 `[3, H, W]` |
+| other lists, map | JSON text |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cachestream.errors import ConfigError, SampleError
+from cachestream.sources.base import Problems, Rows
+from cachestream.sources.decode.images import ImageOptions, decode_image
+from cachestream.sources.decode.values import decode_with, looks_like_image
+
+_IMAGE_MEMBERS: Final = ("bytes", "path")
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Stands in for the value of a row that cannot be used, with the reason."""
+
+    reason: str
+
+
+Values = list[Any] | npt.NDArray[Any]
+Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
+
+
+class Columns:
+    """Converts the columns of one Arrow schema to fields. Raises ConfigError for a type that has no field.
+
+    `nulls` are replacements for nulls, by field; any other null makes its row unusable. `images` are the
+    binary columns that hold encoded images; columns in Hugging Face's layout are decoded if
+    `decode_images`. `image_options` resizes and crops decoded images.
+    """
+
+    def __init__(
+        self,
+        arrow: Any,
+        schema: Any,
+        *,
+        nulls: Mapping[str, Any],
+        decode_images: bool,
+        images: Sequence[str],
+        image_options: ImageOptions,
+    ) -> None:
+        self._decode = partial(decode_image, options=image_options)
+        self._arrow = arrow
+        self._nulls, self._decode_images, self._image_columns = nulls, decode_images, images
+        self._features = _features(schema)
+        self.types = {field.name: field.type for field in schema}
+        for name, kind in self.types.items():
+            self._check(name, kind)
+
+    def fields(self, batch: Any) -> tuple[dict[str, Values], dict[int, Unusable]]:
+        """Return the fields of a record batch, and its unusable rows by number."""
+        fields: dict[str, Values] = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            fields.update(self._fields(name, column))
+        bad = {
+            row: value
+            for values in reversed(fields.values())  # the first column's reason wins
+            if isinstance(values, list)
+            for row, value in enumerate(values)
+            if type(value) is Unusable
+        }
+        return fields, bad
+
+    # --- types
+
+    def _check(self, name: str, kind: Any) -> None:
+        """Raise ConfigError if no row of a column of type `kind` could be used."""
+        types = self._arrow.types
+        if types.is_dictionary(kind):
+            self._check(name, kind.value_type)
+        elif types.is_struct(kind) and not _is_image(types, kind):
+            for member in kind:
+                self._check(f"{name}.{member.name}", member.type)
+        elif types.is_null(kind) and name not in self._nulls:
+            raise ConfigError(f"column '{name}' holds nothing but nulls: leave it out with columns=[…]")
+        elif _is_list(types, kind) and _holds_binary(types, kind):
+            raise ConfigError(
+                f"column '{name}' ({kind}) has no form as an array or a text: leave it out with columns=[…]"
+            )
+        elif types.is_nested(kind) and not (
+            _is_list(types, kind) or types.is_map(kind) or types.is_struct(kind)
+        ):
+            raise ConfigError(
+                f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]"
+            )
+
+    # --- values
+
+    def _fields(self, name: str, array: Any) -> dict[str, Values]:
+        """Return the fields of one column: one for each member of a struct, else a single one."""
+        types = self._arrow.types
+        if isinstance(array, self._arrow.ExtensionArray):
+            shape, order = getattr(array.type, "shape", None), getattr(array.type, "permutation", None)
+            found = self._fields(name, array.storage)
+            if shape is not None:  # a tensor, which Arrow stores flat
+                found[name] = _tensors(found[name], tuple(shape), order)
+            return found
+        if types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        kind = array.type
+        if _is_image(types, kind):
+            return {name: self._checked(name, array, self._decode_files(name, array))}
+        if types.is_struct(kind):
+            members = zip(kind, array.flatten(), strict=True)  # a null struct has null members
+            return {
+                key: values
+                for member, part in members
+                for key, values in self._fields(f"{name}.{member.name}", part).items()
+            }
+        return {name: self._checked(name, array, self._plain(name, array))}
+
+    def _checked(self, name: str, array: Any, values: Values) -> Values:
+        """Return the `values` of `array`, with nulls replaced or made Unusable."""
+        if not array.null_count:
+            return values
+        found = list(values)
+        instead: Any = Unusable(f"column '{name}' is null")
+        if name in self._nulls:
+            instead = self._nulls[name]
+            if isinstance(values, np.ndarray):  # keep the type of the column
+                instead = values.dtype.type(instead)
+        for row in _null_positions(array):
+            found[row] = instead
+        return found
+
+    def _plain(self, name: str, array: Any) -> Values:
+        """Return the values of a column that is neither a struct nor an image."""
+        arrow, types = self._arrow, self._arrow.types
+        kind = array.type
+        if types.is_null(kind):
+            return [None] * len(array)
+        if types.is_temporal(kind):
+            # pyarrow does not cast 32-bit dates and times to int64 directly.
+            wide = arrow.int32() if kind.bit_width == 32 else arrow.int64()
+            array = array.cast(wide).cast(arrow.int64())
+        elif types.is_decimal(kind):
+            array = array.cast(arrow.float64())
+        if types.is_boolean(kind) or types.is_primitive(array.type):
+            return _numbers(array)
+        if _is_text(types, kind):
+            return list(array.to_pylist())
+        if _is_binary(types, kind):
+            if name in self._image_columns:
+                return [self._image(name, one) for one in _buffers(array)]
+            return list(array.to_pylist())
+        if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):
+            return nested(arrow, array, name)
+        if _is_list(types, kind) or types.is_map(kind):
+            return [_as_json(name, one) for one in array.to_pylist()]
+        raise SampleError(f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]")
+
+    def _decode_files(self, name: str, array: Any) -> Values:
+        """Return the files of a column in Hugging Face's layout: decoded images, bytes of other files."""
+        member = array.field("bytes")
+        feature = self._features.get(name)
+        found: list[Any] = []
+        for row, data in enumerate(_buffers(member)):
+            if data is None:
+                path = array.field("path")[row].as_py()
+                found.append(
+                    Unusable(f"column '{name}' has no bytes, only the path {path!r}, which is not followed")
+                )
+            elif self._decode_images and (feature == "Image" or (feature is None and looks_like_image(data))):
+                found.append(self._image(name, data))
+            else:
+                found.append(bytes(data))
+        return found
+
+    def _image(self, name: str, data: memoryview | None) -> Any:
+        if data is None:
+            return None
+        try:
+            return decode_with(self._decode, data, "image", f"column '{name}'")
+        except SampleError as error:
+            return Unusable(str(error))
+
+
+# --- rows --------------------------------------------------------------------------------------
+
+
+def usable_rows(
+    fields: Mapping[str, Values],
+    bad: Mapping[int, Unusable],
+    first: int,
+    problems: Problems,
+    noun: str = "row",
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the sample of each usable row whose columns are `fields`.
+
+    The others are added to `problems`, as "`noun` 7: …" with numbers from `first` on.
+    """
+    names = tuple(fields)
+    for row, values in enumerate(zip(*fields.values(), strict=True)):
+        if row in bad:
+            problems.add(f"{noun} {first + row}: {bad[row].reason}")
+        else:
+            yield row, dict(zip(names, values, strict=True))
+
+
+def items_of(
+    keys: Sequence[str],
+    first: int,
+    fields: Mapping[str, Values],
+    bad: Mapping[int, Unusable],
+    problems: Problems,
+) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+    """Yield the samples whose columns are `fields`, as one `Rows` where every row is usable and alike.
+
+    Rows are numbered from `first` in the reasons that are added to `problems`.
+    """
+    if not bad and is_uniform(fields):
+        yield Rows(keys, fields)
+        return
+    for row, sample in usable_rows(fields, bad, first, problems):
+        yield keys[row], sample
+
+
+def is_uniform(fields: Mapping[str, Values]) -> bool:
+    """Return whether every field is an array, all str or all bytes, as `Rows` requires."""
+    return all(
+        isinstance(values, np.ndarray) or {*map(type, values)} in ({str}, {bytes})
+        for values in fields.values()
+    )
+
+
+# --- types -------------------------------------------------------------------------------------
+
+
+def _features(schema: Any) -> dict[str, str]:
+    """Return the feature types in Hugging Face's metadata ("Image", "Audio", …) by column."""
+    raw = (schema.metadata or {}).get(b"huggingface")
+    try:
+        features = json.loads(raw)["info"]["features"] if raw else {}
+        return {
+            name: str(one["_type"])
+            for name, one in features.items()
+            if isinstance(one, dict) and "_type" in one
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):  # not written by Hugging Face
+        return {}
+
+
+def doubled_fields(arrow: Any, schema: Any) -> list[str]:
+    """Return the field names that several columns would share: "a.b" beside a struct "a" with a "b", say."""
+    counts = Counter(name for field in schema for name in _names_of(arrow.types, field.name, field.type))
+    return [name for name, count in counts.items() if count > 1]
+
+
+def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
+    if not types.is_struct(kind) or _is_image(types, kind):
+        yield name
+        return
+    for member in kind:
+        yield from _names_of(types, f"{name}.{member.name}", member.type)
+
+
+def _is_image(types: Any, kind: Any) -> bool:
+    """Return whether `kind` is a struct of bytes and path: Hugging Face's images, audio and video."""
+    return (
+        types.is_struct(kind)
+        and kind.num_fields == 2
+        and sorted(member.name for member in kind) == list(_IMAGE_MEMBERS)
+        and _is_binary(types, kind.field("bytes").type)
+        and (_is_text(types, kind.field("path").type) or types.is_null(kind.field("path").type))
+    )
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    return any(
+        check(kind) for name in ("is_string", "is_large_string", "is_string_view")
+        if (check := getattr(types, name, None)) is not None
+    )  # fmt: skip
+
+
+def _is_binary(types: Any, kind: Any) -> bool:
+    return any(
+        check(kind) for name in ("is_binary", "is_large_binary", "is_fixed_size_binary", "is_binary_view")
+        if (check := getattr(types, name, None)) is not None
+    )  # fmt: skip
+
+
+def _is_list(types: Any, kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _innermost(types: Any, kind: Any) -> Any:
+    while _is_list(types, kind):
+        kind = kind.value_type
+    return kind
+
+
+def _is_numeric(types: Any, kind: Any) -> bool:
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+
+
+def _holds_binary(types: Any, kind: Any) -> bool:
+    if _is_list(types, kind):
+        return _holds_binary(types, kind.value_type)
+    if types.is_struct(kind):
+        return any(_holds_binary(types, member.type) for member in kind)
+    return _is_binary(types, kind)
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def _numbers(array: Any) -> npt.NDArray[Any]:
+    """Return the numbers of an array; nulls become 0 or False."""
+    if array.null_count:
+        array = array.fill_null(False if str(array.type) == "bool" else 0)
+    found: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _buffers(array: Any) -> Iterator[memoryview | None]:
+    """Yield the bytes of each row without a copy; None for a null."""
+    for one in array:
+        buffer = one.as_buffer()
+        yield None if buffer is None else memoryview(buffer)
+
+
+def _as_json(name: str, value: Any) -> Any:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Unusable(f"column '{name}' has no form as JSON: {error}")
+
+
+def nested(arrow: Any, array: Any, name: str) -> Values:
+    """Return an array for each row of a column of lists of numbers, nested to any depth.
+
+    A row is unusable if its lists are of unequal lengths at one depth, or if they hold a null.
+    """
+    lengths: list[npt.NDArray[np.int64]] = []
+    ends: list[npt.NDArray[np.int64]] = []
+    null_positions: list[npt.NDArray[np.int64]] = []  # the positions of nulls at each depth
+    while _is_list(arrow.types, array.type):
+        if lengths:
+            null_positions.append(_null_positions(array))
+        length = _numbers(arrow.compute.list_value_length(array)).astype(np.int64)
+        lengths.append(length)
+        ends.append(np.concatenate([[0], np.cumsum(length)]))
+        array = array.flatten()
+    null_positions.append(_null_positions(array))
+    values = _numbers(array)
+    bad = _rows_at(null_positions, ends)
+    if not bad and len(lengths[0]) and all((length == length[0]).all() for length in lengths if len(length)):
+        return values.reshape(
+            [len(lengths[0]), *(int(length[0]) if len(length) else 0 for length in lengths)]
+        )
+    return [
+        Unusable(f"column '{name}' holds a null")
+        if row in bad
+        else _row_array(values, lengths, ends, row, name)
+        for row in range(len(lengths[0]))
+    ]
+
+
+def _row_array(
+    values: npt.NDArray[Any],
+    lengths: list[npt.NDArray[np.int64]],
+    ends: list[npt.NDArray[np.int64]],
+    row: int,
+    name: str,
+) -> Any:
+    """Return the array of one row, cut out of the flat `values` of all rows."""
+    shape = []
+    first, last = row, row + 1
+    for length, end in zip(lengths, ends, strict=True):
+        inside = length[first:last]
+        if len(inside) and (inside != inside[0]).any():
+            return Unusable(
+                f"column '{name}' holds lists of {inside.min()} to {inside.max()} values, which make no "
+                "array: choose others with columns=[…]"
+            )
+        shape.append(int(inside[0]) if len(inside) else 0)
+        first, last = int(end[first]), int(end[last])
+    return values[first:last].reshape(shape)
+
+
+def _tensors(flat: Values, shape: tuple[int, ...], order: Sequence[int] | None) -> Values:
+    if isinstance(flat, np.ndarray) and order is None:
+        return flat.reshape(len(flat), *shape)
+    return [one if isinstance(one, Unusable) else _tensor(one, shape, order) for one in flat]
+
+
+def _tensor(flat: Any, shape: tuple[int, ...], order: Sequence[int] | None) -> npt.NDArray[Any]:
+    tensor = np.asarray(flat).reshape(shape)
+    return tensor if order is None else tensor.transpose(tuple(order))
+
+
+def _null_positions(array: Any) -> npt.NDArray[np.int64]:
+    if not array.null_count:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(~np.asarray(array.is_valid()))
+
+
+def _rows_at(null_positions: list[npt.NDArray[np.int64]], ends: list[npt.NDArray[np.int64]]) -> set[int]:
+    """Return the rows that hold the elements at the positions `null_positions` of each depth."""
+    rows: set[int] = set()
+    for depth, places in enumerate(null_positions):
+        found = places
+        for end in reversed(ends[: depth + 1]):
+            found = np.searchsorted(end, found, side="right") - 1
+        rows.update(found.tolist())
+    return rows

@@ -1,0 +1,129 @@
+"""The options of an `EpochLoader`, checked, and the errors for unknown ones."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from cachestream.config import (
+    SHORTEST_S,
+    check_count,
+    check_seconds,
+    check_share,
+    keywords_of,
+    parse_path,
+    reject_unknown,
+)
+from cachestream.errors import ConfigError
+from cachestream.training.batches.ragged import Ragged, check_ragged
+from cachestream.training.manifests import Replay
+from cachestream.training.samplers import check_sampler
+from cachestream.training.weights import KeyWeights
+
+if TYPE_CHECKING:
+    from cachestream.schema import Split
+    from cachestream.training.samplers import SamplerLike
+
+_HINTS: Final = {
+    "transform": "give it to start_worker (it runs before caching), or batch_transform= for work on whole batches",
+    **dict.fromkeys(
+        ("num_workers", "worker_init_fn", "persistent_workers", "multiprocessing_context"),
+        "one thread gathers at memory speed, and no process is needed; decoding runs in start_worker(num_workers=)",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSettings:
+    """The options of an `EpochLoader`; see there."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    epoch_size: int | None
+    min_samples: int | None
+    turnover: float
+    drop_last: bool
+    timeout_s: float
+    sampler: SamplerLike | None
+    weights: KeyWeights | None
+    locality: int | None
+    with_keys: bool
+    ragged: Ragged
+    replay: Replay | None = None
+    split: Split | None = None
+
+    def to_compare(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks."""
+        return self._in_common() | {
+            name: getattr(self, name) is not None for name in ("sampler", "replay", "weights")
+        }
+
+    def to_record(self) -> dict[str, Any]:
+        """The options that a manifest states. `sampler` is the class of the sampler, or "weights"."""
+        by = None if self.sampler is None else type(self.sampler).__name__
+        return self._in_common() | {"sampler": by if self.weights is None else "weights"}
+
+    def _in_common(self) -> dict[str, Any]:
+        names = ("batch_size", "shuffle", "seed", "epoch_size", "drop_last", "locality")
+        split = {} if self.split is None else {"split": self.split.name, "holdout": self.split.holdout}
+        return {name: getattr(self, name) for name in names} | split
+
+    def checked(self, replay: str | os.PathLike[str] | None) -> EpochSettings:
+        """These settings with plain numbers, for a replay of the manifests at `replay`, if any. Raises
+        ConfigError for invalid ones.
+        """
+        counts: dict[str, int] = {"batch_size": check_count("batch_size", self.batch_size)}
+        for name in ("epoch_size", "min_samples", "locality"):
+            value = getattr(self, name)
+            if value is not None:
+                counts[name] = check_count(name, value)
+        check_ragged(self.ragged)
+        check_share("turnover", self.turnover)
+        check_seconds("timeout_s", self.timeout_s, SHORTEST_S)
+        seed = check_count("seed", self.seed, -math.inf)
+        draws = self.sampler is not None or self.weights is not None
+        if self.locality is not None and (draws or not self.shuffle):
+            raise ConfigError(
+                "locality= is a way to shuffle: it goes together with shuffle=True, and not with sampler= or weights="
+            )
+        if self.sampler is not None:
+            check_sampler(self.sampler)
+            if self.weights is not None:
+                raise ConfigError("sampler= and weights= do not go together: either says what is drawn")
+        with_keys = self.with_keys or self.weights is not None
+        settings = replace(self, seed=seed, with_keys=with_keys, **counts)  # type: ignore[arg-type]
+        return settings if replay is None else settings._of_replay(parse_path(replay, "replay"))
+
+    def _of_replay(self, path: str) -> EpochSettings:
+        for name in ("epoch_size", "min_samples", "sampler", "weights", "locality"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name}= and replay= do not go together: the manifest says what is drawn")
+        # Orders end where the recorded ones did: the samples at the end were a batch, and are not dropped.
+        return replace(self, drop_last=False, replay=Replay(path))
+
+
+def make_weights(weights: object) -> KeyWeights | None:
+    """The weights for `weights=`: None, initially equal ones, or those of a mapping."""
+    if weights is None or weights is False:
+        return None
+    if weights is True or isinstance(weights, Mapping):
+        return KeyWeights(None if weights is True else weights)
+    raise ConfigError(
+        f"weights={type(weights).__name__}: give True, or a mapping of keys to weights; for weights by position "
+        "sampler=lambda dataset: WeightedRandomSampler(weights_of(dataset), len(dataset))"
+    )
+
+
+def refuse_unknown(unknown: Mapping[str, object], known: Callable[..., object]) -> None:
+    """Raise ConfigError for arguments that `known`, the constructor, does not take; it names the
+    replacement.
+    """
+    for name in unknown:
+        if name in _HINTS:
+            raise ConfigError(f"EpochLoader() has no argument '{name}': {_HINTS[name]}")
+    if unknown:
+        reject_unknown("EpochLoader", unknown, ("cache", "batch_size", *keywords_of(known)))

@@ -1,0 +1,491 @@
+"""The five ways to bytes: local files, S3, web servers, and fsspec's drivers, asynchronous or blocking.
+
+A backend of a remote knows two things: the version of a file (`stat`), and one request for a part of it
+(`open_range`). Resuming, deadlines, versions and accounting exist once, above them, in `transfer`. Local
+files need none of these: they are read straight into place, or mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from cachestream.errors import SampleError
+from cachestream.linux import FileMap
+from cachestream.transport import bounds, metering
+from cachestream.transport.metering import PIECE_BYTES
+from cachestream.transport.remote import (
+    CALL_BYTES,
+    CALL_S,
+    CONNECT_S,
+    FIRST_BYTE_S,
+    STALL_S,
+    Driver,
+    Remote,
+    for_bytes_s,
+    in_time,
+)
+from cachestream.transport.remote_errors import ChangedError
+from cachestream.transport.s3_requests import get_object, target_of
+from cachestream.transport.stream import Stream
+
+Span = tuple[int, int]  # a part of a file: its first byte, and the byte after its last one
+
+READAHEAD_BYTES: Final = 128 << 10  # the kernel's usual readahead at a page fault
+READ_BYTES: Final = 4 << 20  # in one system call
+# The entries of a driver's `info` that tell versions of an object apart.
+_VERSION_NAMES: Final = (
+    "ETag", "etag", "generation", "md5Hash", "content_md5", "size", "mtime", "LastModified",
+)  # fmt: skip
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of a file, as far as it is known: its size, and a tag that other versions do not have."""
+
+    size_bytes: int = -1
+    tag: str = ""
+
+    def merged(self, other: Version) -> Version:
+        """Return what both tell of the version. Raises ChangedError if they are two."""
+        resized = self.size_bytes != other.size_bytes and min(self.size_bytes, other.size_bytes) >= 0
+        if resized or (self.tag != other.tag and self.tag and other.tag):
+            raise ChangedError(f"version {self.tag} became {other.tag}")
+        return Version(max(self.size_bytes, other.size_bytes), self.tag or other.tag)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The bytes that one request brings: those of the file from `start` on, which may be before those asked for.
+
+    `read(nbytes)` returns at most so many, none at the end. `version` holds what the answer tells of the
+    file.
+    """
+
+    start: int
+    version: Version
+    read: Callable[[int], Awaitable[Any]]
+    close: Callable[[], None]
+    seek: Callable[[int], object] | None = None  # only of a blocking driver
+
+
+class Backend(Protocol):
+    """The requests of one kind of remote, awaited as `driver.submit` does. They raise the driver's errors."""
+
+    driver: Driver
+    streams: bool  # the bytes of an answer can be read as they arrive
+    tells_version: bool  # in every answer
+    takes_parts: bool  # the parts of a large file are best requested by themselves, several at once
+
+    @property
+    def request_bytes(self) -> int:
+        """The most that one request should ask for."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """The most that should be read in one step."""
+
+    def deadline_s(self, nbytes: int) -> float:
+        """Return the deadline for a step that reads `nbytes`."""
+
+    async def stat(self, path: str) -> Version:
+        """Return the current version of a file."""
+
+    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        """Request the bytes from `start` (negative: from the end) to `stop` (None: the end) of a file.
+
+        `version` is what is known of the file. The server may ignore it, and the range.
+        """
+
+
+def backend_of(remote: Remote) -> Backend:
+    """Return the backend of a remote that is not local, with the driver of this thread."""
+    driver = remote.driver()
+    if remote.is_s3:
+        return S3Backend(driver)
+    if remote.is_web:
+        return WebBackend(driver)
+    return CallBackend(remote, driver) if driver.is_async else BlockingBackend(remote, driver)
+
+
+class _StreamingBackend:
+    """A server that sends the size and the version with each answer, and the bytes as they are read."""
+
+    streams = tells_version = True
+    piece_bytes = PIECE_BYTES
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    @property
+    def request_bytes(self) -> int:
+        return metering.at_most()
+
+    def deadline_s(self, nbytes: int) -> float:
+        return for_bytes_s(nbytes)
+
+    async def stat(self, path: str) -> Version:
+        body = await self.open_range(path, 0, 1, Version())
+        try:
+            await body.read(1)
+            await body.read(1)  # only at its end is the connection free for the next request
+        finally:
+            body.close()
+        return body.version
+
+    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        raise NotImplementedError
+
+
+class S3Backend(_StreamingBackend):
+    """Objects of S3."""
+
+    takes_parts = True
+
+    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        filesystem = self.driver.filesystem
+        read_s = float(filesystem.config_kwargs.get("read_timeout", STALL_S))
+        asking = get_object(filesystem, target_of(filesystem, path), Range=_range_header(start, stop))
+        # The user's own read timeout wins.
+        answer = await in_time(asking, FIRST_BYTE_S if read_s == STALL_S else read_s)
+        begin, told = version_of_s3(answer)
+        return Body(begin, told, answer["Body"].read, answer["Body"].close)
+
+
+def version_of_s3(answer: dict[str, Any]) -> tuple[int, Version]:
+    """Return the offset of the first byte in an answer of S3, and the version of the whole object."""
+    length = int(answer["ContentLength"])
+    start, size_bytes = _parse_range(answer.get("ContentRange")) or (0, length)
+    return start, Version(size_bytes, str(answer.get("ETag") or ""))
+
+
+class WebBackend(_StreamingBackend):
+    """Files of a web server, with or without ranges."""
+
+    takes_parts = False
+
+    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        import aiohttp
+
+        filesystem = self.driver.filesystem
+        session = await filesystem.set_session()
+        options = dict(filesystem.kwargs)
+        # In a compressed body, a range would mean other bytes.
+        headers = {**options.get("headers", {}), "Accept-Encoding": "identity"}
+        # Where the server compressed the file or does not know its size, ranges are of no use.
+        if (start or stop is not None) and not (version.tag and version.size_bytes < 0):
+            headers["Range"] = _range_header(start, stop)
+        options["headers"] = headers
+        first_byte_s: float | None = None
+        if "timeout" not in options and "timeout" not in filesystem.client_kwargs:  # the user's own wins
+            options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STALL_S)
+            first_byte_s = FIRST_BYTE_S
+        response = await in_time(_get(session, filesystem.encode_url(path), options), first_byte_s)
+        try:
+            if response.status != 416:  # `classify` takes it for a range beyond the end
+                filesystem._raise_not_found_for_status(response, path)
+            response.raise_for_status()
+            is_encoded = _is_encoded(response)
+        except BaseException:
+            response.close()
+            raise
+        if response.status == 206:
+            begin, size = _parse_range(response.headers.get("Content-Range")) or (max(0, start), -1)
+        else:
+            begin, size = 0, -1 if is_encoded else int(response.headers.get("Content-Length", -1))
+        tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+        return Body(begin, Version(size, str(tag)), response.content.read, response.close)
+
+
+async def _get(session: Any, url: Any, options: dict[str, Any]) -> Any:
+    return await session.get(url, **options)
+
+
+def _range_header(start: int, stop: int | None) -> str:
+    if start < 0:
+        return f"bytes={start}"
+    return f"bytes={start}-{'' if stop is None else max(start, stop - 1)}"
+
+
+def _parse_range(content_range: str | None) -> tuple[int, int] | None:
+    """Return the offset of an answer's first byte and the size of the whole file; None without a range."""
+    match = _CONTENT_RANGE.match(content_range or "")
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _is_encoded(response: Any) -> bool:
+    """Return whether a web server compressed a file unasked; aiohttp decompresses it, to another length.
+
+    Raises ValueError for a compressed range, whose bytes are not those of the file.
+    """
+    encoding = response.headers.get("Content-Encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return False
+    if response.status == 206:
+        raise ValueError(
+            f"a part of it came with Content-Encoding: {encoding[:40]}, which cannot be unpacked by itself; "
+            "have the server send the file without this header"
+        )
+    return True
+
+
+class _CallingBackend:
+    """A driver whose calls return nothing before all bytes have arrived."""
+
+    streams = False
+
+    def __init__(self, remote: Remote, driver: Driver) -> None:
+        self._pieces, self.driver = remote.pieces, driver
+
+    def deadline_s(self, _nbytes: int) -> float:
+        return CALL_S
+
+
+class CallBackend(_CallingBackend):
+    """An asynchronous driver of fsspec, by `_cat_file`."""
+
+    tells_version = False
+    takes_parts = True
+    piece_bytes = PIECE_BYTES
+
+    @property
+    def request_bytes(self) -> int:
+        return metering.at_most(self._pieces.nbytes)
+
+    async def stat(self, path: str) -> Version:
+        return _version_of_info(await self.driver.filesystem._info(path))
+
+    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        begun_s = time.monotonic()
+        span = {} if start == 0 and stop is None else {"start": start, "end": stop}
+        data: bytes = await self.driver.filesystem._cat_file(path, **span)
+        self._pieces.took(len(data), time.monotonic() - begun_s)
+        ended = start >= 0 and (stop is None or len(data) < stop - start)
+        is_told = version.size_bytes < 0 and ended  # less than was asked for is the rest of the file
+        return body_of(data, max(0, start), Version(start + len(data)) if is_told else Version())
+
+
+def body_of(data: bytes, start: int, version: Version) -> Body:
+    """Return a body of bytes that have arrived."""
+    left = memoryview(data)
+
+    async def read(nbytes: int) -> memoryview:
+        nonlocal left
+        part, left = left[:nbytes], left[nbytes:]
+        return part
+
+    return Body(start, version, read, lambda: None)
+
+
+class BlockingBackend(_CallingBackend):
+    """A synchronous driver of fsspec: an open file is a request, and each of its reads a call.
+
+    It reads ahead as much as the driver does by default, or less after a late call; for parts, not at all.
+    """
+
+    tells_version = True
+    takes_parts = False
+    request_bytes = metering.NO_LIMIT_BYTES
+
+    @property
+    def piece_bytes(self) -> int:
+        return metering.at_most(self._pieces.nbytes)
+
+    async def stat(self, path: str) -> Version:
+        return _version_of_info(self.driver.filesystem.info(path))
+
+    async def open_range(self, path: str, start: int, stop: int | None, version: Version) -> Body:
+        most = self._pieces.nbytes
+        ahead = {"block_size": most if most < CALL_BYTES else None}
+        options = ahead if stop is None else {"cache_type": "none"}
+        with _closed_connections():
+            file = self.driver.filesystem.open(path, "rb", **options)
+            if start < 0:
+                start = max(0, file.seek(0, os.SEEK_END) + start)
+            if start or file.tell():
+                file.seek(start)
+
+        async def read(nbytes: int) -> bytes:
+            begun_s = time.monotonic()
+            with _closed_connections():
+                data: bytes = file.read(min(nbytes, self._pieces.nbytes))
+            self._pieces.took(len(data), time.monotonic() - begun_s)
+            return data
+
+        info, size = getattr(file, "details", None), getattr(file, "size", None)
+        told = _version_of_info(info if isinstance(info, dict) else {"size": size})
+        return Body(start, told, read, file.close, file.seek)
+
+
+@contextlib.contextmanager
+def _closed_connections() -> Iterator[None]:
+    try:
+        yield
+    except EOFError as error:  # ftplib's error if the server closed the connection
+        raise ConnectionError(f"the connection was closed {error}") from error
+
+
+def _version_of_info(info: dict[str, Any]) -> Version:
+    """Return the version that the `info` of a driver tells."""
+    size = info.get("size")
+    tag = "|".join(str(info[name]) for name in _VERSION_NAMES if name in info)
+    return Version(-1 if size is None else int(size), tag)
+
+
+# --- local files ---------------------------------------------------------------------------------------
+
+
+def _open(path: str, where: str) -> tuple[int, os.stat_result]:
+    """Open a regular file; return its descriptor and status. `where` names the file in messages."""
+    # O_NONBLOCK: without it, opening a named pipe waits for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise SampleError(f"{where}: not a regular file")
+    return fd, status
+
+
+def _fill(fd: int, start: int, out: memoryview, where: str, unreported: int = 0) -> int:
+    """Read from byte `start` on until `out` is full. Raises SampleError if the file ends before.
+
+    Bytes are reported `PIECE_BYTES` at a time. `unreported` is the number of bytes that earlier calls have
+    not reported; the number after this call is returned.
+    """
+    have = 0
+    while have < len(out):
+        got = os.preadv(fd, [out[have : have + READ_BYTES]], start + have)
+        if got == 0:
+            raise SampleError(f"{where}: ends after {start + have} of at least {start + len(out)} bytes")
+        have += got
+        unreported += got
+        if unreported >= PIECE_BYTES:
+            metering.fetched(unreported)
+            unreported = 0
+    return unreported
+
+
+def fetch_local(path: str) -> memoryview:
+    """Return all bytes of the file `path`, writable."""
+    fd, status = _open(path, path)
+    try:
+        bounds.check(status.st_size)
+        buffer = np.empty(status.st_size, np.uint8).data
+        metering.asking(status.st_size)
+        unreported = _fill(fd, 0, buffer, path)
+    finally:
+        os.close(fd)
+    metering.fetched(unreported)
+    return buffer
+
+
+def mapped_spans(mapped: FileMap, spans: Sequence[Span]) -> list[memoryview] | None:
+    """Return the bytes of `spans` of a mapped file, read-only and without a copy; None before Linux 5.14.
+
+    The pages are populated first, by a call that raises OSError where an access to them would end the process
+    with SIGBUS.
+    """
+    for start, stop in spans:
+        if stop - start > READAHEAD_BYTES and not mapped.is_cached(start, stop):
+            mapped.ask_for(start, stop)
+        if start < stop and not mapped.bring_in(start, stop):
+            return None
+    whole = mapped.array().data
+    return [whole[start:stop] for start, stop in spans]
+
+
+class LocalFile:
+    """The file `path`, which messages call `shown`. Thread-safe and picklable."""
+
+    def __init__(self, path: str, shown: str) -> None:
+        self._path, self._shown = path, shown
+        # Assigned as one tuple: other threads read it meanwhile.
+        self._map: tuple[Version, FileMap] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None}
+
+    def stat(self) -> Version:
+        """Return the current version."""
+        fd, status = _open(self._path, self._shown)
+        os.close(fd)
+        return _version_of_status(status)
+
+    def read_spans(
+        self,
+        spans: Sequence[Span],
+        outs: Sequence[memoryview] | None,
+        sparse: bool,
+        check: Callable[[Version], Version],
+    ) -> Sequence[memoryview]:
+        """Return the bytes of each span, as `RemoteObject.read_spans` does; `check` takes their version."""
+        fd, status = _open(self._path, self._shown)
+        unreported = 0
+        try:
+            now = check(_version_of_status(status))
+            if outs is None and sparse and all(stop <= now.size_bytes for _, stop in spans):
+                nbytes = sum(stop - start for start, stop in spans)
+                metering.asking(nbytes)
+                found = self._mapped_spans(fd, now, spans)
+                if found is not None:
+                    metering.fetched(nbytes)
+                    return found
+            if outs is None:
+                outs = [np.empty(stop - start, np.uint8).data for start, stop in spans]
+            for (start, _), out in zip(spans, outs, strict=True):
+                metering.asking(len(out))
+                unreported = _fill(fd, start, out, self._shown, unreported)
+        finally:
+            os.close(fd)
+        metering.fetched(unreported)
+        return outs
+
+    def _mapped_spans(self, fd: int, now: Version, spans: Sequence[Span]) -> list[memoryview] | None:
+        """Return the bytes of `spans` without a copy; None if the file cannot be mapped."""
+        mapped = self._map
+        if mapped is None or mapped[0] != now:
+            try:
+                mapped = now, FileMap(fd, now.size_bytes)
+            except OSError:
+                return None
+            self._map = mapped
+        return mapped_spans(mapped[1], spans)
+
+
+def _version_of_status(status: os.stat_result) -> Version:
+    return Version(status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
+
+
+class LocalStream(Stream):
+    """A local file as a stream."""
+
+    def __init__(self, path: str, where: str, start: int) -> None:
+        super().__init__(where, start=start)
+        self._fd, status = _open(path, where)
+        self.size_bytes = self._end = status.st_size
+        self._offset = start
+
+    def _next_piece(self) -> memoryview:
+        buffer = np.empty(PIECE_BYTES, np.uint8).data
+        metering.asking(max(0, min(PIECE_BYTES, self._end - self._offset)))
+        got = os.preadv(self._fd, [buffer], self._offset)
+        self._offset += got
+        metering.fetched(got)
+        return buffer[:got]
+
+    def _jump(self, nbytes: int) -> None:
+        self._offset += nbytes
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

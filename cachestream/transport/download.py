@@ -1,0 +1,302 @@
+"""Reading one file forward, over as many requests as it takes.
+
+`RangeRequest` is one request and its body; `Download` is the one loop that waits for pieces, resumes and
+gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from cachestream.transport import metering
+from cachestream.transport.backends import Backend, Body, Version, backend_of, body_of
+from cachestream.transport.metering import PIECE_BYTES
+from cachestream.transport.remote import PIECE_S, result_of
+from cachestream.transport.remote_errors import ChangedError, backoff_delays, classify, judge
+
+if TYPE_CHECKING:
+    from cachestream.transport.object import RemoteObject
+
+# Returns the memory for the bytes from an offset on, of a file of a size (-1: unknown).
+Room = Callable[[int, int], memoryview]
+
+PART_BYTES: Final = 4 << 20  # of a part that is requested by itself
+RESUMES: Final = 4  # in a row, without a whole piece in between
+MORE_RESUMES: Final = 8  # about a minute, where reading anew would lose a whole piece or more
+
+
+class _TooSlowError(TimeoutError):
+    """Bytes arrive, but far too slowly."""
+
+
+class RangeRequest:
+    """One request for the bytes of a file from `start` on, sent with the first read.
+
+    Its methods run where the driver's calls do, one at a time. `position` is the offset of the next byte. An
+    `error` that ends it after bytes came is kept, and these bytes are returned. One that `is_given_up` writes
+    to no memory any more.
+    """
+
+    def __init__(self, file: RemoteObject, backend: Backend, start: int, stop: int | None) -> None:
+        self._file, self._stop = file, stop
+        self._is_suffix = start < 0
+        self._body: Body | None = None
+        self.backend = backend
+        self.position = start
+        self.error: Exception | None = None
+        self.is_done = self.is_given_up = False
+
+    async def read(self, at: int, room: Room, most: int, patience_s: float) -> memoryview:
+        """Return at most `most` bytes from `at` on, in memory from `room`; after `patience_s`, fewer.
+
+        There are none at the end.
+        """
+        body = self._body
+        if body is None:
+            self.position = at
+            body = self._body = await self._open()
+        elif at != self.position:
+            assert body.seek is not None
+            body.seek(at)
+            self.position = at
+        out, ended, enough_s = memoryview(b""), False, time.monotonic() + patience_s
+        try:
+            out = room(at := self.position, self._file.version.size_bytes)[:most]
+            if self._stop is not None:
+                out = out[: self._stop - at]
+            while not ended and self.position < at + len(out):
+                part = await body.read(at + len(out) - self.position)
+                if self.is_given_up:  # the memory may belong to another request by now
+                    return memoryview(b"")
+                out[self.position - at : self.position - at + len(part)] = part
+                self.position += len(part)
+                ended = not part
+                if time.monotonic() > enough_s:
+                    break
+            await self._check_end(body, ended=ended)
+        except Exception as error:
+            self.close()
+            if self.position == at:
+                raise
+            self.error = error.with_traceback(None)  # it would keep the memory
+        return out[: self.position - at]
+
+    async def _open(self) -> Body:
+        """RangeRequest the bytes from `position` on; return a body that stands there."""
+        file = self._file
+        try:
+            body = await self.backend.open_range(file.path, self.position, self._stop, file.version)
+        except Exception as error:
+            if classify(error) != "range":
+                raise
+            if file.version.size_bytes >= 0:
+                raise ChangedError("the file is shorter now") from None
+            if self._is_suffix and self.position < 0:
+                # Some servers refuse a suffix longer than the file: its first bytes are the file then.
+                self.position, self._stop = 0, -self.position
+                return await self._open()
+            body = body_of(b"", self.position, Version(self.position))  # it ends there
+        try:
+            file.check(body.version)
+            if self.position < 0:
+                self.position = max(body.start, self.position + file.version.size_bytes)
+            left = self.position - body.start
+            while left > 0:  # a server without ranges sends the file from its begin
+                part = await body.read(min(left, PIECE_BYTES))
+                if not part:
+                    raise ConnectionError("the body ended early")
+                left -= len(part)
+        except BaseException:
+            body.close()
+            raise
+        return body
+
+    async def _check_end(self, body: Body, *, ended: bool) -> None:
+        """Close the request at its end. Raises ConnectionError if the body `ended` before."""
+        size, stop, position = self._file.version.size_bytes, self._stop, self.position
+        end = size if stop is None or 0 <= size < stop else stop
+        if ended and position != end and not self._is_suffix:
+            if size >= 0:
+                raise ConnectionError(f"the body ended after {position} of {size} bytes")
+            self._file.check(Version(position))
+        if not ended and position == end:
+            await body.read(1)  # only at its end is the connection free for the next request
+        if ended or position == end:
+            self.is_done = True
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        body, self._body = self._body, None
+        if body is not None:
+            body.close()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The bytes, waits and failures since the last whole `PIECE_BYTES` came."""
+
+    num_bytes: int = 0
+    waited_s: float = 0.0
+    failures: int = 0
+    delays: Iterator[float] = field(default_factory=lambda: backoff_delays(random))
+
+
+class Download:
+    """The bytes of a file from `offset` on, in order, of one version: requests that continue one another.
+
+        IDLE ──ask──▶ PENDING ──bytes──▶ IDLE
+         ▲               │
+         │             error
+         │               ▼
+         └──pause── resumable?  ──no──▶ raised
+
+    An error is resumed after a pause, by a request for the bytes that are missing, if the remote is
+    unavailable and has sent bytes before (`num_bytes`): at most `RESUMES` times without a whole `PIECE_BYTES`
+    in between, or `MORE_RESUMES` after such a piece. A read that never began is retried by the caller, with
+    the back-off of the whole unit. So is one that brings less than `PIECE_BYTES` in `PIECE_S` seconds.
+
+    Bytes from `stop` on are not requested. A piece has at most `step_bytes`; after `patience_s` an incomplete
+    one is handed over. A negative offset counts from the end.
+    """
+
+    def __init__(
+        self,
+        file: RemoteObject,
+        start: int,
+        room: Room,
+        stop: int | None = None,
+        *,
+        step_bytes: int = PART_BYTES,
+        patience_s: float = math.inf,
+        num_bytes: int = 0,
+    ) -> None:
+        self.offset, self.stop, self.room, self.num_bytes = start, stop, room, num_bytes
+        self._file, self._step_bytes, self._patience_s = file, step_bytes, patience_s
+        self._request: RangeRequest | None = None
+        self._pending: concurrent.futures.Future[memoryview] | None = None
+        self._asked_s = self._deadline_s = 0.0
+        self._progress = _Progress()
+
+    @property
+    def is_at_end(self) -> bool:
+        """True at the end of the file, if that is known."""
+        return 0 <= self.offset == self._file.version.size_bytes
+
+    @property
+    def is_done(self) -> bool:
+        """True at `stop`, and at the end of the file."""
+        return self.offset == self.stop or self.is_at_end
+
+    def ask(self) -> None:
+        """RangeRequest the next piece unless one is pending."""
+        request = self._request
+        if self._pending is not None or (request is not None and request.error is not None):
+            return
+        if request is None:
+            backend = backend_of(self._file.remote)
+            most = math.inf if self.stop is None else self.stop
+            if self.offset >= 0 and backend.request_bytes < metering.NO_LIMIT_BYTES:
+                most = min(most, self.offset + backend.request_bytes)
+            stop = None if most == math.inf else int(most)
+            request = self._request = RangeRequest(self._file, backend, self.offset, stop)
+        nbytes = self._likely_bytes()
+        metering.asking(nbytes)
+        driver = request.backend.driver
+        self._asked_s = time.monotonic()
+        self._deadline_s = request.backend.deadline_s(nbytes)
+        patience_s = self._patience_s if driver.is_async else 0.0  # a read of a blocking driver is one call
+        self._pending = driver.submit(request.read, self.offset, self.room, self._step_bytes, patience_s)
+
+    def _likely_bytes(self) -> int:
+        """Return how many bytes the next piece is likely to have."""
+        size, offset = self._file.version.size_bytes, self.offset
+        if offset < 0:
+            return -offset
+        nbytes = self._step_bytes
+        if self.stop is not None:
+            nbytes = min(nbytes, self.stop - offset)
+        if size >= 0:
+            return min(nbytes, size - offset)
+        return nbytes if self.num_bytes else min(nbytes, self._file.remote.likely_bytes())
+
+    def take(self) -> memoryview:
+        """Wait for the pending piece, or the next one; none at the end of the file."""
+        while not self.is_at_end:
+            try:
+                if self._request is not None and self._request.error is not None:
+                    raise self._request.error
+                self.ask()
+                return self._arrived()
+            except Exception as error:
+                if not self._may_resume(error):
+                    raise
+            self._progress.failures += 1
+            metering.wait(next(self._progress.delays))
+        return memoryview(b"")
+
+    async def arrival(self) -> None:
+        """Wait on the event loop of the caller for the pending piece, or until it is late."""
+        if self._pending is not None and self._request is not None and self._request.backend.driver.is_async:
+            future = asyncio.wrap_future(self._pending)
+            await asyncio.wait({future}, timeout=self._deadline_s)
+            if future.done() and not future.cancelled():
+                future.exception()  # `take` raises it
+
+    def seek(self, offset: int) -> None:
+        """Go on at `offset`; a blocking driver keeps its file."""
+        if self._request is not None and self._request.backend.driver.is_async:
+            self.close()
+        self._cancel()
+        self.offset = offset
+
+    def close(self) -> None:
+        """Cancel what is pending, and close the connection."""
+        self._cancel()
+        request, self._request = self._request, None
+        if request is not None and not request.is_done:
+            request.is_given_up = True
+            request.backend.driver.later(request.close)
+
+    def _cancel(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.cancel()
+
+    def _arrived(self) -> memoryview:
+        """Wait for the pending piece; report and return it."""
+        request, pending, begun_s = self._request, self._pending, time.monotonic()
+        assert request is not None
+        assert pending is not None
+        piece: memoryview = result_of(pending, self._deadline_s, self._asked_s)
+        self._pending, self.offset = None, request.position
+        if request.is_done:
+            self._request = None
+        metering.fetched(len(piece))
+        self.num_bytes += len(piece)
+        progress = self._progress
+        progress.num_bytes += len(piece)
+        progress.waited_s += time.monotonic() - begun_s
+        if progress.num_bytes >= PIECE_BYTES:
+            self._progress = _Progress()
+        elif progress.waited_s > PIECE_S and request.backend.streams and not self.is_done:
+            raise _TooSlowError(f"only {progress.num_bytes} bytes came within {progress.waited_s:.0f} s")
+        return piece
+
+    def _may_resume(self, error: Exception) -> bool:
+        """End the request that failed; return whether another one may continue."""
+        request = self._request
+        self.close()
+        if request is not None:
+            self._file.remote.note_failure(request.backend.driver, error)
+        if isinstance(error, _TooSlowError) or judge(error) != "unavailable":
+            return False
+        most = RESUMES if self.num_bytes < PIECE_BYTES else MORE_RESUMES
+        return self.num_bytes > 0 and self._progress.failures < most

@@ -1,0 +1,168 @@
+"""The demo and the example run as users run them, only shorter, and leave nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+from PIL import Image
+from torch.distributed import run as torchrun
+
+from cachestream import Cache, EpochError
+from cachestream.demo.data import PLACES, make_remote
+from cachestream.demo.run import LimitWatch, Size, problems, run, train_ranks
+from tests.support.forked import run_forked
+
+ROOT: Final = Path(__file__).parents[2]
+SHORT: Final = Size(num_samples=810, num_held_out=135, epochs=3, epoch_s=1.0, fetch_s=1.5)
+TIMEOUT_S: Final = 180.0
+
+
+def wait_until(what: str, condition: Callable[[], bool]) -> None:
+    deadline, pause = time.monotonic() + TIMEOUT_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT_S:.0f} s"
+        pause.wait(0.05)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines that name `folder`, which torchrun's and the ranks' do."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(folder) in command:
+            found.append(command.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+@contextmanager
+def training_demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo in a process of its own that works in `folder`, once its ranks train."""
+    long = dataclasses.replace(SHORT, epochs=100)
+    script = f"from cachestream.demo import Size, run; run(size={long})"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("epoch") for line in process.stdout)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_demo_trains_on_a_cache_that_grows_evicts_and_keeps_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, output = tmp_path / "work", tmp_path / "output"
+    work.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(work))
+    assert run(output, keep=True, size=SHORT) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(number for number, line in enumerate(lines) if line.startswith("epoch"))
+    epochs = [line.split() for line in lines[heading + 1 : heading + 4]]
+    assert [epoch[0] for epoch in epochs] == ["1", "2", "3"]
+    assert epochs[-1][3] == "100%"  # of the remote was seen
+    assert float(epochs[-1][-1].rstrip("%")) > 3 * 100 / PLACES  # far above chance
+    assert "accuracy after 3 epochs" in lines[-4]
+    assert str(output / "demo.png") in lines[-2]
+    with Image.open(output / "demo.png") as plot:
+        assert min(plot.size) > 600
+    (kept,) = work.iterdir()
+    with Cache(kept / "cache") as cache:
+        status = cache.status()
+        assert status.evicted_samples > 0
+        assert status.size_bytes <= SHORT.limit_bytes == status.size_limit
+        assert not cache.has_worker()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_demo_and_leaves_nothing(tmp_path: Path) -> None:
+    with training_demo(tmp_path) as process:
+        assert processes_of(tmp_path)
+        process.send_signal(signal.SIGINT)
+        process.wait(TIMEOUT_S)
+    assert process.returncode == -signal.SIGINT
+    wait_until("all of it ends", lambda: not processes_of(tmp_path))
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")}
+    assert left == {"demo-output"}
+
+
+@pytest.mark.slow
+def test_a_killed_demo_takes_its_ranks_and_its_worker_with_it(tmp_path: Path) -> None:
+    with training_demo(tmp_path) as process:
+        process.kill()
+    wait_until("the ranks end", lambda: not processes_of(tmp_path))
+    (work,) = tmp_path.glob("cachestream-demo-*")
+    with Cache(work / "cache") as cache:
+        wait_until("the worker ends", lambda: not cache.has_worker())
+
+
+def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
+    reason = r"rank \d: SourceError: .*held-out: no such file or folder"
+    with pytest.raises(EpochError, match=reason):
+        list(train_ranks(tmp_path, SHORT, 100_000, tmp_path / "log"))
+    assert "Traceback" in (tmp_path / "log").read_text()
+
+
+def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "large").write_bytes(bytes(100_000))
+    with LimitWatch(str(tmp_path), 100_000) as tight, LimitWatch(str(tmp_path), 200_000) as wide:
+        wait_until("both have looked", lambda: tight.looks > 0 and wide.looks > 0)
+    assert 200_000 > wide.peak_bytes >= 100_000
+    with Cache(tmp_path / "cache", "10MB") as cache:
+        (over,) = problems(cache.status(), cache.verify(), tight)
+        assert "more than its limit of 100,000" in over
+        assert not problems(cache.status(), cache.verify(), wide)
+
+
+def test_held_out_views_are_not_in_the_remote(tmp_path: Path) -> None:
+    train_bytes = make_remote(tmp_path, 2 * PLACES, PLACES)
+    trained, held_out = (
+        {path.read_bytes() for path in (tmp_path / folder).rglob("*.jpg")} for folder in ("train", "held-out")
+    )
+    assert train_bytes == sum(map(len, trained))
+    assert (len(trained), len(held_out)) == (2 * PLACES, PLACES)
+    assert not trained & held_out
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    make_remote(tmp_path / "images", 2 * PLACES, PLACES)
+
+    def epochs(count: int) -> str:
+        example = (ROOT / "examples" / "train_ddp.py", tmp_path / "images", tmp_path / "cache")
+        result = run_forked(
+            torchrun.main,
+            ("--standalone", "--nproc-per-node=2", *example, "--epochs", count, "--size-limit", "20MB"),
+            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            timeout_s=TIMEOUT_S,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    assert epochs(2).count("right") == 2
+    assert epochs(3).startswith("epoch 2: 270 samples")
+
+
+def test_the_example_is_short_enough_to_be_copied() -> None:
+    assert len((ROOT / "examples" / "train_ddp.py").read_text().splitlines()) <= 80

@@ -1,0 +1,37 @@
+"""Sources for workers of the training tests. Sampling processes import this: it must not load torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["COUNT", "Numbered", "Slow"]
+
+COUNT = 600
+
+
+class Numbered:
+    """Units of several samples, which their keys and values identify."""
+
+    def __init__(self, units: int = COUNT // 4, samples: int = 4, size: int = 1000) -> None:
+        self.fingerprint, self.num_units = f"numbered {units} {samples} {size}", units
+        self.samples, self.size = samples, size
+
+    def read(self, unit: int, _rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        for sample in range(self.samples):
+            number = unit * self.samples + sample
+            yield (
+                f"{number}",
+                {"x": np.full(self.size, number % 251, np.uint8), "n": number, "t": "." * (number % 7)},
+            )
+
+
+class Slow(Numbered):
+    """The same samples, one after the other."""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        time.sleep(0.015)
+        yield from super().read(unit, rng)
