@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 # The tests wait for processes, servers and deadlines half of their time: twice as many at once as there are cores.
 WORKERS     ?= 4
+# Tests and benchmarks start thousands of processes, each of which would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 DEMO_ARGS   ?=
 PEERS_VENV  ?= .venv-peers
 BENCH_ARGS    ?= --save

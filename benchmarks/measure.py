@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["emit", "median_ratio", "memcpy_gb_per_s", "run_rounds", "scratch"]
+__all__ = ["emit", "figures_of", "median_ratio", "memcpy_gb_per_s", "run_rounds", "scratch"]
 
 MEMCPY_BYTES: Final = 8 << 20
 TIMEOUT_S: Final = 600
@@ -52,10 +53,22 @@ def memcpy_gb_per_s(total_bytes: int = 1 << 30) -> float:
     return total_bytes / statistics.median(seconds() for _ in range(5)) / 1e9
 
 
-def _figures(arguments: list[str], timeout_s: float) -> dict[str, float]:
-    """The figures that one run of this Python emits, as its last line."""
+def figures_of(arguments: list[str], timeout_s: float, tree: Path | None = None) -> dict[str, float]:
+    """The figures that one run of this Python emits, as its last line; `tree`: the checkout that it runs in.
+
+    Byte code is stored, as on a user's machine: without it, each start of a process compiles all modules anew.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if tree is not None:
+        environment["PYTHONPATH"] = str(tree)
     done = subprocess.run(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, timeout=timeout_s, check=True, text=True
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        timeout=timeout_s,
+        check=True,
+        text=True,
     )
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -86,7 +99,7 @@ def run_rounds(
         for name in list(found):
             print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
             try:
-                figures = _figures(commands[name], timeout_s)
+                figures = figures_of(commands[name], timeout_s)
             except subprocess.SubprocessError as error:
                 if not keep_going:
                     raise

@@ -8,7 +8,6 @@ own; the order of the two changes every round. The medians, and their ratio (her
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
+from benchmarks.measure import figures_of
 from benchmarks.record import RESULTS, commit_of, machine
 from benchmarks.registry import TURNS
 
@@ -37,21 +37,6 @@ NAMES: Final = (
 Figures = dict[str, float]
 
 
-def figures(tree: Path, name: str) -> Figures:
-    """The figures that one run of a benchmark emits in `tree`."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}"],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        stdout=subprocess.PIPE,
-        timeout=TIMEOUT_S,
-        check=True,
-        text=True,
-    )
-    found: Figures = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main(there: Path, rounds: int, names: list[str]) -> None:
     found: dict[str, dict[str, list[Figures]]] = {name: {"there": [], "here": []} for name in names}
     trees = [("there", there), ("here", HERE)]
@@ -60,7 +45,7 @@ def main(there: Path, rounds: int, names: list[str]) -> None:
             for side, tree in trees if number % 2 == 0 else reversed(trees):
                 print(f"round {number + 1} of {rounds}: {name}, {side}", file=sys.stderr, flush=True)
                 try:
-                    found[name][side].append(figures(tree, name))
+                    found[name][side].append(figures_of(["-m", f"benchmarks.{name}"], TIMEOUT_S, tree))
                 except (subprocess.SubprocessError, ValueError, IndexError) as error:
                     print(f"failed: {name}, {side}: {error}", file=sys.stderr, flush=True)
                     del found[name]
