@@ -1,4 +1,4 @@
-"""What every test has: shared fixtures, a Hypothesis profile, and the search for what a test left behind."""
+"""Shared fixtures, a Hypothesis profile, and the search for what a test left: threads, files, processes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ LASTING_FILES: Final = ("/dev/", "/proc/", "socket:", "anon_inode:", "/memfd:")
 LONGEST: Final = (
     "test_kills.py",
     "test_demo.py",
-    "test_examples.py",
-    "test_matrix.py",
-    "test_worker_silence.py",
+    "test_frameworks.py",
+    "test_ddp_matrix.py",
+    "test_worker_stalls.py",
 )
 LASTING_PROCESSES: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 MAX_RERUNS: Final = 3  # docs/decisions/0015

@@ -42,7 +42,7 @@ CONTRACT: Final = {
 
 
 def run_python(code: str, python: str = sys.executable, cwd: Path | None = None) -> str:
-    """What `code` prints in a fresh interpreter."""
+    """The output of `code` in a fresh interpreter."""
     done = subprocess.run(
         [python, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
     )
@@ -153,7 +153,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(what: str, tree: Path, into: Path, says: str = "", **environ: str) -> Path:
-    """What the build tool makes of `tree`: the call that pip and others make; `says` is a part of what it prints."""
+    """The archive that the build tool makes of `tree`, as for pip; `says` is a part of its output."""
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(into)!r})"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""What a person reads of a status: the right figures, in words that fit a line."""
+"""The status as a person reads it: the right figures, in words that fit a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the options of all commands are called in the environment."""
+"""The names of all commands' options in the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo and the example run as users run them, only shorter, and leave nothing behind."""
+"""The demo runs as users run it, only shorter, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,32 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import pytest
 from PIL import Image
-from torch.distributed import run as torchrun
 
 from cachestream import Cache, EpochError
 from cachestream.demo.data import PLACES, make_remote
 from cachestream.demo.run import LimitWatch, Size, problems, run, train_ranks
-from tests.support.forked import run_forked
+from tests.worker.support import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 SHORT: Final = Size(num_samples=810, num_held_out=135, epochs=3, epoch_s=1.0, fetch_s=1.5)
 TIMEOUT_S: Final = 180.0
-
-
-def wait_until(what: str, condition: Callable[[], bool]) -> None:
-    deadline, pause = time.monotonic() + TIMEOUT_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT_S:.0f} s"
-        pause.wait(0.05)
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -101,7 +91,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(TIMEOUT_S)
     assert process.returncode == -signal.SIGINT
-    wait_until("all of it ends", lambda: not processes_of(tmp_path))
+    wait_until(lambda: not processes_of(tmp_path), "all of it ends")
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")}
     assert left == {"demo-output"}
 
@@ -110,10 +100,10 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_killed_demo_takes_its_ranks_and_its_worker_with_it(tmp_path: Path) -> None:
     with training_demo(tmp_path) as process:
         process.kill()
-    wait_until("the ranks end", lambda: not processes_of(tmp_path))
+    wait_until(lambda: not processes_of(tmp_path), "the ranks end")
     (work,) = tmp_path.glob("cachestream-demo-*")
     with Cache(work / "cache") as cache:
-        wait_until("the worker ends", lambda: not cache.has_worker())
+        wait_until(lambda: not cache.has_worker(), "the worker ends")
 
 
 def test_ranks_that_fail_say_why(tmp_path: Path) -> None:
@@ -127,7 +117,7 @@ def test_the_watch_sees_what_is_over_the_limit(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "large").write_bytes(bytes(100_000))
     with LimitWatch(str(tmp_path), 100_000) as tight, LimitWatch(str(tmp_path), 200_000) as wide:
-        wait_until("both have looked", lambda: tight.looks > 0 and wide.looks > 0)
+        wait_until(lambda: tight.looks > 0 and wide.looks > 0, "both have looked")
     assert 200_000 > wide.peak_bytes >= 100_000
     with Cache(tmp_path / "cache", "10MB") as cache:
         (over,) = problems(cache.status(), cache.verify(), tight)
@@ -143,26 +133,3 @@ def test_held_out_views_are_not_in_the_remote(tmp_path: Path) -> None:
     assert train_bytes == sum(map(len, trained))
     assert (len(trained), len(held_out)) == (2 * PLACES, PLACES)
     assert not trained & held_out
-
-
-@pytest.mark.usefixtures("forked")
-def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    make_remote(tmp_path / "images", 2 * PLACES, PLACES)
-
-    def epochs(count: int) -> str:
-        example = (ROOT / "examples" / "train_ddp.py", tmp_path / "images", tmp_path / "cache")
-        result = run_forked(
-            torchrun.main,
-            ("--standalone", "--nproc-per-node=2", *example, "--epochs", count, "--size-limit", "20MB"),
-            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            timeout_s=TIMEOUT_S,
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    assert epochs(2).count("right") == 2
-    assert epochs(3).startswith("epoch 2: 270 samples")
-
-
-def test_the_example_is_short_enough_to_be_copied() -> None:
-    assert len((ROOT / "examples" / "train_ddp.py").read_text().splitlines()) <= 80

@@ -91,13 +91,13 @@ FAULTS: Final = (
         "transforms draw from seeded generators",
         r"torch\.Generator\(device\)\.manual_seed\(seed\)",
         "torch.Generator(device)",
-        "tests/training/test_draws.py::test_runs_draw_the_same_each_batch_its_own_and_so_does_the_trainer",
+        "tests/training/batches/test_batch_transforms.py::test_runs_draw_the_same_each_batch_its_own_and_so_does_the_trainer",
     ),
     Fault(
         "a worker that was killed is replaced",
         r"if lost_worker\(directory\) is not None:\n +self\._replace\(\)",
         "if lost_worker(directory) is not None:",
-        "tests/worker/test_worker_lost.py::test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it",
+        "tests/worker/test_worker_recovery.py::test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it",
     ),
     Fault(
         "a full cache turns over",

@@ -45,7 +45,7 @@ def look(folder: str, sizes: Sizes) -> None:
 
 
 def occupied_bytes(root: str) -> int:
-    """What was in `root` at one moment, or less."""
+    """The bytes that were in `root` at one moment, or fewer."""
     first: Sizes = {}
     look(root, first)
     second: Sizes = {}

@@ -25,7 +25,7 @@ from cachestream.listing.names import Names, NamesBuilder
 from cachestream.sources.files import FileSource
 from cachestream.sources.tar import TarSource
 from cachestream.testing.checks import check_source
-from tests.sources.tarmaking import make, numbered
+from tests.sources.tars import make, numbered
 from tests.support.s3 import S3Server
 
 FILES = ["b/2.npy", "a/1.npy", "b/0.npy"]

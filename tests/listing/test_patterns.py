@@ -1,4 +1,4 @@
-"""What URLs, folders, wildcards and ranges stand for, and how lists are kept."""
+"""The names that URLs, folders, wildcards and ranges stand for, and the lists that keep them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,6 @@ from cachestream.sources.arrays import ArraySource
 from cachestream.sources.files import FileSource
 from cachestream.sources.open import open_source
 from cachestream.testing.checks import check_source
-from cachestream.transport import metering
 
 h5py: Any = pytest.importorskip("h5py")
 zarr: Any = importlib.import_module("zarr") if importlib.util.find_spec("zarr") else None
@@ -96,24 +95,6 @@ def rng(seed: int = 0) -> np.random.Generator:
 def read(source: ArraySource, unit: int = 0, seed: int | None = None) -> tuple[str, dict[str, Any]]:
     ((key, sample),) = source.read(unit, rng(unit if seed is None else seed))
     return key, sample
-
-
-class Fetched:
-    """Count the bytes that are reported."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def __call__(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-
-
-@pytest.fixture
-def fetched() -> Iterator[Fetched]:
-    counter = Fetched()
-    metering.install(counter)
-    yield counter
-    metering.install(None)
 
 
 # --- what windows hold -------------------------------------------------------------------------
@@ -306,35 +287,35 @@ def chunk_bytes_touched(sample: dict[str, Any], window: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_only_the_chunks_that_a_window_touches_are_fetched(
-    written: Path, name: str, fetched: Fetched
+    written: Path, name: str, fetched: list[int]
 ) -> None:
     source = ArraySource(written / name, window=(20, 30))
     read(source)
     for unit in range(1, 6):
-        fetched.nbytes = 0
+        fetched.clear()
         _, sample = read(source, unit)
         index_bytes = 24 * 16 * 4 if name == "sharded.zarr" else 0
-        assert 0 < fetched.nbytes <= 1.05 * chunk_bytes_touched(sample, (20, 30)) + index_bytes
+        assert 0 < sum(fetched) <= 1.05 * chunk_bytes_touched(sample, (20, 30)) + index_bytes
 
 
-def test_a_contiguous_window_costs_its_own_bytes_and_one_read(tmp_path: Path, fetched: Fetched) -> None:
+def test_a_contiguous_window_costs_its_own_bytes_and_one_read(tmp_path: Path, fetched: list[int]) -> None:
     np.save(tmp_path / "a.npy", np.arange(1_000_000, dtype=np.float32))
     source = ArraySource(tmp_path / "a.npy", window=4096)
     for unit in range(5):
-        fetched.nbytes = 0
+        fetched.clear()
         read(source, unit)
-        assert fetched.nbytes == 4 * 4096
+        assert sum(fetched) == 4 * 4096
 
 
-def test_rows_far_apart_are_read_one_by_one(tmp_path: Path, fetched: Fetched) -> None:
+def test_rows_far_apart_are_read_one_by_one(tmp_path: Path, fetched: list[int]) -> None:
     array = np.arange(100 * 100_000, dtype=np.int32).reshape(100, 100_000)
     np.save(tmp_path / "a.npy", array)
     source = ArraySource(tmp_path / "a.npy", window=(10, 1000))
-    fetched.nbytes = 0
+    fetched.clear()
     _, sample = read(source)
     y, x = sample["start"]
     np.testing.assert_array_equal(sample["array"], array[y : y + 10, x : x + 1000])
-    assert fetched.nbytes == 10 * 1000 * 4
+    assert sum(fetched) == 10 * 1000 * 4
 
 
 # --- processes, threads, the protocol ----------------------------------------------------------

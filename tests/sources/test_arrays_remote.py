@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import http.server
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,14 +49,17 @@ ARRAYS: Final = ("a.npy", "a.zarr", "s.zarr", "a.h5::/plain", "a.h5::/gzip", "a.
 
 
 @pytest.fixture(scope="module", autouse=True)
-def zarr_has_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Start the threads that zarr keeps from its first write on, before tests look for leaked threads."""
-    write_all(tmp_path_factory.mktemp("arrays"))
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All arrays; zarr keeps threads from its first write on, which is before tests look for leaked threads."""
+    folder = tmp_path_factory.mktemp("arrays")
+    write_all(folder)
+    return folder
 
 
 @pytest.fixture
-def bucket(s3_bucket: Path) -> Path:
-    write_all(s3_bucket)
+def bucket(s3_bucket: Path, arrays: Path) -> Path:
+    """A copy of the arrays, which the test may change."""
+    shutil.copytree(arrays, s3_bucket, dirs_exist_ok=True)
     return s3_bucket
 
 
@@ -281,10 +285,9 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def plain_server(tmp_path: Path) -> Iterator[str]:
-    write_all(tmp_path)
-    handler = functools.partial(_Quiet, directory=str(tmp_path))
+@pytest.fixture(scope="module")
+def plain_server(arrays: Path) -> Iterator[str]:
+    handler = functools.partial(_Quiet, directory=str(arrays))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -293,13 +296,12 @@ def plain_server(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.fixture
-def ranging_server(tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def ranging_server(arrays: Path) -> Iterator[str]:
     """Start aiohttp's file server, which has range requests and ETags."""
-    write_all(tmp_path)
     loop = asyncio.new_event_loop()
     application = web.Application()
-    application.router.add_static("/", tmp_path)
+    application.router.add_static("/", arrays)
     runner = web.AppRunner(application)
     loop.run_until_complete(runner.setup())
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -340,10 +342,12 @@ def test_a_signed_url_shows_nowhere(ranging_server: str) -> None:
     assert "CANARY" not in f"{key} {source!r} {source.fingerprint} {source.listing_digest} {caught.value}"
 
 
-def test_a_zarr_array_of_version_2_is_read_from_a_web_server(plain_server: str, tmp_path: Path) -> None:
-    array = zarr.create_array(str(tmp_path / "old.zarr"), shape=(20,), chunks=(5,), dtype="i4", zarr_format=2)
+def test_a_zarr_array_of_version_2_is_read_from_a_web_server(plain_server: str, arrays: Path) -> None:
+    array = zarr.create_array(
+        str(arrays / "other" / "old.zarr"), shape=(20,), chunks=(5,), dtype="i4", zarr_format=2
+    )
     array[:] = np.arange(20)
-    window = read(ArraySource(f"{plain_server}/old.zarr", window=20, windows="grid"))["array"]
+    window = read(ArraySource(f"{plain_server}/other/old.zarr", window=20, windows="grid"))["array"]
     np.testing.assert_array_equal(window, np.arange(20))
     with pytest.raises(SourceError, match="no Zarr array here"):
         ArraySource(f"{plain_server}/none.zarr", window=20)

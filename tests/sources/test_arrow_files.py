@@ -24,7 +24,7 @@ from cachestream import (
 )
 from cachestream.sources.open import open_source
 from cachestream.testing.checks import check_source
-from tests.sources.tarmaking import tar_bytes
+from tests.sources.tars import tar_bytes
 
 datasets = pytest.importorskip("datasets")
 RNG = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from cachestream.sources.base import Rows
 from cachestream.sources.fields import Defaults
 from cachestream.storage.status import remedy_for_skipped
 from cachestream.storage.tables import FailureRow
-from tests.sources.tarmaking import tar_bytes
+from tests.sources.tars import tar_bytes
 
 RNG = np.random.default_rng(0)
 CAPTIONS = ["a", "", "c", ""]

@@ -30,7 +30,7 @@ from cachestream.sources.tar import TarSource
 from cachestream.sources.tfrecord import TFRecordSource
 from cachestream.sources.user_code import fingerprint_of
 from cachestream.transport import metering
-from tests.sources.tarmaking import tar_bytes
+from tests.sources.tars import tar_bytes
 
 RNG = np.random.default_rng(0)
 ROOT = Path(__file__).parents[2]

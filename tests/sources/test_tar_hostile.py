@@ -29,7 +29,7 @@ from cachestream.sources.decode import compression
 from cachestream.sources.tar import TarSource
 from cachestream.sources.tar_format import BLOCK
 from cachestream.transport import bounds
-from tests.sources.tarmaking import add, make, numbered, read_all, read_unit, tar_bytes
+from tests.sources.tars import add, make, numbered, read_all, read_unit, tar_bytes
 
 FILES: Final = numbered(8, 700)
 GOOD: Final = {f"1.tar#{n:05d}": {"cls": n, "bin": bytes([n]) * 700} for n in range(8)}

@@ -23,11 +23,11 @@ from PIL import Image
 
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError, SourceUnavailableError
 from cachestream.sources.open import open_source
-from cachestream.sources.tf_example import parse_example
 from cachestream.sources.tfrecord import TFRecordSource
 from cachestream.testing.checks import check_source
 from cachestream.transport import remote_errors
 from tests.sources.reading import read_unit, record_places
+from tests.sources.test_tf_example import entry, example
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
 
@@ -59,8 +59,8 @@ def write(path: Path, count: int, first: int = 0) -> list[dict[str, Any]]:
         for number in range(first, first + count)
     ]
     writer = tfrecord.TFRecordWriter(str(path))
-    for example in examples:
-        writer.write(example)
+    for one in examples:
+        writer.write(one)
     writer.close()
     return [{name: value for name, (value, _) in example.items()} for example in examples]
 
@@ -87,13 +87,13 @@ def test_examples_come_as_another_reader_decodes_them(tmp_path: Path) -> None:
     assert reason == ""
     assert [key for key, _ in samples] == [f"a.tfrecord#{place}" for place in record_places(path)]
     others = list(tfrecord.tfrecord_loader(str(path), None))
-    for (_, sample), other, example in zip(samples, others, written, strict=True):
-        assert set(sample) == set(other) == set(example)
-        assert sample["image"] == example["image"] == bytes(other["image"])
-        assert sample["text"] == example["text"]
+    for (_, sample), other, wrote in zip(samples, others, written, strict=True):
+        assert set(sample) == set(other) == set(wrote)
+        assert sample["image"] == wrote["image"] == bytes(other["image"])
+        assert sample["text"] == wrote["text"]
         for name in ("number", "weight", "tokens", "vector"):
             np.testing.assert_array_equal(sample[name], np.squeeze(other[name]))
-            np.testing.assert_array_equal(sample[name], np.squeeze(example[name]).astype(sample[name].dtype))
+            np.testing.assert_array_equal(sample[name], np.squeeze(wrote[name]).astype(sample[name].dtype))
         assert (sample["number"].dtype, sample["number"].shape) == (np.int64, ())
         assert (sample["weight"].dtype, sample["weight"].shape) == (np.float32, ())
 
@@ -158,72 +158,6 @@ def test_sequence_examples_are_refused_by_name(tmp_path: Path) -> None:
     assert "SequenceExample; only tf.train.Example is read" in read_unit(TFRecordSource(tmp_path))[1]
 
 
-# --- the wire format ---------------------------------------------------------------------------
-
-
-def varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    encoded = bytearray()
-    while value >= 128:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def field(number: int, content: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def example(name: str, which: int, content: bytes) -> bytes:
-    return field(1, field(1, field(1, name.encode()) + field(2, field(which, content))))
-
-
-INT64: Final = st.integers(-(2**63), 2**63 - 1)
-
-
-@given(st.lists(INT64 | st.integers(-3, 300), max_size=200))
-def test_integers_are_decoded_packed_and_unpacked(values: list[int]) -> None:
-    packed = field(1, b"".join(map(varint, values)))
-    unpacked = b"".join(varint(1 << 3) + varint(value) for value in values)
-    mixed = packed + unpacked
-    for content, expected in ((packed, values), (unpacked, values), (mixed, values * 2)):
-        found = parse_example(example("x", 3, content))["x"]
-        assert isinstance(found, np.ndarray)
-        assert found.dtype == np.int64
-        assert found.tolist() == expected
-
-
-@given(st.lists(st.floats(width=32), max_size=50))
-def test_floats_are_decoded_packed_and_unpacked(values: list[float]) -> None:
-    packed = field(1, struct.pack(f"<{len(values)}f", *values))
-    unpacked = b"".join(varint(1 << 3 | 5) + struct.pack("<f", value) for value in values)
-    for content in (packed, unpacked):
-        found = parse_example(example("x", 2, content))["x"]
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, np.array(values, np.float32))
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_an_example_or_a_value_error(data: bytes) -> None:
-    try:
-        parse_example(data)
-    except (ValueError, IndexError):
-        pass
-
-
-@given(st.data())
-def test_a_damaged_example_is_one_or_a_value_error(data: st.DataObject) -> None:
-    whole = example("x", 3, field(1, varint(5) * 30)) + example("y", 1, field(1, b"text"))
-    broken = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 3))):
-        broken[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    try:
-        parse_example(bytes(broken[: data.draw(st.integers(0, len(whole)))]))
-    except (ValueError, IndexError):
-        pass
-
-
 # --- compression, damage -----------------------------------------------------------------------
 
 
@@ -251,9 +185,9 @@ def test_packed_files_are_told_by_how_they_begin(tmp_path: Path, kind: Any, comp
 def test_a_length_that_looks_like_gzip_is_a_length(tmp_path: Path) -> None:
     """1f 8b 08 begins a gzip file, and also a record of 559,903 bytes."""
     writer = tfrecord.TFRecordWriter(str(tmp_path / "a.tfrecord"))
-    room = 559_903 - len(example("x", 1, field(1, b""))) - 12
+    room = 559_903 - len(example(entry("x", 1, b""))) - 12
     for grow in range(16):
-        if len(example("x", 1, field(1, bytes(room + grow)))) == 559_903:
+        if len(example(entry("x", 1, bytes(room + grow)))) == 559_903:
             writer.write({"x": (bytes(room + grow), "byte")})
     writer.close()
     assert (tmp_path / "a.tfrecord").read_bytes()[:3] == b"\x1f\x8b\x08"

@@ -8,16 +8,15 @@ import re
 import secrets
 import signal
 import sys
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import pytest
 
 from cachestream.schema import ShardRow, Snapshot, Span
 from cachestream.storage.cache import Cache
@@ -27,11 +26,10 @@ from cachestream.storage.shard import MappedShard, ShardContent, shard_path
 from cachestream.worker.encode import to_record
 from cachestream.worker.packer import Packer
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
+    "NOBODY",
     "Child",
+    "as_nobody",
     "assert_books_cover_disk",
     "assert_sound",
     "content",
@@ -40,6 +38,7 @@ __all__ = [
     "insert_rows",
     "keys_in",
     "leftovers",
+    "needs_root",
     "new_cache",
     "publish",
     "shard_ids",
@@ -279,11 +278,21 @@ def fork(action: Callable[[Line], object]) -> Child:
     return Child(pid, said, ask)
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> float:
-    """The seconds until `condition` held; the test fails past the deadline."""
-    begun_s = time.monotonic()
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() - begun_s < deadline_s, f"not within {deadline_s} s: {what}"
-        pause.wait(0.002)
-    return time.monotonic() - begun_s
+NOBODY = 65_534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+
+
+def as_nobody(path: Path, action: Callable[[], None]) -> int:
+    """The exit code of `action`, run by another user who has access to `path`."""
+    for parent in path.parents:
+        if parent.stat().st_uid == os.geteuid() and str(parent).startswith(("/tmp/", "/dev/shm/")):
+            parent.chmod(parent.stat().st_mode | 0o011)
+
+    def run(line: Line) -> None:
+        del line
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        action()
+
+    return fork(run).wait()

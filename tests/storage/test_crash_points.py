@@ -380,21 +380,6 @@ def row_before_name() -> None:
     Publisher.publish = publish  # type: ignore[method-assign]
 
 
-def progress_in_another_transaction() -> None:
-    real_commit, real_publish = publish_module._commit, Publisher.publish
-    publish_module._commit = nothing  # type: ignore[assignment]
-
-    def publish(
-        self: Publisher, contents: object, spans: object, progress: UnitProgress, **named: object
-    ) -> list[int] | None:
-        shard_ids = real_publish(self, contents, spans, progress, **named)  # type: ignore[arg-type]
-        with self._catalogue.transaction() as tables:
-            real_commit(tables, progress)
-        return shard_ids
-
-    Publisher.publish = publish  # type: ignore[method-assign]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "words"),
@@ -403,7 +388,6 @@ def progress_in_another_transaction() -> None:
         (credit_before_unlink, "on disk, but not in the books"),
         (late_accounting, "on disk, but not in the books"),
         (row_before_name, "1 missing"),
-        (progress_in_another_transaction, "samples and progress are one"),
     ],
 )
 def test_a_known_bug_of_publishing_and_evicting_is_found(

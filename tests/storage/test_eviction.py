@@ -28,8 +28,8 @@ from tests.storage.support import (
     publish,
     shard_ids,
     use_all,
-    wait_until,
 )
+from tests.worker.support import wait_until
 
 rows = st.lists(
     st.builds(

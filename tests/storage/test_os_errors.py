@@ -407,7 +407,7 @@ def test_the_kernel_refuses(fast_path: Path, call: str, path: str, lost: list[in
     new_cache(cache_path).close()
     place = fast_path / "cache" / path
     result = subprocess.run(
-        [str(STRACE), "-f", "-qq", "-o", "/dev/null", "-P", str(place), "-e", f"inject={call}:error=EIO:when=1",
+        [str(STRACE), "-f", "--seccomp-bpf", "-e", f"trace={call}", "-qq", "-o", "/dev/null", "-P", str(place), "-e", f"inject={call}:error=EIO:when=1",
          sys.executable, "-c", PUBLISH_TWICE, str(cache_path)],
         capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""What tests need of the world: a real S3 server, a faulty network."""
+"""Servers, networks, hosts and processes for tests: real ones, which fail on command."""

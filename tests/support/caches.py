@@ -15,7 +15,7 @@ from cachestream.storage.reservations import Owner
 from cachestream.worker.encode import to_record
 from cachestream.worker.packer import Packer
 
-__all__ = ["add_shard", "fill", "numbered", "set_fill_state"]
+__all__ = ["add_shard", "fill", "numbered", "numbers", "set_fill_state", "skip_samples"]
 
 
 def add_shard(cache: Cache, samples: Iterable[tuple[str, Any]]) -> int:
@@ -59,3 +59,8 @@ def skip_samples(cache: Cache, count: int, reason: str) -> None:
     """Make the catalogue count what a worker would have skipped in a transform."""
     with cache.catalogue.transaction() as tables:
         tables.add_failure("transform", reason, count, "a.npy")
+
+
+def numbers(batches: Iterable[Any]) -> list[int]:
+    """The numbers of the `numbered` samples in `batches`."""
+    return [n for batch in batches for n in batch["number"].tolist()]

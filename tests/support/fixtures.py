@@ -17,6 +17,7 @@ from cachestream.transport import metering, remote_errors
 from tests.support.forked import start_server
 from tests.support.proxy import FaultyProxy, run_proxy
 from tests.support.s3 import S3Server, run_s3_server
+from tests.support.unruly import UnrulyServer, run_unruly_server
 
 _numbers = itertools.count()
 MEMORY = Path("/dev/shm")
@@ -35,6 +36,13 @@ def forked() -> None:
     start_server()
 
 
+@pytest.fixture(scope="module")
+def unruly_server() -> Iterator[UnrulyServer]:
+    """A web server whose files fail as their paths say."""
+    with run_unruly_server() as running:
+        yield running
+
+
 @pytest.fixture
 def s3_bucket(s3_server: S3Server) -> Path:
     """The folder of an empty bucket of the test's own; its name is the folder's."""
@@ -50,7 +58,7 @@ def s3_proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is asked again at once."""
+    """Shorten the back-off: a request that failed is made again at once."""
     monkeypatch.setattr(remote_errors, "BACKOFF_START_S", 0.02)
     monkeypatch.setattr(remote_errors, "BACKOFF_LIMIT_S", 0.02)
 

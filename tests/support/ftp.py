@@ -43,7 +43,7 @@ class FTPServer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What fsspec's driver needs."""
+        """Storage options for fsspec's driver."""
         return {"username": USER, "password": PASSWORD, "port": self.port}
 
     def allow(self, folders: int | None) -> None:

@@ -150,7 +150,7 @@ def _end_all(name: str) -> None:
 
 
 def _remove_left_over() -> None:
-    """What processes left that were killed: their names hold their process ids."""
+    """Remove the hosts that killed processes left: their names hold the process ids."""
     found = {match[1] for match in map(_OURS.match, _ip("netns", "list").splitlines()) if match}
     for pid in found:
         if not os.path.exists(f"/proc/{pid}"):

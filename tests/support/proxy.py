@@ -34,7 +34,7 @@ _BUSY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What happens to the next `times` requests; `after_bytes` of the answer's body pass before it."""
+    """The fault of the next `times` requests; `after_bytes` of the answer's body pass before it."""
 
     fault: Fault = "none"
     times: int = 0

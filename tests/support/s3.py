@@ -39,7 +39,7 @@ class S3Server:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What s3fs needs to reach this server."""
+        """Storage options with which s3fs reaches this server."""
         return self.options_through(self.port)
 
     def options_through(self, port: int) -> dict[str, Any]:

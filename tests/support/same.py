@@ -1,4 +1,4 @@
-"""Whether two samples, or two batches, are one and the same to whoever trains on them."""
+"""The comparison of two samples, or of two batches, as a trainer sees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["same"]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two samples or batches are the same: their types, their fields and the order of these, every value."""
+    """True if two samples or batches are the same: types, fields in their order, every value."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -149,7 +149,7 @@ def test_large_units_of_which_few_samples_came_are_counted_by_their_bytes() -> N
 
 @pytest.fixture(autouse=True)
 def short_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast batches come is not what these tests are about."""
+    """Shorten the measurement of batches, which these tests are not about."""
     monkeypatch.setattr(diagnosis, "_TRANSFER_S", 0.05)
 
 

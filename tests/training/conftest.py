@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cachestream import Cache
+from cachestream.training.batches import memory
 from tests.support.caches import add_shard, fill
 from tests.training.jobs import Job
 
@@ -60,3 +61,12 @@ def job_server() -> Any:
 def new_job(job_server: Any, monkeypatch: pytest.MonkeyPatch) -> NewJob:
     """Make jobs: `new_job(ranks).run(work)`."""
     return lambda size: Job(job_server, size, monkeypatch)
+
+
+@pytest.fixture(params=["by threads in C", "by torch"])
+def gathered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test of what batches hold, or who waits for them, with the part in C and without it."""
+    if request.param == "by torch":
+        monkeypatch.setattr(memory, "in_c", None)
+    elif memory.in_c is None:
+        pytest.skip("installed without the part in C")

@@ -1,8 +1,11 @@
-"""Errors and warnings for a trainer whose samples do not come, or only in part; with a real worker."""
+"""Errors and warnings for a trainer whose samples do not come, or only in part."""
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +20,8 @@ from cachestream.cli.display import one_line
 from cachestream.errors import SourceUnavailableError
 from cachestream.storage.status import is_much
 from cachestream.training import cold_start
+from tests.support.caches import add_shard, numbered, numbers, set_fill_state, skip_samples
+from tests.training.conftest import NewCache
 from tests.worker.support import wait_until
 
 DEADLINE_S = 120.0
@@ -130,7 +135,7 @@ def test_what_is_left_to_the_filling_leaves_the_epoch_a_batch(cache: Cache) -> N
 
 @pytest.fixture
 def early_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the first samples is told after a second why there are none."""
+    """Warn a trainer after a second why there are no samples yet."""
     monkeypatch.setattr(cold_start, "_WARN_AFTER_S", 1.0)
 
 
@@ -193,3 +198,88 @@ def test_a_transform_that_drops_everything_is_told_of_while_the_pass_goes_on(
         assert warned_of(cache, caplog, f"holds no samples so far: {why}")
         assert cache.status().fill_message.startswith(why)
         assert why in one_line(cache.status())
+
+
+def test_too_few_samples_are_an_error_at_once_when_no_more_will_come(new_cache: NewCache) -> None:
+    cache = new_cache(1, 3)
+    set_fill_state(cache, "complete")
+    with EpochLoader(cache, 4) as loader:
+        began = time.monotonic()
+        with pytest.raises(NotEnoughSamplesError, match=r"holds 3 samples, 4 are needed.*'complete'"):
+            next(iter(loader))
+        with pytest.raises(NotEnoughSamplesError):
+            len(loader)
+        assert time.monotonic() - began < 60  # not the loader's 120 s
+        add_shard(cache, numbered(3, 5))
+        assert len(numbers(loader)) == 8
+        assert loader.epoch == 1
+    with EpochLoader(cache, 20, drop_last=False) as loader:
+        assert len(numbers(loader)) == 8
+
+
+@pytest.mark.parametrize(
+    ("have", "advice"), [(0, "correct what fails"), (3, "correct"), (8, "smaller batch")]
+)
+def test_too_few_samples_because_others_were_skipped_says_why(
+    new_cache: NewCache, have: int, advice: str
+) -> None:
+    cache = new_cache(1, have) if have else new_cache(0, 0)
+    set_fill_state(cache, "complete")
+    skip_samples(cache, 7, "ValueError: even!")
+    with EpochLoader(cache, 9) as loader, pytest.raises(NotEnoughSamplesError) as caught:
+        next(iter(loader))
+    assert "7 skipped, most often: transform: ValueError: even! (first: a.npy)" in str(caught.value)
+    assert advice in str(caught.value)
+
+
+def test_a_full_disk_is_what_those_who_wait_are_told(new_cache: NewCache) -> None:
+    full = r"the disk has .* left, and min_free keeps 1 PB of it free"
+    with Cache(new_cache(0, 0).path, min_free=10**15) as cache:
+        set_fill_state(cache, "stopped")  # as it is while a worker waits for space, or after
+        with EpochLoader(cache, 4, timeout_s=2.0) as loader, pytest.raises(NotEnoughSamplesError, match=full):
+            next(iter(loader))
+        with pytest.raises(NotEnoughSamplesError, match=full):
+            cache.wait(1, timeout_s=0)
+        assert "make room on it" in cache.status().disk_message
+
+
+def test_a_cold_start_that_finds_nothing_but_what_is_skipped_warns_once(
+    new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples come only after the warning."""
+    cache = new_cache(0, 0)
+    skip_samples(cache, 7, "ValueError: even!")
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            add_shard(cache, numbered(0, 8))
+
+    listener = Listener()
+    monkeypatch.setattr(cold_start, "_WARN_AFTER_S", 0.0)
+    logging.getLogger("cachestream").addHandler(listener)
+    try:
+        with EpochLoader(cache, 4) as loader:
+            assert len(numbers(loader)) == 8
+    finally:
+        logging.getLogger("cachestream").removeHandler(listener)
+    assert len(said) == 1
+    assert "0 samples were cached, and 7 skipped, most often: transform: ValueError: even!" in said[0]
+
+
+def test_too_few_samples_are_an_error_at_the_deadline_when_more_might_come(new_cache: NewCache) -> None:
+    with (
+        EpochLoader(new_cache(1, 3), 4, timeout_s=2.0) as loader,
+        pytest.raises(NotEnoughSamplesError, match="start a worker"),
+    ):
+        next(iter(loader))
+
+
+def test_the_first_epoch_waits_for_the_samples_asked_for(new_cache: NewCache) -> None:
+    cache = new_cache(1, 4)
+    with EpochLoader(cache, 4, min_samples=12) as loader:
+        filler = threading.Timer(0.2, lambda: [add_shard(cache, numbered(4 + 4 * i, 4)) for i in range(2)])
+        filler.start()
+        assert len(numbers(loader)) == 12
+        filler.join()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from cachestream import EpochLoader, NotEnoughSamplesError, RankMismatchError
 from tests.support.caches import add_shard, numbered, set_fill_state
@@ -248,34 +247,6 @@ def test_samples_evicted_since_a_checkpoint_are_skipped_and_told_equally_on_all_
     assert len(again) == len(set(again))
     assert set(again) <= left
     assert len(again) > len(left) - size
-
-
-# --- samplers
-
-
-def test_samplers_are_split_between_the_ranks(new_cache: NewCache, new_job: NewJob) -> None:
-    cache = new_cache(2, 12)
-    data = torch.utils.data
-
-    def own(dataset: Any, rank: int) -> Any:
-        """A user's distributed sampler."""
-        return type(
-            "Own", (), {"num_replicas": 2, "__iter__": lambda _: iter(range(rank, len(dataset), 2))}
-        )()
-
-    cases: list[Callable[[int], Any]] = [
-        lambda _: data.RandomSampler,
-        lambda rank: lambda dataset: data.DistributedSampler(dataset, 2, rank),
-        lambda rank: lambda dataset: own(dataset, rank),
-        lambda _: lambda dataset: data.BatchSampler(data.RandomSampler(dataset), 3, drop_last=True),
-    ]
-    for sampler_of in cases:
-        results = new_job(2).run(lambda rank, make: epochs_of(make(cache, 3, sampler=sampler_of(rank)), 2))  # noqa: B023
-        for epoch in range(2):
-            assert sorted(n for result in results for batch in result[epoch] for n in batch) == list(
-                range(24)
-            )
-            assert len(results[0][epoch]) == len(results[1][epoch]) == 4
 
 
 def test_a_sampler_that_differs_between_ranks_is_an_error_on_all(

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from cachestream.transport.remote import Caller, Remote
 from cachestream.transport.remote_errors import map_errors
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server
-from tests.support.unruly import UnrulyServer, full_backlog, run_unruly_server
+from tests.support.unruly import UnrulyServer, full_backlog
 
 SHORT: Final = {
     "CONNECT_S": 0.4,
@@ -48,12 +48,6 @@ class Plain(HTTPFileSystem):  # type: ignore[misc]
 
 
 fsspec.register_implementation("plain", Plain, clobber=True)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[UnrulyServer]:
-    with run_unruly_server() as running:
-        yield running
 
 
 @pytest.fixture
@@ -95,26 +89,26 @@ def remote_of(backend: str, port: int, kind: str) -> tuple[Remote, str]:
 @pytest.mark.parametrize("fault", ["connect", "silent", "stalled", "dripping"])
 @pytest.mark.parametrize(("reader", "backend"), READ_BY)
 def test_a_server_that_keeps_one_waiting_is_given_up(
-    server: UnrulyServer, backend: str, fault: str, reader: str
+    unruly_server: UnrulyServer, backend: str, fault: str, reader: str
 ) -> None:
     with full_backlog() as unreachable:
-        remote, path = remote_of(backend, unreachable if fault == "connect" else server.port, fault)
+        remote, path = remote_of(backend, unreachable if fault == "connect" else unruly_server.port, fault)
         begun_s = time.monotonic()
         with pytest.raises(SourceUnavailableError):
             READERS[reader](remote, path)
         assert time.monotonic() - begun_s < BOUND_S
-    server.hang_up()  # ends the calls that were left behind
+    unruly_server.hang_up()  # ends the calls that were left behind
 
 
 @pytest.mark.usefixtures("deadlines")
 @pytest.mark.parametrize(("reader", "backend"), READ_BY)
 def test_a_server_that_was_given_up_is_read_when_it_answers(
-    server: UnrulyServer, backend: str, reader: str
+    unruly_server: UnrulyServer, backend: str, reader: str
 ) -> None:
-    remote, path = remote_of(backend, server.port, "silent")
+    remote, path = remote_of(backend, unruly_server.port, "silent")
     with pytest.raises(SourceUnavailableError):
         READERS[reader](remote, path)
-    remote, path = remote_of(backend, server.port, "good")
+    remote, path = remote_of(backend, unruly_server.port, "good")
     assert len(READERS[reader](remote, path)) > 0
 
 
@@ -160,13 +154,13 @@ def test_an_ftp_server_that_accepts_and_says_nothing_is_given_up() -> None:
         assert time.monotonic() - begun_s < BOUND_S
 
 
-def test_deadlines_of_the_user_win(server: UnrulyServer) -> None:
+def test_deadlines_of_the_user_win(unruly_server: UnrulyServer) -> None:
     aiohttp: Any = pytest.importorskip("aiohttp")
     patient = {"timeout": aiohttp.ClientTimeout(total=0.5)}
-    remote = Remote(f"{server.url}/silent/a.bin", {"client_kwargs": patient})
+    remote = Remote(f"{unruly_server.url}/silent/a.bin", {"client_kwargs": patient})
     begun_s = time.monotonic()
     with pytest.raises(SourceUnavailableError):
-        read_whole(remote, f"{server.url}/silent/a.bin")
+        read_whole(remote, f"{unruly_server.url}/silent/a.bin")
     assert time.monotonic() - begun_s < 10.0
 
 

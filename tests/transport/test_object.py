@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import fsspec
@@ -18,7 +18,7 @@ from cachestream.transport.object import RemoteObject, fetch, open_stream
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import ChangedError, classify
 from tests.support.s3 import S3Server
-from tests.support.unruly import UnrulyServer, run_unruly_server
+from tests.support.unruly import UnrulyServer
 
 TIMEOUT_S: Final = 60.0
 DATA: Final = np.random.default_rng(0).bytes(3 << 20)
@@ -78,12 +78,6 @@ def open_files() -> Remote:
     remote = Remote("files://a.bin")
     remote.pieces.nbytes = 1 << 20
     return remote
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[UnrulyServer]:
-    with run_unruly_server() as running:
-        yield running
 
 
 # --- a driver that blocks
@@ -147,10 +141,10 @@ def test_a_file_whose_driver_is_given_up_is_closed_by_the_thread_that_opened_it(
 # --- what is asked for, and what is raised
 
 
-def test_every_request_for_a_part_is_announced_before_it_is_made(server: UnrulyServer) -> None:
+def test_every_request_for_a_part_is_announced_before_it_is_made(unruly_server: UnrulyServer) -> None:
     events: list[tuple[str, int]] = []
     metering.install(lambda n: events.append(("came", n)), lambda n: events.append(("asked", n)))
-    url = f"{server.url}/good/part.bin"
+    url = f"{unruly_server.url}/good/part.bin"
     try:
         for read in (RemoteObject.head, RemoteObject.tail):
             events.clear()
@@ -177,9 +171,9 @@ def test_a_small_object_is_charged_with_what_objects_before_it_had(
 
 
 def test_a_whole_file_that_is_missing_raises_the_error_of_the_driver_on_every_remote(
-    server: UnrulyServer, s3_server: S3Server, s3_bucket: Any
+    unruly_server: UnrulyServer, s3_server: S3Server, s3_bucket: Any
 ) -> None:
-    url = f"{server.url}/missing/a.bin"
+    url = f"{unruly_server.url}/missing/a.bin"
     remotes = {
         url: Remote(url),
         f"{s3_bucket.name}/a.bin": Remote(f"s3://{s3_bucket.name}", s3_server.storage_options),
@@ -190,16 +184,18 @@ def test_a_whole_file_that_is_missing_raises_the_error_of_the_driver_on_every_re
         assert classify(caught.value) == "missing"
 
 
-def test_a_server_that_does_not_tell_the_size_serves_whole_files_but_no_parts(server: UnrulyServer) -> None:
-    url = f"{server.url}/endless/a.bin"
+def test_a_server_that_does_not_tell_the_size_serves_whole_files_but_no_parts(
+    unruly_server: UnrulyServer,
+) -> None:
+    url = f"{unruly_server.url}/endless/a.bin"
     file = RemoteObject(Remote(url), url, "there")
     with pytest.raises(SampleError, match="there: the server does not tell its size"):
         file.look()
 
 
-def test_the_memory_of_a_file_is_freed_with_its_last_reference(server: UnrulyServer) -> None:
+def test_the_memory_of_a_file_is_freed_with_its_last_reference(unruly_server: UnrulyServer) -> None:
     """Large buffers that wait for the garbage collector would add up."""
-    url = f"{server.url}/good/memory.bin"
+    url = f"{unruly_server.url}/good/memory.bin"
     freed = threading.Event()
     gc.disable()
     try:

@@ -19,6 +19,7 @@ from cachestream.listing.names import file_names, read_mark
 from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.storage.telemetry import Board
 from cachestream.worker.lister import Listings
+from cachestream.worker.order import PassPlan
 from tests.worker.sources import content
 
 ROOT = Path(__file__).parents[2]
@@ -230,3 +231,20 @@ def script(path: Path, code: str, *arguments: str, options: tuple[str, ...] = ()
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def plan_of(cache: Cache) -> PassPlan:
+    """The plan of the latest pass."""
+    with cache.catalogue.reading() as tables:
+        return PassPlan.from_json(tables.passes()[-1].plan)
+
+
+def listed(cache: Cache) -> int:
+    """The number of names of the listing that are stored so far."""
+    mark = read_mark(cache.directory.worker_file("listing.json"))
+    return 0 if mark is None else mark.count
+
+
+def log_of(cache: Cache) -> str:
+    """The log of the cache's worker so far."""
+    return Path(cache.directory.worker_file("log.txt")).read_text(encoding="utf-8")

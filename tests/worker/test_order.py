@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestream.errors import ConfigError
-from cachestream.worker.order import PassPlan, UnitOrder, check_drawn, check_weights
+from cachestream.worker.order import Partition, PassPlan, UnitOrder, check_drawn, check_weights
 
 
 def plan(kind: str, num_units: int | None, *, seed: int = 0, ordinal: int = 0) -> PassPlan:
@@ -143,3 +143,83 @@ def test_weights_that_make_no_order_are_refused(weights: Any, num_units: int | N
 def test_units_that_are_not_there_are_refused(drawn: list[Any], num_units: int | None) -> None:
     with pytest.raises(ConfigError, match="sampler"):
         check_drawn(drawn, num_units)
+
+
+ENDS = (7, 8, 300, 1301)
+
+
+def grown(kind: str, ends: tuple[int, ...], partition: Partition | None) -> list[PassPlan]:
+    """A pass as it grows to `ends`."""
+    plan = PassPlan(kind, 3, 2, 0, "", 0, partition, growing=True)
+    plans = []
+    for end in ends:
+        plan = plan.grown(end, f"digest of {end}", is_complete=end == ends[-1])
+        plans.append(plan)
+    return plans
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sequential"])
+@pytest.mark.parametrize("partition", [None, Partition(0, 3), Partition(2, 3)], ids=str)
+def test_a_pass_that_grows_holds_every_unit_once_and_changes_no_position_that_there_was(
+    kind: str, partition: Partition | None
+) -> None:
+    before = np.array([], np.int64)
+    for plan in grown(kind, ENDS, partition):
+        order = UnitOrder(plan)
+        units = order.units(np.arange(plan.length or 0))
+        every = np.arange(plan.num_units or 0)
+        mine = every if partition is None else every[partition.places(every) >= 0]
+        assert sorted(units.tolist()) == mine.tolist()
+        assert units[: len(before)].tolist() == before.tolist()
+        assert order.positions(units).tolist() == list(range(len(units)))
+        before = units
+
+
+def test_each_segment_is_shuffled_and_units_that_are_not_listed_yet_have_no_position() -> None:
+    short, long = (UnitOrder(plan) for plan in grown("shuffle", (500, 1000), None))
+    units = long.units(np.arange(1000))
+    assert units[:500].max() == 499
+    assert units[:500].tolist() != list(range(500))
+    assert units[500:].tolist() != list(range(500, 1000))
+    assert (units[500:] - 500).tolist() != units[:500].tolist()
+    assert short.positions(np.array([500, 999])).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sequential"])
+@pytest.mark.parametrize("partition", [None, Partition(1, 3)], ids=str)
+def test_units_that_a_pass_knows_nothing_of_have_no_position_in_it(
+    kind: str, partition: Partition | None
+) -> None:
+    plan = PassPlan(kind, 3, 0, 90, "", None, partition)
+    positions = UnitOrder(plan).positions(np.arange(-1, 120))
+    assert positions[0] == -1
+    assert (positions[91:] == -1).all()
+    assert sorted(positions[positions >= 0].tolist()) == list(range(plan.share or 0))
+
+
+def test_the_nodes_shares_of_a_growing_pass_are_disjoint_and_complete() -> None:
+    found: list[int] = []
+    for node in range(3):
+        plan = grown("shuffle", ENDS, Partition(node, 3))[-1]
+        found += UnitOrder(plan).units(np.arange(plan.length or 0)).tolist()
+    assert sorted(found) == list(range(ENDS[-1]))
+
+
+def test_plans_are_read_back_from_what_they_are_written_as_and_those_of_old_from_what_they_were() -> None:
+    for plan in [*grown("shuffle", ENDS, None), *grown("sequential", ENDS, Partition(1, 3))]:
+        assert PassPlan.from_json(plan.to_json()) == plan
+    old = '["shuffle",0,1,90,"abc",90]'
+    assert PassPlan.from_json(old) == PassPlan("shuffle", 0, 1, 90, "abc", 90)
+    assert PassPlan.from_json(old).to_json() == old
+    shared = '["curriculum",0,1,90,"",45,[1,2],"rule"]'
+    assert PassPlan.from_json(shared).to_json() == shared
+
+
+def test_a_pass_takes_up_what_is_an_eighth_more_or_the_end() -> None:
+    plan = grown("shuffle", (800, 900), None)[0]
+    assert not plan.takes_up(900, is_complete=False)
+    assert plan.takes_up(901, is_complete=False)
+    assert plan.takes_up(800, is_complete=True)
+    ended = plan.grown(800, plan.listing, is_complete=True)
+    assert (ended.segments, ended.length, ended.growing) == ((800,), 800, False)
+    assert not ended.takes_up(2000, is_complete=True)

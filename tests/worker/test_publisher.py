@@ -1,4 +1,4 @@
-"""Publishing: progress never passes over a shard that was not published, and no shard is forced where it fits not."""
+"""Publishing: shards of the right sizes, each with its progress, none forced where it does not fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cachestream import Cache
 from cachestream.errors import SampleError
@@ -17,10 +19,11 @@ from cachestream.storage.reservations import Owner
 from cachestream.storage.telemetry import Board
 from cachestream.worker.encode import to_record
 from cachestream.worker.job import Job, Packed
-from cachestream.worker.order import END, PassPlan
+from cachestream.worker.order import END, PassPlan, gaps, is_covered
 from cachestream.worker.packer import Packer
 from cachestream.worker.passes import next_claim
-from cachestream.worker.publisher import OpenShard, Outbox, StartAgainError
+from cachestream.worker.publisher import OpenShard, Outbox, StartAgainError, Tally
+from cachestream.worker.shard_writer import FIRST_BYTES, is_due, max_age_s, target_bytes
 from tests.worker.support import keys_of, wait_until
 
 LIMIT_BYTES = 3_000_000
@@ -192,3 +195,131 @@ def test_progress_without_samples_is_committed_by_itself(cache: Cache) -> None:
     assert progress_of(cache) == [(1, 0)]
     assert [row.count for row in cache.status().failures] == [1]
     process.close()
+
+
+def test_samples_in_a_row_make_one_span_and_the_last_of_them_is_the_progress() -> None:
+    tally = Tally()
+    for offset in range(3):
+        tally.passed(7, 10, offset, offset + 1)
+    assert tally.spans == [Span((10, 0), (10, 3))]
+    assert tally.progress(1).claims == ((7, 10, 3),)
+
+
+def test_units_in_a_row_make_one_span() -> None:
+    tally = Tally()
+    for position in (10, 11, 12):
+        tally.passed(7, position, 0, 1)
+        tally.finished(7, position, [(1, END)])
+    assert tally.spans == [Span((10, 0), (13, 0))]
+    assert tally.progress(1).claims == ((7, 13, 0),)
+
+
+def test_two_claims_keep_their_progress_apart() -> None:
+    tally = Tally()
+    tally.finished(1, 4, [(0, END)])
+    tally.passed(2, 90, 0, 1)
+    assert set(tally.progress(0).claims) == {(1, 5, 0), (2, 90, 1)}
+    assert tally.spans == [Span((4, 0), (5, 0)), Span((90, 0), (90, 1))]
+
+
+def test_a_unit_that_is_cached_elsewhere_moves_the_claim_and_adds_no_span() -> None:
+    tally = Tally()
+    tally.finished(1, 4, [])
+    assert tally.progress(0).claims == ((1, 5, 0),)
+    assert tally.spans == []
+    assert tally.has_news
+
+
+def test_a_shard_does_not_answer_for_what_an_earlier_shard_of_the_same_unit_holds() -> None:
+    """The earlier shard may be evicted first: then its samples must be missed."""
+    tally = Tally()
+    tally.passed(1, 4, 0, 1)
+    tally.passed(1, 4, 1, 2)
+    tally = Tally()  # published in the middle of the unit
+    tally.passed(1, 4, 2, 3)
+    tally.finished(1, 4, [(3, END)])
+    assert tally.spans == [Span((4, 2), (5, 0))]
+
+
+@given(st.integers(1, 8), st.sets(st.integers(0, 7)), st.integers(0, 8), st.sets(st.integers(0, 7)))
+def test_the_spans_of_a_unit_are_exactly_the_samples_that_lie_in_no_other_shard(
+    count: int, cached: set[int], first: int, published_after: set[int]
+) -> None:
+    """As the filler does it, for a unit of `count` samples: some cached, the claim begun at `first`."""
+    ranges = [(offset, offset + 1) for offset in sorted(cached)]
+    tally, shards, done = Tally(), [], first
+    for offset in range(count):
+        if offset < first or offset in cached:
+            continue
+        tally.passed(1, 4, offset, offset + 1)
+        done = offset + 1
+        if offset in published_after:
+            shards.append(list(tally.spans))
+            tally = Tally()
+    tally.finished(1, 4, gaps(ranges, done))
+    shards.append(list(tally.spans))
+    held = [
+        {offset for offset in range(12) if any(s.start <= (4, offset) < s.stop for s in spans)}
+        for spans in shards
+    ]
+    assert sum(map(len, held)) == len(set().union(*held)), "a sample in two shards"
+    assert set().union(*held) == {offset for offset in range(12) if offset >= first and offset not in cached}
+    assert not any(is_covered(ranges, offset) for offset in set().union(*held))
+
+
+def test_failures_are_counted_by_reason_with_their_first_example() -> None:
+    tally = Tally()
+    tally.skipped("transform", ValueError("bad"), "a")
+    tally.skipped("transform", ValueError("bad"), "b")
+    tally.skipped("sample", SampleError("torn"), "c", 5)
+    tally.skipped("transform", KeyError(), "d")
+    found = {(row.kind, row.reason): (row.count, row.example) for row in tally.progress(0).failures}
+    assert found == {
+        ("transform", "ValueError: bad"): (2, "a"),
+        ("sample", "torn"): (5, "c"),
+        ("transform", "KeyError: no message"): (1, "d"),
+    }
+
+
+def test_a_reason_is_cut_before_it_fills_the_catalogue() -> None:
+    tally = Tally()
+    tally.skipped("transform", ValueError("x" * 10_000), "a")
+    (row,) = tally.progress(0).failures
+    assert len(row.reason) == 300
+
+
+def test_samples_that_are_packed_dropped_or_skipped_are_done_until_the_commit() -> None:
+    tally = Tally()
+    tally.passed(1, 4, 0, 3)
+    tally.finished(1, 4, [(3, END)])
+    assert tally.done == 3
+
+
+def test_shards_double_up_to_the_full_size() -> None:
+    sizes = [target_bytes(published, 64 * 2**20, 10**12) for published in range(12)]
+    assert sizes[:3] == [FIRST_BYTES, 2 * FIRST_BYTES, 4 * FIRST_BYTES]
+    assert sizes[8:] == [64 * 2**20] * 4
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**12), st.integers(1, 10**15))
+def test_a_shard_is_never_empty_nor_larger_than_asked_nor_than_an_eighth_of_the_limit(
+    published: int, shard_bytes: int, limit_bytes: int
+) -> None:
+    target = target_bytes(published, shard_bytes, limit_bytes)
+    assert 1 <= target <= max(1, min(shard_bytes, limit_bytes // 8))
+
+
+@given(st.floats(0, 10**7), st.floats(0, 10**7))
+def test_samples_wait_longer_as_the_worker_grows_older_but_never_over_a_minute(
+    one_s: float, other_s: float
+) -> None:
+    early_s, late_s = sorted((one_s, other_s))
+    assert 0.1 <= max_age_s(early_s) <= max_age_s(late_s) <= 60.0
+
+
+def test_a_shard_is_due_when_it_is_full_or_old_and_not_before() -> None:
+    assert is_due(100, 0.0, 100, 0.0)
+    assert is_due(1, 0.25, 100, 0.0)
+    assert is_due(1, 2.0, 100, 10.0)
+    assert not is_due(99, 0.05, 100, 0.0)
+    assert not is_due(99, 1.9, 100, 10.0)

@@ -27,6 +27,7 @@ from tests.worker.support import (
     Processes,
     in_use,
     left_files,
+    log_of,
     only_once,
     sampling_pids,
     wait_until,
@@ -51,10 +52,6 @@ def fill(disk: Path) -> None:
                 file.write(bytes(BLOCK))
         except OSError:
             return
-
-
-def log_of(cache: Cache) -> str:
-    return Path(cache.directory.worker_file("log.txt")).read_text(encoding="utf-8")
 
 
 def last_shard(cache: Cache) -> int:

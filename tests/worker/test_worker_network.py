@@ -1,8 +1,7 @@
-"""Workers before a real S3 server, through a network that is limited, busy, gone, or watched."""
+"""Workers before a real S3 server, through a network that is limited, busy, or gone."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.errors import WorkerError
 from tests.support.proxy import FaultyProxy
 from tests.support.s3 import S3Server, run_s3_server
 from tests.worker.support import DEADLINE_S, failures_of, only_once, wait_until
@@ -105,57 +103,3 @@ def test_what_is_cached_is_there_during_an_outage_and_all_comes_once_after_it(
         assert worker.wait(DEADLINE_S)
     assert only_once(cache) == keys
     assert failures_of(cache) == {}
-
-
-# --- secrets -----------------------------------------------------------------------------------
-
-
-def everything_written(cache: Cache) -> dict[str, bytes]:
-    """All files of the cache: catalogue, shards, logs, board."""
-    paths = [Path(folder, name) for folder, _, names in os.walk(cache.path) for name in names]
-    return {str(path): path.read_bytes() for path in paths}
-
-
-def test_no_secret_is_written_anywhere_whatever_goes_wrong(
-    cache: Cache,
-    s3_server: S3Server,
-    s3_proxy: FaultyProxy,
-    s3_bucket: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    put_objects(s3_bucket, 60, 20_000)
-    options = s3_server.options_through(s3_proxy.port)
-    source = cs.open_source(f"s3://{s3_bucket.name}", storage_options=options)
-    (s3_bucket / "00003.bin").unlink()
-    s3_proxy.latency_s = 0.01
-    with cs.start_worker(cache, source, num_workers=2) as worker:
-        for fault in ("answer_busy", "reset", "truncate"):
-            getattr(s3_proxy, fault)(5)
-        assert worker.wait(DEADLINE_S)
-        shown = f"{worker} {worker.status()} {cache.status()}"
-    assert failures_of(cache) == {"sample": 1}
-    files = everything_written(cache)
-    assert any(path.endswith("log.txt") for path in files)
-    assert not [path for path, content in files.items() if b"CANARY" in content]
-    assert "CANARY" not in shown + "".join(capfd.readouterr())
-
-
-def test_credentials_that_end_are_told_once_without_a_storm_or_a_secret(
-    cache: Cache,
-    s3_server: S3Server,
-    s3_proxy: FaultyProxy,
-    s3_bucket: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    put_objects(s3_bucket, 200, 1000)
-    source = cs.FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.options_through(s3_proxy.port))
-    source._remote._options["secret"] = "CANARYEXPIRED"
-    s3_proxy.requests = 0
-    worker = cs.start_worker(cache, source, num_workers=1)
-    with pytest.raises(WorkerError, match="no valid credentials") as caught:
-        worker.wait(DEADLINE_S)
-    worker.stop(DEADLINE_S)
-    assert s3_proxy.requests <= 100  # of 200 units, each would be one
-    files = everything_written(cache)
-    assert not [path for path, content in files.items() if b"CANARY" in content]
-    assert "CANARY" not in str(caught.value) + "".join(capfd.readouterr())

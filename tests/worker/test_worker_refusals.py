@@ -1,18 +1,24 @@
-"""Sources and orders that make no sense are refused at once, by name, before any process is started for them."""
+"""Sources, orders and options that make no sense are refused by name, before a process is started."""
 
 from __future__ import annotations
 
+import re
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from torch.utils.data import BatchSampler, SequentialSampler
 
 import cachestream as cs
 from cachestream import Cache
 from cachestream.errors import ConfigError
 from tests.worker.sources import Numbers
-from tests.worker.support import DEADLINE_S
+from tests.worker.support import (
+    DEADLINE_S,
+)
 
 BATCHES = BatchSampler(SequentialSampler(range(20)), 4, drop_last=False)
 
@@ -74,3 +80,96 @@ def test_an_order_that_says_nothing_of_units_is_refused_by_name(
     with pytest.raises(ConfigError, match=words):
         cs.start_worker(cache, Numbers(20), order=order)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_cache_filled_from_one_source_refuses_another(cache: Cache) -> None:
+    with cs.start_worker(cache, Numbers(20), num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        with pytest.raises(ConfigError, match="from another source"):
+            cs.start_worker(cache, Numbers(20, name="other"))
+    with pytest.raises(ConfigError, match=r"from another source .* 'cachestream clear CACHE'"):
+        cs.start_worker(cache, Numbers(20, name="other"))
+    cache.clear()
+    with cs.start_worker(cache, Numbers(20, name="other"), num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+
+
+def test_a_folder_that_would_change_the_labels_of_what_is_cached_is_refused(
+    cache: Cache, tmp_path: Path
+) -> None:
+    def add(name: str) -> None:
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "images" / name / "1.png")
+
+    add("b")
+    add("c")
+    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    add("d")  # comes after the others, whose labels stay
+    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    add("a")
+    with pytest.raises(
+        ConfigError, match=r"places among 3 names, and are others among the 4 .*cachestream clear"
+    ):
+        cs.start_worker(cache, tmp_path / "images", num_workers=1)
+    cache.clear()
+    with cs.start_worker(cache, tmp_path / "images", num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert cache.num_samples == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"transform": threading.Lock().__enter__}, "the transform cannot be sent"),
+        ({"order": iter(range(20))}, None),
+        ({"order": (unit for unit in range(20))}, "the order cannot be sent"),
+        ({"order": "random"}, "choose 'shuffle' or 'sequential'"),
+        ({"order": 5}, "order=5"),
+        ({"order": [1.0]}, "1 weights for 20 units"),
+        ({"transform": 5}, "must be a function"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"num_workers": 1.5}, "num_workers=1.5"),
+        ({"concurrency": 65}, "1 or more, 64 at most"),
+        ({"hang_timeout_s": 0}, "hang_timeout_s=0: give seconds"),
+        ({"hang_timeout_s": True}, "hang_timeout_s=True: give seconds"),
+        ({"when_full": "explode"}, "choose one of evict, wait, stop"),
+        ({"shard_size": "1GB"}, "raise size_limit or lower shard_size"),
+        ({"shard_size": 0}, "shard_size=0"),
+        ({"bandwidth_limit": 0}, "bandwidth_limit"),
+        ({"workers": 4}, "num_workers"),
+        (
+            {"resize": 8},
+            r"resize= belongs to the source: start_worker\(cache, cs.open_source\(…, resize=…\)\)",
+        ),
+        ({"storage_options": {}}, "storage_options= belongs to the source"),
+    ],
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
+)
+def test_what_cannot_work_is_refused_at_once_and_by_name(
+    cache: Cache, options: dict[str, object], words: str | None
+) -> None:
+    if words is None:
+        cs.start_worker(cache, Numbers(20), num_workers=1, **options).stop()  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=words):
+        cs.start_worker(cache, Numbers(20), **options)  # type: ignore[arg-type]
+    assert not cache.has_worker()
+
+
+@pytest.mark.parametrize("timeout_s", ["1", float("nan"), True])
+def test_a_deadline_that_is_no_number_is_refused_at_once(cache: Cache, timeout_s: Any) -> None:
+    worker = cs.Worker(cache, None, None)
+    for wait in (worker.wait, worker.stop):
+        with pytest.raises(ConfigError, match=r"^timeout_s=.*: give seconds$"):
+            wait(timeout_s)
+
+
+def test_a_source_that_does_not_pickle_is_named(cache: Cache) -> None:
+    class Holding(Numbers):
+        def __reduce__(self) -> tuple[object, ...]:
+            raise TypeError("cannot pickle 'socket' object")
+
+    with pytest.raises(ConfigError, match=r"the source cannot be sent .* 'socket'"):
+        cs.start_worker(cache, Holding(5))

@@ -1,4 +1,4 @@
-"""The secrets of a URL, its user-info and its query, are in memory alone.
+"""The secrets of a URL (its user-info and its query) and of a driver's options are in memory alone.
 
 The tests search every byte of the cache, every message, every chain of exceptions, every command line and environment.
 """
@@ -11,7 +11,6 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +19,11 @@ import pytest
 
 import cachestream as cs
 from cachestream import Cache
-from cachestream.errors import SourceError
+from cachestream.errors import SourceError, WorkerError
 from cachestream.transport.remote_errors import map_errors, public_name
-from tests.support.unruly import UnrulyServer, run_unruly_server
+from tests.support.proxy import FaultyProxy
+from tests.support.s3 import S3Server
+from tests.support.unruly import UnrulyServer
 from tests.worker.support import DEADLINE_S, ROOT, Processes, failures_of, only_once, wait_until
 
 CANARY: Final = "CANARY"
@@ -30,15 +31,9 @@ SIGNED: Final = f"X-Amz-Signature={CANARY}0123&X-Amz-Credential=key%2F{CANARY}&X
 BAD: Final = ("missing", "broken", "endless", "bomb")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[UnrulyServer]:
-    with run_unruly_server() as running:
-        yield running
-
-
-def signed(server: UnrulyServer, kinds: tuple[str, ...], signature: str = SIGNED) -> list[str]:
+def signed(unruly_server: UnrulyServer, kinds: tuple[str, ...], signature: str = SIGNED) -> list[str]:
     """URLs that hold a secret in their query and in their user-info."""
-    host = f"http://user:{CANARY}pass@127.0.0.1:{server.port}"
+    host = f"http://user:{CANARY}pass@127.0.0.1:{unruly_server.port}"
     names = [f"good/{number}.bin" for number in range(40)] + [f"{kind}/a.bin" for kind in kinds]
     return [f"{host}/{name}?{signature}&n={number}" for number, name in enumerate(names)]
 
@@ -68,11 +63,11 @@ def assert_tells_nothing(error: BaseException) -> None:
 
 
 def test_a_worker_over_signed_urls_leaves_no_secret_in_any_file_message_or_command_line(
-    tmp_path: Path, server: UnrulyServer, processes: Processes
+    tmp_path: Path, unruly_server: UnrulyServer, processes: Processes
 ) -> None:
     folder = tmp_path / "cache"
     with Cache(folder, size_limit="30MB", min_free=0) as cache:
-        source = cs.open_source(signed(server, ("missing", "endless", "bomb", "broken")))
+        source = cs.open_source(signed(unruly_server, ("missing", "endless", "bomb", "broken")))
         with cs.start_worker(cache, source, num_workers=1, hang_timeout_s=1.0) as worker:
             wait_until(lambda: cache.num_samples == 40, "what is good is cached")
             wait_until(lambda: cache.status().remote_message, "what is broken is named")
@@ -98,25 +93,27 @@ def test_a_worker_over_signed_urls_leaves_no_secret_in_any_file_message_or_comma
 
 
 def test_urls_that_are_signed_anew_are_known_again_and_read_by_their_new_signatures(
-    tmp_path: Path, server: UnrulyServer
+    tmp_path: Path, unruly_server: UnrulyServer
 ) -> None:
     with Cache(tmp_path / "cache", size_limit="30MB", min_free=0) as cache:
-        urls = signed(server, ("missing",))
+        urls = signed(unruly_server, ("missing",))
         with cs.start_worker(cache, cs.open_source(urls), num_workers=1) as worker:
             assert worker.wait(DEADLINE_S)
-        server.asked.clear()
+        unruly_server.asked.clear()
         again = [url.replace("0123", "4567") for url in urls]
         with cs.start_worker(cache, cs.open_source(again), num_workers=1) as worker:
-            wait_until(lambda: server.asked, "what failed is read again")
+            wait_until(lambda: unruly_server.asked, "what failed is read again")
             assert worker.wait(DEADLINE_S)
         assert len(only_once(cache)) == 40
-    assert {target.partition("?")[0] for target in server.asked} == {"/missing/a.bin"}
-    assert all(f"{CANARY}4567" in target for target in server.asked)
+    assert {target.partition("?")[0] for target in unruly_server.asked} == {"/missing/a.bin"}
+    assert all(f"{CANARY}4567" in target for target in unruly_server.asked)
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_no_error_of_a_source_holds_a_secret_anywhere_in_its_chain(server: UnrulyServer, kind: str) -> None:
-    url = f"http://user:{CANARY}pass@127.0.0.1:{server.port}/{kind}/a.bin?{SIGNED}"
+def test_no_error_of_a_source_holds_a_secret_anywhere_in_its_chain(
+    unruly_server: UnrulyServer, kind: str
+) -> None:
+    url = f"http://user:{CANARY}pass@127.0.0.1:{unruly_server.port}/{kind}/a.bin?{SIGNED}"
     readers: list[tuple[str, dict[str, Any]]] = [(url, {"max_object_size": "10MB"})]
     if kind in ("missing", "broken"):
         readers += [
@@ -167,3 +164,51 @@ def test_queries_that_name_objects_tell_these_apart_without_being_shown() -> Non
     assert one == public_name(f"get?id=1&X-Amz-Signature={CANARY}")
     assert one.startswith("get?")
     assert "id" not in one
+
+
+def put_objects(bucket: Path, count: int) -> None:
+    for number in range(count):
+        (bucket / f"{number:05d}.bin").write_bytes(bytes(1000))
+
+
+def test_no_secret_is_written_anywhere_whatever_goes_wrong(
+    cache: Cache,
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    s3_bucket: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    put_objects(s3_bucket, 60)
+    options = s3_server.options_through(s3_proxy.port)
+    source = cs.open_source(f"s3://{s3_bucket.name}", storage_options=options)
+    (s3_bucket / "00003.bin").unlink()
+    s3_proxy.latency_s = 0.01
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        for fault in ("answer_busy", "reset", "truncate"):
+            getattr(s3_proxy, fault)(5)
+        assert worker.wait(DEADLINE_S)
+        shown = f"{worker} {worker.status()} {cache.status()}"
+    assert failures_of(cache) == {"sample": 1}
+    assert Path(cache.path, "worker", "log.txt").exists()
+    assert_none_below(Path(cache.path))
+    assert CANARY not in shown + "".join(capfd.readouterr())
+
+
+def test_credentials_that_end_are_told_once_without_a_storm_or_a_secret(
+    cache: Cache,
+    s3_server: S3Server,
+    s3_proxy: FaultyProxy,
+    s3_bucket: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    put_objects(s3_bucket, 200)
+    source = cs.FileSource(f"s3://{s3_bucket.name}", storage_options=s3_server.options_through(s3_proxy.port))
+    source._remote._options["secret"] = "CANARYEXPIRED"
+    s3_proxy.requests = 0
+    worker = cs.start_worker(cache, source, num_workers=1)
+    with pytest.raises(WorkerError, match="no valid credentials") as caught:
+        worker.wait(DEADLINE_S)
+    worker.stop(DEADLINE_S)
+    assert s3_proxy.requests <= 100  # of 200 units, each would be one
+    assert_none_below(Path(cache.path))
+    assert CANARY not in str(caught.value) + "".join(capfd.readouterr())

@@ -132,16 +132,6 @@ def test_a_unit_whose_first_half_was_evicted_gets_it_back(cache: Cache) -> None:
             assert only_once(cache) == source.keys()
 
 
-def test_what_was_evicted_while_no_worker_ran_is_fetched_by_the_next(cache: Cache) -> None:
-    source = Numbers(100, nbytes=10_000)
-    for _ in range(2):
-        with cs.start_worker(cache, source, num_workers=1, shard_size="100KB") as worker:
-            assert worker.wait(DEADLINE_S)
-        assert only_once(cache) == source.keys()
-        cache.evict(to=cache.size_bytes - 300_000)
-        assert cache.num_samples < 100
-
-
 def test_a_complete_cache_rests_and_a_second_start_reads_nothing(tmp_path: Path, cache: Cache) -> None:
     journal = tmp_path / "journal"
     source = Numbers(50, journal=str(journal))

@@ -76,7 +76,7 @@ def start(cache: cs.Cache, out: Path, world: int, batch_size: int, last_epoch: i
 
 
 def kept(out: Path, world: int) -> list[tuple[int, list[list[str]]]]:
-    """What of a life is in its last checkpoint: for each step the epoch, and the keys on each rank."""
+    """The part of a life that its last checkpoint holds: for each step the epoch, and the keys on each rank."""
     steps = 0
     if (out / "checkpoint.pt").exists():
         saved = torch.load(out / "checkpoint.pt", weights_only=True)

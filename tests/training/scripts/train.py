@@ -1,7 +1,7 @@
 """A training job of one rank, as torchrun starts it: `train.py CACHE OUT MODE`; writes OUT/<rank>.json.
 
-MODE "epochs" trains six epochs while the cache grows; "survive" waits for a rank to be killed, and reports what
-the others are told; "early" asks loaders before the ranks know one another; "anew" goes on with fewer and fewer ranks.
+MODE "survive" waits for a rank to be killed, and reports what the others are told; "early" asks loaders before the
+ranks know one another; "anew" goes on with fewer and fewer ranks.
 """
 
 from __future__ import annotations
@@ -11,37 +11,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import cachestream as cs
-from tests.support.caches import add_shard, numbered
-
-
-def epochs(cache: cs.Cache, rank: int) -> dict[str, Any]:
-    """Six epochs of DDP training; rank 0 adds a shard after the second."""
-    model = DistributedDataParallel(torch.nn.Linear(5, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    seen = []
-    with cs.EpochLoader(cache, 4, drop_last=False) as loader:
-        for epoch in range(6):
-            steps = []
-            for batch in loader:
-                optimizer.zero_grad()
-                (model(batch["x"]) - batch["number"][:, None]).square().mean().backward()
-                optimizer.step()
-                steps.append(batch["number"].tolist())
-            seen.append(steps)
-            if epoch == 1:
-                if rank == 0:
-                    add_shard(cache, numbered(60, 20))
-                dist.barrier()
-    return {"epochs": seen, "weight": model.module.weight.sum().item()}
+from tests.support.caches import numbers
 
 
 def survive(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
@@ -63,12 +39,8 @@ def survive(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
     return {"error": None}
 
 
-def numbers(batches: Iterable[Any]) -> list[int]:
-    return [n for batch in batches for n in batch["number"].tolist()]
-
-
 def early(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
-    """What loaders give that were asked for something before `init_process_group`; rank 0 is as Lightning's first process."""
+    """The epochs of loaders that were asked before `init_process_group`; rank 0 is Lightning's first process."""
     world_size = os.environ["WORLD_SIZE"]
     if rank == 0:
         del os.environ["WORLD_SIZE"]
@@ -129,13 +101,13 @@ def anew(cache: cs.Cache, rank: int, out: Path) -> dict[str, Any]:
 
 def main() -> None:
     cache, out, mode = cs.Cache(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    if mode in {"epochs", "survive"}:
+    if mode == "survive":
         dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     modes = {"survive": survive, "early": early, "anew": anew}
-    found = epochs(cache, rank) if mode == "epochs" else modes[mode](cache, rank, out)
+    found = modes[mode](cache, rank, out)
     (out / f"{rank}.json").write_text(json.dumps(found))
-    if mode in {"epochs", "early"}:
+    if mode == "early":
         dist.destroy_process_group()
     cache.close()
 

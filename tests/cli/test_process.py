@@ -1,0 +1,262 @@
+"""The command as a process: signals, closed outputs, terminals, folders that are gone, odd names."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from cachestream import Cache
+from cachestream.storage.telemetry import ROW
+from tests.cli.support import (
+    COMMAND,
+    COUNT,
+    TIMEOUT_S,
+    cli,
+    done,
+    fill_command,
+    look,
+    refused,
+    running,
+)
+from tests.support.caches import fill
+from tests.worker.support import wait_until
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_worker_ends_cleanly_and_goes_on_where_it_stopped(
+    images: Path, cache: Path, number: signal.Signals
+) -> None:
+    slow = fill_command(images, cache, "--bandwidth-limit", "1kB/s", "--shard-size", "4kB")  # a minute
+    with running(*slow) as process:
+        wait_until(lambda: (cache / "worker").is_dir() and look(cache).num_samples > 0, "a worker")
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in shown
+    assert 0 < look(cache).num_samples < COUNT
+    assert look(cache).worker is None
+
+    done(cli(*fill_command(images, cache)))
+    assert look(cache).num_samples == COUNT
+    assert json.loads(done(cli("verify", cache, "--json")))["ok"] is True
+
+
+def test_watching_writes_a_line_of_json_for_each_look_until_ctrl_c(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    with running("status", cache, "--watch", "--json", "--interval", 0.1) as process:
+        assert process.stdout is not None
+        looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 0
+    assert [look["num_samples"] for look in looks] == [8, 8, 8]
+
+
+def test_watching_where_nothing_can_be_drawn_over_writes_lines(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(cache, 1, 8).close()
+    monkeypatch.setenv("TERM", "dumb")
+    master, slave = pty.openpty()
+    try:
+        with (
+            running("status", cache, "--watch", "--interval", 0.1, stdout=slave) as process,
+            open(master, "rb", buffering=0, closefd=False) as terminal,
+        ):
+            seen = b""
+            while seen.count(b"8 samples in 1 shard") < 2:
+                assert select.select([terminal], [], [], TIMEOUT_S)[0], seen
+                seen += terminal.read(65536)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_S) == 0
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_watching_on_a_terminal_draws_what_changes_until_ctrl_c(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    master, slave = pty.openpty()
+    drawn = b""
+
+    def draws(text: bytes) -> bool:
+        nonlocal drawn
+        if select.select([master], [], [], 0.1)[0]:
+            drawn += os.read(master, 65536)
+        return text in drawn
+
+    try:
+        with running("status", cache, "--watch", "--interval", 0.1, stdout=slave) as process:
+            wait_until(lambda: draws(b"8 in 1 shard"), "8 samples drawn")
+            done(cli("evict", cache, "--to", 0))
+            wait_until(lambda: draws(b"0 in 0 shards"), "no samples drawn")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_S) == 0
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_a_reader_that_goes_away_is_no_traceback(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    with running("status", cache, "--watch", "--json", "--interval", 0.1) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(TIMEOUT_S) != 0
+        assert process.stderr.read() == ""
+
+
+def in_a_folder_that_is_gone(*arguments: object) -> str:
+    """The command line after its current folder was removed."""
+    return (
+        "import os, sys, tempfile; folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder);"
+        f"from cachestream.cli.main import main; main({[str(argument) for argument in arguments]!r})"
+    )
+
+
+def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_the_command_line_does_not_load_torch() -> None:
+    code = "import sys, cachestream.cli.app; print('torch' in sys.modules)"
+    assert done(run_code(code)) == "False\n"
+
+
+def test_a_command_whose_current_folder_is_gone_works_with_absolute_paths_or_says_so(
+    images: Path, cache: Path
+) -> None:
+    filling = ("worker", images, cache, "--workers", 1, "--size-limit", "20MB", "--transform", "copy:copy")
+    done(run_code(in_a_folder_that_is_gone(*filling)))
+    assert "current folder" in refused(run_code(in_a_folder_that_is_gone("status", "cache")), 1)
+    assert "current folder" in refused(run_code(in_a_folder_that_is_gone("worker", images, "cache")), 2)
+
+
+def in_a_shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = " ".join(shlex.quote(str(word)) for word in (*COMMAND, *arguments))
+    return subprocess.run(
+        ["/bin/sh", "-c", f"{command} {redirection}"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_outputs_that_are_closed_do_not_matter_and_a_full_disk_under_them_is_one_line(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    assert done(in_a_shell(">&-", "status", cache, "--json")) == ""
+    assert "8 samples" in done(in_a_shell("2>&- <&-", "verify", cache))
+    assert "No space left" in refused(in_a_shell(">/dev/full", "status", cache, "--json"), 1)
+
+
+def test_a_worker_works_without_standard_error(images: Path, cache: Path) -> None:
+    done(in_a_shell("2>&-", *fill_command(images, cache, "--detach")))
+    try:
+        with Cache(cache) as opened:
+            assert opened.wait(COUNT, timeout_s=TIMEOUT_S) == COUNT
+    finally:
+        cli("stop", cache)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+def test_a_cache_that_is_somebody_elses_is_not_called_none(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    code = (
+        "import os, cachestream.cli.app as cli\n"
+        "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
+        f"try: cli._open({str(cache)!r})\n"
+        "except Exception as error: print(error)"
+    )
+    shown = done(run_code(code))
+    assert "Permission denied" in shown
+    assert "holds no cache" not in shown
+
+
+def test_a_path_that_is_no_title_is_plotted_into_the_file_that_is_told(tmp_path: Path) -> None:
+    cache = Path(os.fsdecode(os.fsencode(tmp_path) + rb"/a$\\q$\xff"))
+    fill(cache, 1, 8).close()
+    (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
+    made = done(cli("plot", cache, "-o", tmp_path / "growth")).strip()
+    assert made == str(tmp_path / "growth.png")
+    assert Path(made).exists()
+
+
+def test_a_path_that_the_output_has_no_letters_for_is_written_with_escapes(tmp_path: Path) -> None:
+    cache = tmp_path / "kä\N{SNOWMAN}sh"
+    fill(cache, 1, 8).close()
+    shown = cli("status", cache, environment={"PYTHONIOENCODING": "ascii", "COLUMNS": "500"})
+    assert "k\\xe4\\u2603sh" in done(shown)
+
+
+def test_folders_whose_names_are_not_utf8_are_read_and_filled_and_gone_on_with(
+    images: Path, tmp_path: Path
+) -> None:
+    source, cache = (os.fsdecode(os.fsencode(tmp_path) + name) for name in (b"/remote\xff", b"/cache\xe9"))
+    shutil.copytree(images, source)
+    for _ in range(2):
+        done(cli("worker", source, cache, "--workers", 1, "--size-limit", "20MB", "--min-free", 0))
+        told = json.loads(done(cli("status", cache, "--json")))
+        assert (told["num_samples"], told["path"], told["fill_state"]) == (COUNT, cache, "complete")
+        assert source in told["source"]
+    assert "remote\\udcff" in done(
+        cli("status", cache, environment={"PYTHONIOENCODING": "utf-8", "COLUMNS": "500"})
+    )
+    for name in os.listdir(f"{cache}/worker"):
+        assert os.stat(f"{cache}/worker/{name}").st_mode & 0o077 == 0, f"{name} is for its owner alone"
+
+
+# A module that is loaded for the command line sends what Ctrl-C sends.
+INTERRUPTED: Final = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from cachestream.cli.main import main
+main(["--version"])
+"""
+
+
+def test_ctrl_c_while_the_command_is_being_loaded_ends_it_quietly() -> None:
+    result = run_code(INTERRUPTED)
+    assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def test_a_command_that_is_started_deaf_to_ctrl_c_stays_so() -> None:
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    assert done(run_code(deaf + INTERRUPTED)).startswith("cachestream ")
+
+
+def test_plotting_names_the_extra_when_matplotlib_is_missing(cache: Path) -> None:
+    fill(cache, 1, 8).close()
+    (cache / "worker" / "history").write_bytes(np.zeros(3, ROW).tobytes())
+    code = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None;"
+        f"from cachestream.cli.main import main; main(['plot', {str(cache)!r}])"
+    )
+    assert "pip install 'cachestream[plot]'" in refused(run_code(code), 2)

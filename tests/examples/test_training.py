@@ -1,0 +1,56 @@
+"""The examples of training run as a user runs them: torchrun with a checkpoint, and weights by key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from torch.distributed import run as torchrun
+
+from cachestream.demo.data import PLACES, make_remote
+from tests.support.forked import fork_script, run_forked
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_example_compares_weights_with_uniform_sampling_and_says_which_wins() -> None:
+    done = fork_script(
+        ROOT / "examples" / "importance.py",
+        ("--seeds", 2, "--epochs", 2),
+        cwd=ROOT,
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
+    )
+    assert done.returncode == 0, done.stderr
+    accuracies = {
+        way: [float(text) for text in re.findall(r"([0-9.]+)%", line)]
+        for way, line in re.findall(r"^  (\S.*?)  +(.*%)$", done.stdout, re.MULTILINE)
+    }
+    assert accuracies.keys() == {"uniform", "loss", "half and half"}
+    assert all(len(curve) == 2 and curve[-1] > 60 for curve in accuracies.values())
+    assert len(re.findall(r": (wins|loses|makes no difference that shows)$", done.stdout, re.MULTILINE)) == 6
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_example_trains_under_torchrun_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    make_remote(tmp_path / "images", 2 * PLACES, PLACES)
+
+    def epochs(count: int) -> str:
+        example = (ROOT / "examples" / "train_ddp.py", tmp_path / "images", tmp_path / "cache")
+        result = run_forked(
+            torchrun.main,
+            ("--standalone", "--nproc-per-node=2", *example, "--epochs", count, "--size-limit", "20MB"),
+            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            timeout_s=300,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    assert epochs(2).count("right") == 2
+    assert epochs(3).startswith("epoch 2: 270 samples")
+
+
+def test_the_example_is_short_enough_to_be_copied() -> None:
+    assert len((ROOT / "examples" / "train_ddp.py").read_text().splitlines()) <= 80

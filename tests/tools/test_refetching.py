@@ -1,0 +1,208 @@
+"""Shards that were evicted come back from the remote byte for byte, and what comes back different stays out."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachestream as cs
+from cachestream.tools.refetching import refetch
+from tests.worker.sources import Named
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Named(units=40, samples=5, nbytes=2000)
+
+
+@dataclass(frozen=True)
+class Random(Named):
+    """Samples that depend on the generator they are read with."""
+
+    def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
+        for key, sample in super().read(unit, rng):
+            yield key, {**sample, "noise": rng.random(3)}
+
+
+def halve(sample: dict[str, Any]) -> dict[str, Any] | None:
+    """Half of each sample, and of every seventh nothing; now and then it fails."""
+    if sample["number"] == 3:
+        raise ValueError("a bad one")
+    return None if sample["unit"] % 7 == 0 else {**sample, "x": sample["x"][:1000]}
+
+
+def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A sample and its own draws."""
+    return {**sample, "drawn": rng.random(3)}
+
+
+def double(sample: dict[str, Any]) -> dict[str, Any]:
+    """Another transform than `halve`."""
+    return {**sample, "x": np.repeat(sample["x"], 2)}
+
+
+def filled(path: Path, source: Any, transform: Any = None, **options: Any) -> cs.Cache:
+    """A cache with all of `source`, in small shards."""
+    cache = cs.Cache(path, size_limit="50MB", min_free=0)
+    options = {"shard_size": "40KB", "num_workers": 2, **options}
+    with cs.start_worker(cache, source, transform=transform, **options) as worker:
+        assert worker.wait(180)
+    return cache
+
+
+def trained(cache: cs.Cache, **options: Any) -> list[list[str]]:
+    """The keys of all batches of two epochs."""
+    with cs.EpochLoader(cache, 8, with_keys=True, **options) as loader:
+        return [batch["__key__"] for _ in range(2) for batch in loader]
+
+
+def digests(cache: cs.Cache) -> set[str]:
+    """The digests of the shards' files."""
+    return {hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(cache.path, "shards").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("order", "transform"),
+    [("shuffle", halve), ("shuffle", noisy), ("sequential", None), ("a sampler", halve)],
+    ids=["shuffle", "random transform", "sequential", "a sampler"],
+)
+def test_evicted_shards_come_back_byte_for_byte_and_the_epochs_with_them(
+    order: str, transform: Any, tmp_path: Path
+) -> None:
+    source = Random(units=40, samples=5, nbytes=2000)
+    kind = {"a sampler": list(np.random.default_rng(0).permutation(40))}.get(order, order)
+    with filled(tmp_path / "cache", source, transform, order=iter_again(kind)) as cache:
+        before = digests(cache)
+        batches = trained(cache, record=tmp_path / "run")
+        cache.evict(100_000)
+        assert digests(cache) < before
+        report = refetch(tmp_path / "run", cache, source, transform=transform)
+        assert report.ok, report.failed
+        assert report.brought
+        assert (report.wanted, report.cached + report.brought) == (len(before), len(before))
+        assert digests(cache) == before
+        assert trained(cache, replay=tmp_path / "run") == batches
+        assert cache.verify().ok
+        assert refetch(tmp_path / "run", cache, source).brought == 0
+
+
+class Drawn:
+    """A sampler over units."""
+
+    def __init__(self, units: list[int]) -> None:
+        self.units = units
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.units)
+
+
+def iter_again(order: Any) -> Any:
+    return Drawn(order) if isinstance(order, list) else order
+
+
+def test_an_empty_directory_becomes_a_cache_to_replay_from(tmp_path: Path) -> None:
+    with filled(tmp_path / "cache", SOURCE, seed=3) as cache:
+        batches = trained(cache, record=tmp_path / "run")
+    with cs.Cache(tmp_path / "other", size_limit="50MB", min_free=0) as other:
+        report = refetch(tmp_path / "run" / "epoch-000001.json", other, SOURCE)
+        assert report.ok
+        assert digests(other) == digests(cache)
+        assert trained(other, replay=tmp_path / "run") == batches
+        # A worker that goes on there fetches nothing twice.
+        with cs.start_worker(other, SOURCE, seed=3) as worker:
+            assert worker.wait(180)
+        assert other.num_samples == len(SOURCE.keys())
+
+
+def test_a_worker_goes_on_after_a_refetch_and_has_every_sample_once(tmp_path: Path) -> None:
+    """Evicted, fetched again by a second pass, and some of it brought back: nothing is there twice."""
+    with filled(tmp_path / "cache", SOURCE) as cache:
+        trained(cache, record=tmp_path / "run")
+        cache.evict(200_000)
+        first = refetch(tmp_path / "run", cache, SOURCE)
+        assert first.ok
+        cache.evict(100_000)
+        with cs.start_worker(cache, SOURCE) as worker:
+            assert worker.wait(180)
+        with cache.snapshot() as dataset:
+            assert sorted(dataset.keys()) == sorted(SOURCE.keys())
+        second = refetch(tmp_path / "run", cache, SOURCE)
+        assert not second.ok
+        assert all("other shards hold some of its samples by now" in reason for reason in second.failed)
+        with cache.snapshot() as dataset:
+            assert sorted(dataset.keys()) == sorted(SOURCE.keys())
+
+
+def test_what_comes_back_different_stays_out_and_is_told(tmp_path: Path) -> None:
+    with filled(tmp_path / "cache", SOURCE, halve) as cache:
+        trained(cache, record=tmp_path / "run")
+        held = cache.num_shards
+        cache.evict(0)
+        report = refetch(tmp_path / "run", cache, SOURCE, transform=double)
+        assert len(report.failed) == report.wanted == held
+        assert "came back different" in report.failed[0]
+        assert cache.num_shards == 0
+        for wrong in (Named(units=41, samples=5, nbytes=2000), Named(40, 5, 2000, name="another")):
+            with pytest.raises(cs.ConfigError, match="was trained on numbers:40x5"):
+                refetch(tmp_path / "run", cache, wrong)
+
+
+def test_needed_shards_are_kept_while_others_come_within_the_limit(tmp_path: Path) -> None:
+    big = Named(units=60, samples=5, nbytes=10_000)
+    with filled(tmp_path / "cache", big, shard_size="100KB") as cache:
+        batches = trained(cache, epoch_size=120, record=tmp_path / "run")
+    first, second = sorted((tmp_path / "run").iterdir())
+    with cs.Cache(tmp_path / "small", size_limit=2_500_000, min_free=0) as small:
+        assert refetch(first, small, big).cached == 0
+        assert small.status().evicted_shards == 0
+        report = refetch(second, small, big)
+        assert report.ok
+        assert small.status().evicted_shards > 0
+        assert small.size_bytes <= 2_500_000
+        with cs.EpochLoader(small, 8, with_keys=True, replay=second) as loader:
+            assert [batch["__key__"] for batch in loader] == batches[15:]
+        small.size_limit = 1_300_000
+        with pytest.raises(cs.CacheFullError, match=r"no space in .* that the epochs need"):
+            refetch(first, small, big)
+
+
+def test_a_running_worker_is_in_the_way(tmp_path: Path) -> None:
+    with filled(tmp_path / "cache", SOURCE) as cache:
+        trained(cache, record=tmp_path / "run")
+        with cs.start_worker(cache, SOURCE), pytest.raises(cs.CacheError, match="a worker is filling"):
+            refetch(tmp_path / "run", cache, SOURCE)
+
+
+def test_the_command_line_brings_shards_back_and_says_what_did_not_come(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    for i in range(30):
+        np.save(files / f"{i:03}.npy", np.full(500, i, np.float32))
+    source = cs.FileSource(str(files))
+    with filled(tmp_path / "cache", source) as cache:
+        batches = trained(cache, record=tmp_path / "run")
+        cache.evict(20_000)
+    command = [
+        sys.executable,
+        "-m",
+        "cachestream",
+        "refetch",
+        str(tmp_path / "run"),
+        str(files),
+        cache.path,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 did not" in done.stderr
+    assert trained(cache, replay=tmp_path / "run") == batches
+    np.save(files / "000.npy", np.zeros(500, np.float32) + 7)
+    cache.evict(0)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 1
+    assert "came back different" in done.stderr

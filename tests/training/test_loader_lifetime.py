@@ -1,0 +1,295 @@
+"""The life of a loader: leases, threads, maps and files as it is closed, forgotten, copied or forked."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import cloudpickle
+import pytest
+
+from cachestream import Cache, EpochError, EpochLoader
+from tests.support.caches import add_shard, numbered, numbers
+from tests.training.conftest import NewCache
+from tests.worker.support import wait_until
+
+in_both_ways: Final = pytest.mark.usefixtures("gathered")
+
+
+def leases(cache: Cache) -> int:
+    return cache.status().leases
+
+
+def test_a_closed_loader_says_so(new_cache: NewCache) -> None:
+    loader = EpochLoader(new_cache(1, 8), 4)
+    batches = iter(loader)
+    loader.close()
+    loader.close()
+    for again in (lambda: iter(loader), lambda: next(batches)):
+        with pytest.raises(EpochError, match="closed"):
+            again()
+
+
+def test_a_loader_closed_after_its_last_batch_ends_the_epoch_as_ever(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        batches = iter(loader)
+        assert [next(batches)["number"].shape for _ in range(2)] == [(4,), (4,)]
+        loader.close()
+        assert list(batches) == []
+
+
+@in_both_ways
+@pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["plain", "transformed"])
+def test_a_loader_that_another_thread_closes_ends_no_epoch_as_if_all_were_well(
+    transform: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(4, 500)
+    for number in range(20):
+        loader = EpochLoader(cache, 1, batch_transform=transform)
+        batches, begun = iter(loader), threading.Event()
+
+        def train(batches: Iterator[Any] = batches, begun: threading.Event = begun) -> int:
+            for count, _ in enumerate(batches):
+                if count == 5:
+                    begun.set()
+                time.sleep(0.0001)
+            return -1
+
+        with ThreadPoolExecutor(1) as threads:
+            training = threads.submit(train)
+            assert begun.wait(60)
+            time.sleep(number * 0.0003)
+            loader.close()
+            with pytest.raises(EpochError, match="closed"):
+                training.result(60)
+
+
+@in_both_ways
+def test_a_thread_that_waits_for_a_batch_hears_at_once_that_the_loader_is_closed_or_elsewhere(
+    new_cache: NewCache,
+) -> None:
+    held, transforming = threading.Event(), threading.Event()
+
+    def transform(batch: Any) -> Any:
+        transforming.set()
+        held.wait(60)
+        return batch
+
+    for leave, says in (
+        (EpochLoader.close, "closed"),
+        (lambda loader: loader.set_epoch(7) or iter(loader), "left"),
+    ):
+        held.clear()
+        transforming.clear()
+        with (
+            EpochLoader(new_cache(2, 8), 4, batch_transform=transform) as loader,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            waiting = threads.submit(next, iter(loader))
+            assert transforming.wait(60)
+            threading.Timer(0.2, held.set).start()
+            leave(loader)
+            began = time.monotonic()
+            with pytest.raises(EpochError, match=says):
+                waiting.result(100)
+            assert time.monotonic() - began < 60  # not the loader's 120 s
+
+
+@in_both_ways
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12 warns where threads run
+def test_a_forked_child_is_told_to_make_a_loader_of_its_own(new_cache: NewCache) -> None:
+    with EpochLoader(new_cache(1, 8), 4) as loader:
+        next(iter(loader))
+        child = os.fork()
+        if child == 0:
+            try:
+                iter(loader)
+            except EpochError as error:
+                loader.close()
+                os._exit(0 if "make one in each process" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(numbers(loader)) == 8
+
+
+def test_an_epochs_shards_are_leased_until_it_ends_or_is_left(new_cache: NewCache) -> None:
+    cache = new_cache(6, 8)
+    with EpochLoader(cache, 4, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert leases(cache) >= 1
+        list(batches)
+        assert leases(cache) <= 1  # of the next epoch, prepared by now
+        iter(loader)
+        iter(loader)
+        next(iter(loader))
+        assert 1 <= leases(cache) <= 2
+    assert leases(cache) == 0
+
+
+def ours() -> list[threading.Thread]:
+    """The threads of loaders, without those of other tests."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cachestream-")]
+
+
+def test_short_epochs_over_a_cache_that_stays_share_a_lease_and_are_counted_each(new_cache: NewCache) -> None:
+    cache = new_cache(3, 4)
+    with EpochLoader(cache, batch_size=4) as loader:
+        leases = set()
+        for _ in range(8):
+            leases.add(loader.dataset.snapshot.lease)
+            assert sum(1 for _ in loader) == 3
+        assert len(leases) <= 2, "more only where they take ten seconds"
+        add_shard(cache, numbered(12, 4))
+        assert [sum(1 for _ in loader) for _ in range(3)][-1] == 4
+    status = cache.status()
+    assert status.leases == 0
+    with cache.catalogue.reading() as tables:
+        uses = {row.id: row.uses for row in tables.shards()}
+    assert uses[1] == status.snapshots >= 11, "the one prepared ahead counts too"
+
+
+@in_both_ways
+def test_many_epochs_leave_no_more_threads_files_or_memory_than_one(new_cache: NewCache) -> None:
+    cache = new_cache(4, 8)
+    with EpochLoader(cache, 4) as loader:
+        numbers(loader)
+        files, threads = len(os.listdir("/proc/self/fd")), ours()
+        for _ in range(100):
+            numbers(loader)
+        assert len(os.listdir("/proc/self/fd")) <= files + 2
+        assert ours() == threads
+        assert leases(cache) <= 2
+
+
+@in_both_ways
+def test_a_forgotten_loader_ends_its_threads(new_cache: NewCache) -> None:
+    loader = EpochLoader(new_cache(2, 8), 4)
+    next(iter(loader))
+    gone = weakref.ref(loader)
+    mine = ours()
+    assert len(mine) == 3
+    del loader
+    gc.collect()
+    assert gone() is None
+    for thread in mine:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@in_both_ways
+@pytest.mark.parametrize("after", [1, None], ids=["amid-an-epoch", "after-an-epoch"])
+def test_forgotten_loaders_leave_no_shard_mapped(after: int | None, new_cache: NewCache) -> None:
+    cache = new_cache(4, 100)
+
+    def maps() -> list[str]:
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            return [line for line in lines if cache.path in line]
+
+    for _ in range(10):
+        loader = EpochLoader(cache, 4)
+        assert len(numbers(itertools.islice(loader, after))) == (4 * after if after else 400)
+        del loader
+    wait_until(lambda: not maps(), "no shard is mapped")
+
+
+@in_both_ways
+def test_a_loader_forgotten_after_a_failure_that_nobody_saw_leaves_no_shard_mapped(
+    new_cache: NewCache,
+) -> None:
+    """The maps are freed by reference counts, before a garbage collection, which may be hours later."""
+    cache, count = new_cache(4, 8), itertools.count()
+
+    def transform(batch: Any) -> Any:
+        if next(count) > 10:
+            raise ValueError("in the next epoch")
+        return batch
+
+    loader = EpochLoader(cache, 4, batch_transform=transform)
+    assert len(numbers(loader)) == 32
+    schedule = loader._pipeline.schedule
+    wait_until(lambda: schedule._chain.failure is not None, "the next epoch fails")
+    gc.collect()
+    gc.disable()
+    try:
+        del loader
+        wait_until(lambda: cache.path not in Path("/proc/self/maps").read_text(), "no shard is mapped")
+    finally:
+        gc.enable()
+
+
+SCRIPT = """
+import sys, cachestream as cs
+loader = cs.EpochLoader(cs.Cache(sys.argv[1]), 4, epoch_size=100_000)
+batches = iter(loader)
+for _ in range(50):
+    next(batches)
+if sys.argv[2] == "interrupt":
+    import os, signal
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in batches:
+        pass
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("leave", 0), ("interrupt", -2)])
+def test_the_interpreter_ends_in_the_midst_of_an_epoch(how: str, code: int, new_cache: NewCache) -> None:
+    cache = new_cache(4, 100)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, cache.path, how],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (done.returncode, "left" in done.stdout) == (code, how == "leave"), done.stderr
+    assert "Traceback" not in done.stderr or how == "interrupt"
+    cache.evict(0)
+    assert cache.num_shards == 0
+
+
+@pytest.mark.parametrize("move", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_that_is_copied_says_that_another_one_is_to_be_made(
+    new_cache: NewCache, move: Callable[[Any], Any]
+) -> None:
+    cache = new_cache(2, 8)
+    with EpochLoader(cache, 4) as loader:
+        with pytest.raises(TypeError, match=f"Make another one.*{cache.path}.*state_dict"):
+            move(loader)
+        assert len(numbers(loader)) == 16
+
+
+def test_a_limit_that_is_lowered_while_training_is_reached_as_epochs_end(new_cache: NewCache) -> None:
+    """Each epoch is prepared while the previous one leases its shards: together they could lease all shards
+    for ever.
+    """
+    cache = new_cache(400, 8)
+    with EpochLoader(cache, 8) as loader:
+        for batch in loader:
+            assert len(batch["number"]) == 8
+        batches = iter(loader)
+        next(batches)
+        cache.size_limit = limit = cache.size_bytes - 100 * 4096
+        assert cache.size_bytes > limit
+        for _ in range(3):
+            for batch in loader:
+                assert len(batch["number"]) == 8
+        assert cache.size_bytes <= limit
+        assert 200 < cache.num_shards < 400
+        batches = iter(loader)
+        next(batches)
+        cache.size_limit = limit = limit - 50 * 4096
+    assert cache.size_bytes <= limit  # with the end of the loader

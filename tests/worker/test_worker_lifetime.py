@@ -1,0 +1,342 @@
+"""The life of a worker: started from anywhere, shared by all who need it, gone with the last of them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+import cachestream as cs
+from cachestream import Cache
+from cachestream.errors import WorkerError
+from cachestream.worker import launch
+from tests.worker.sources import Numbers
+from tests.worker.support import (
+    DEADLINE_S,
+    Processes,
+    is_running,
+    keys_of,
+    kill_supervisor,
+    left_files,
+    only_once,
+    sampling_pids,
+    script,
+    supervisor_pid,
+    wait_until,
+)
+
+SCRIPT = """
+import sys
+import numpy as np
+import cachestream as cs
+from dataclasses import dataclass
+
+factor = 3
+
+@dataclass
+class Scale:                            # a class of __main__
+    by: int
+    def __call__(self, sample):
+        return {"y": sample["n"] * self.by * factor}
+
+class Squares:                          # a source of __main__
+    fingerprint, num_units = "squares", 50
+    def read(self, unit, rng):
+        yield str(unit), {"n": np.int64(unit * unit)}
+
+kind = sys.argv[2]
+offset = len(sys.argv)
+transform = {"class": Scale(2), "lambda": lambda s: {"y": s["n"] * 2 * factor},
+             "closure": (lambda k: lambda s: {"y": s["n"] * k * factor})(2)}[kind]
+cache = cs.Cache(sys.argv[1], size_limit="20MB", min_free=0)
+worker = cs.start_worker(cache, Squares(), num_workers=1, transform=transform)
+assert worker.wait(180), cache.status()
+print(cache.num_samples)
+"""
+
+
+@pytest.mark.parametrize("kind", ["class", "lambda", pytest.param("closure", marks=pytest.mark.slow)])
+def test_a_script_without_a_main_guard_starts_a_worker_with_its_own_functions(
+    tmp_path: Path, processes: Processes, kind: str
+) -> None:
+    path = tmp_path / "cache"
+    with script(tmp_path / "train.py", SCRIPT, str(path), kind) as run:
+        assert run.end().split() == ["50"]
+    processes.wait_until_gone()
+    with Cache(path) as cache:
+        assert cache.fill_state() == "complete"
+        assert set(keys_of(cache)) == {str(unit) for unit in range(50)}
+        assert left_files(cache) == []
+
+
+def test_an_interactive_session_starts_a_worker_with_functions_typed_there(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """As in a notebook: no file, everything in __main__."""
+    code = SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "cache"))).replace("sys.argv[2]", "'closure'")
+    session = (
+        "import code, sys\n"
+        "console = code.InteractiveConsole(globals())\n"
+        "for block in open(sys.argv[1]).read().split('\\n\\n'):\n"
+        "    console.runsource(block + '\\n', symbol='exec')\n"
+    )
+    (tmp_path / "cells.py").write_text(code, encoding="utf-8")
+    with script(tmp_path / "session.py", session, str(tmp_path / "cells.py"), options=("-i",)) as run:
+        run.tell("print(cache.fill_state(), worker.attached)")
+        assert run.line() == "50"
+        assert run.line() == "complete False"
+        run.tell("exit()")
+        run.end()
+    processes.wait_until_gone()
+
+
+ATTACHING = """
+import sys, threading
+import cachestream as cs
+from tests.worker.sources import Numbers
+worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1)
+print("attached" if worker.attached else "started", flush=True)
+sys.stdin.readline()
+worker.close()
+"""
+
+
+def test_of_many_that_start_at_once_one_runs_and_the_others_attach_until_the_last_is_gone(
+    cache: Cache, tmp_path: Path, processes: Processes
+) -> None:
+    runs = [script(tmp_path / f"rank{rank}.py", ATTACHING, cache.path) for rank in range(4)]
+    entered = [run.__enter__() for run in runs]
+    try:
+        assert sorted(run.line() for run in entered) == ["attached", "attached", "attached", "started"]
+        pid = supervisor_pid(cache)
+        for rank in (0, 1):
+            entered[rank].tell()
+            entered[rank].end()
+        entered[2].process.kill()
+        entered[2].process.wait(DEADLINE_S)
+        before = cache.status().worker
+        assert before is not None
+        wait_until(
+            lambda: cache.status().worker.totals.samples > before.totals.samples,  # type: ignore[union-attr]
+            "it goes on for the last one",
+        )
+        assert supervisor_pid(cache) == pid
+        entered[3].tell()
+        entered[3].end()
+    finally:
+        for run in runs:
+            run.__exit__(None, None, None)
+    processes.wait_until_gone()
+    assert not cache.has_worker()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_the_worker_is_gone_within_seconds_of_its_owner_and_leaves_nothing(
+    cache: Cache, tmp_path: Path, processes: Processes, number: int
+) -> None:
+    with script(tmp_path / "owner.py", ATTACHING, cache.path) as run:
+        assert run.line() == "started"
+        cache.wait(1, DEADLINE_S)
+        run.process.send_signal(number)
+        run.process.wait(DEADLINE_S)
+        processes.wait_until_gone()
+    assert left_files(cache) == []
+    assert cache.fill_state() == "stopped"
+
+
+@pytest.mark.slow  # a busy machine takes longer, which is no fault
+@pytest.mark.parametrize("how", ["stop", "terminate", "orphan"])
+def test_where_the_machine_is_not_busy_the_worker_is_gone_within_five_seconds(
+    cache: Cache, tmp_path: Path, processes: Processes, how: str
+) -> None:
+    with script(tmp_path / "owner.py", ATTACHING, cache.path) as run:
+        assert run.line() == "started"
+        cache.wait(1, DEADLINE_S)
+        if how == "orphan":
+            run.process.kill()
+            run.process.wait(DEADLINE_S)
+            processes.wait_until_gone(5.0)
+        else:
+            if how == "stop":
+                cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop()  # raises after 5 s
+            else:
+                os.kill(supervisor_pid(cache), signal.SIGTERM)
+                wait_until(lambda: not cache.has_worker(), "it is gone", 5.0)
+            run.tell()
+            run.end()
+    assert cache.fill_state() == "stopped"
+
+
+def test_a_detached_worker_outlives_its_starter_and_its_output_pipes(
+    cache: Cache, tmp_path: Path, processes: Processes
+) -> None:
+    code = ATTACHING.replace("num_workers=1", "num_workers=1, detach=True")
+    with script(tmp_path / "owner.py", code, cache.path) as run:
+        assert run.line() == "started"
+        run.tell()
+        run.end()  # the end of its output: nobody else holds the pipes
+    count = cache.wait(1, DEADLINE_S)
+    cache.wait(count + 1, DEADLINE_S)
+    attached = cs.start_worker(cache, Numbers(None, pause_s=0.01))
+    assert attached.attached
+    attached.close()
+    assert cache.has_worker(), "who attached may go, too"
+    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
+    processes.wait_until_gone()
+
+
+def test_attaching_detached_keeps_a_worker_whose_starter_leaves(cache: Cache, processes: Processes) -> None:
+    source = Numbers(None, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1):
+        other = cs.start_worker(cache, source, num_workers=1, detach=True)
+        assert other.attached
+    count = cache.wait(1, DEADLINE_S)
+    cache.wait(count + 1, DEADLINE_S)
+    other.stop(DEADLINE_S)
+    processes.wait_until_gone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_supervisor_cleanly(cache: Cache, processes: Processes, number: int) -> None:
+    worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=2)
+    cache.wait(1, DEADLINE_S)
+    os.kill(supervisor_pid(cache), number)
+    processes.wait_until_gone()
+    assert cache.fill_state() == "stopped"
+    assert not worker.wait(DEADLINE_S), "it ended before the pass was complete"
+    worker.close()
+    assert left_files(cache) == []
+
+
+def test_stopping_publishes_what_was_sampled_and_goes_on_exactly_there(cache: Cache, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    source = Numbers(200, 3, pause_s=0.03, journal=str(journal))
+    for _ in range(3):
+        worker = cs.start_worker(cache, source, num_workers=2, concurrency=2)
+        before = cache.num_samples
+        cache.wait(before + 30, DEADLINE_S)
+        worker.stop(DEADLINE_S)
+        assert not worker.is_alive()
+        only_once(cache)
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+    units = journal.read_text().split()
+    assert len(set(units)) == 200
+    # At each stop some units are in flight, or read but not yet looked at; they are read again.
+    assert len(units) <= 200 + 3 * 2 * 8
+
+
+def test_a_killed_supervisor_takes_its_processes_along_and_the_next_goes_on(
+    cache: Cache, processes: Processes
+) -> None:
+    source = Numbers(600, pause_s=0.01)
+    worker = cs.start_worker(cache, source, num_workers=2)
+    cache.wait(1, DEADLINE_S)
+    kill_supervisor(cache, processes, worker)
+    with pytest.raises(WorkerError, match=r"was killed.*start it again"):
+        cs.Worker(cache, None, None).wait(DEADLINE_S)  # which has nothing to start another with
+    with cs.start_worker(cache, source, num_workers=2) as again:
+        assert not again.attached
+        assert again.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+
+
+def test_a_worker_ends_when_its_cache_is_removed(cache: Cache, processes: Processes) -> None:
+    cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1, detach=True)
+    cache.wait(1, DEADLINE_S)
+    cache.close()
+    shutil.rmtree(cache.path, ignore_errors=True)
+    shutil.rmtree(cache.path, ignore_errors=True)  # what it wrote meanwhile
+    processes.wait_until_gone()
+    shutil.rmtree(cache.path, ignore_errors=True)
+
+
+def test_a_worker_ends_when_another_cache_has_taken_the_place_of_its_own(
+    cache: Cache, processes: Processes
+) -> None:
+    cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1, detach=True)
+    pids = processes.pids()
+    cache.wait(1, DEADLINE_S)
+    cache.close()
+    os.rename(cache.path, cache.path + ".old")
+    with Cache(cache.path, size_limit="20MB", min_free=0):
+        wait_until(lambda: not any(map(is_running, pids)), "the old worker has ended")
+    shutil.rmtree(cache.path + ".old")
+    cache.recover()
+
+
+def open_in(pid: int) -> set[str]:
+    """The files that the process has open."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.readlink(fd))
+    return found
+
+
+def test_processes_hold_no_named_shared_memory_and_none_of_our_files(cache: Cache, tmp_path: Path) -> None:
+    with open(tmp_path / "ours", "w", encoding="utf-8") as ours:
+        os.set_inheritable(ours.fileno(), True)
+        with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1):
+            cache.wait(1, DEADLINE_S)
+            for pid in (supervisor_pid(cache), *sampling_pids(cache)):
+                targets = open_in(pid)
+                assert not [t for t in targets if "/dev/shm" in t or t == ours.name]
+                assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
+                modules = Path(f"/proc/{pid}/maps").read_text()
+                assert "libtorch" not in modules, "a sampling process loads no torch of its own accord"
+
+
+def test_the_worker_stays_when_the_handle_is_dropped(cache: Cache) -> None:
+    cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
+    count = cache.wait(1, DEADLINE_S)
+    cache.wait(count + 1, DEADLINE_S)
+    cs.start_worker(cache, Numbers(None, pause_s=0.01)).stop(DEADLINE_S)
+
+
+def test_a_supervisor_that_is_killed_while_it_starts_is_a_worker_error(
+    cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pipe is closed while the job is still being sent."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError, match="ended at once"):
+        cs.start_worker(cache, Numbers(5))
+    assert not processes.pids()
+
+
+def test_a_supervisor_that_takes_no_job_is_ended_at_the_deadline(
+    cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job is larger than a pipe, so that to send it would block."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr(launch, "START_TIMEOUT_S", 1.0)
+    large = bytes(1_000_000)
+    with pytest.raises(WorkerError, match="did not answer within 1 s"):
+        cs.start_worker(cache, Numbers(5), transform=lambda sample: (sample, large)[0])
+    assert not processes.pids()
+
+
+def test_a_worker_starts_from_a_process_with_a_thousand_open_files(cache: Cache) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2048 if before[1] == resource.RLIM_INFINITY else min(2048, before[1])
+    if most < 2048:
+        pytest.skip(f"no process may open more than {most} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        with cs.start_worker(cache, Numbers(5), num_workers=1) as worker:
+            assert worker.wait(DEADLINE_S)

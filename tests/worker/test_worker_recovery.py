@@ -1,0 +1,396 @@
+"""A worker loses its catalogue, disk, descriptors or life: the filling goes on, or all are told."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+
+import cachestream as cs
+from cachestream import Cache, WorkerError
+from cachestream.errors import CacheError
+from cachestream.storage.status import lost_worker
+from cachestream.storage.telemetry import Board
+from cachestream.worker import attachments, health
+from cachestream.worker.health import Trouble
+from cachestream.worker.supervisor import Supervisor
+from tests.worker.sources import Numbers, Switched
+from tests.worker.support import (
+    DEADLINE_S,
+    ROOT,
+    Processes,
+    failures_of,
+    is_running,
+    left_files,
+    log_of,
+    only_once,
+    sampling_pids,
+    script,
+    supervisor_pid,
+    wait_until,
+)
+
+LONG: Final = Numbers(100_000, nbytes=20_000, pause_s=0.001)
+
+
+def last_shard(cache: Cache) -> int:
+    """The number of the newest shard that is there: more of them, whatever was evicted meanwhile."""
+    return max([int(name.split(".")[0]) for name in os.listdir(cache.directory.shards)], default=0)
+
+
+def wait_for_new_shards(cache: Cache, count: int = 5) -> None:
+    """Until new shards come: their numbers go on after those of a catalogue that was made anew."""
+    for _ in range(count):
+        before = last_shard(cache)
+        wait_until(lambda before=before: last_shard(cache) > before, "a new shard")  # type: ignore[misc]
+
+
+@contextmanager
+def training(cache: Cache) -> Iterator[cs.EpochLoader]:
+    """Epoch after epoch over a cache, in another thread."""
+    stop = threading.Event()
+    with cs.EpochLoader(cache, batch_size=4) as loader:
+
+        def train() -> None:
+            while not stop.is_set():
+                for _ in loader:
+                    if stop.wait(0.005):
+                        break
+
+        thread = threading.Thread(target=train, name="trainer")
+        thread.start()
+        try:
+            yield loader
+        finally:
+            stop.set()
+            thread.join(DEADLINE_S)
+
+
+def kill(cache: Cache) -> int:
+    """Kill the worker; its process id."""
+    pid = supervisor_pid(cache)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid), "the supervisor is dead")
+    return pid
+
+
+def of_cachestream(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.name == "cachestream")
+
+
+def test_a_full_cache_whose_catalogue_is_lost_goes_on_being_filled(cache: Cache) -> None:
+    cache.size_limit = "3MB"
+    with (
+        cs.start_worker(cache, LONG, num_workers=2, shard_size="60KB"),
+        training(cache),
+    ):
+        wait_until(lambda: cache.status().evicted_shards > 10, "the cache is full, and turns over")
+        os.unlink(cache.catalogue.path)
+        assert cache.fill_state() == "filling"
+        wait_until(lambda: "the catalogue was lost" in log_of(cache), "the log tells")
+        wait_until(lambda: cache.status().evicted_shards > 10, "the cache turns over")
+        wait_for_new_shards(cache)
+        with cache.catalogue.reading() as tables:
+            assert tables.meta("fill_state") == "filling"
+            assert tables.meta("is_looking") == 0
+
+
+def test_waiting_for_a_pass_outlasts_the_catalogue(cache: Cache) -> None:
+    """A new one counts passes from 1 again, which is not the end of the one that was waited for."""
+    source = Numbers(300, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        cache.evict(to=0)
+        wait_until(lambda: worker._progress() == ("filling", 2), "the second pass")
+        waits = threading.Thread(target=worker.wait, args=(DEADLINE_S,))
+        waits.start()
+        wait_until(lambda: cache.num_samples > 20, "samples of the second pass")
+        os.unlink(cache.catalogue.path)
+        waits.join(DEADLINE_S)
+        assert cache.num_samples == 300
+    assert only_once(cache) == source.keys()
+
+
+def test_a_pass_that_makes_no_sense_has_the_catalogue_rebuilt_by_the_worker(cache: Cache) -> None:
+    source = Numbers(400, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=2) as worker:
+        cache.wait(40, DEADLINE_S)
+        with cache.catalogue.transaction() as tables:
+            tables.execute("UPDATE passes SET plan = replace(plan, 'shuffle', 'shuffld')")
+        assert worker.wait(DEADLINE_S)
+        log = log_of(cache)
+    assert "the catalogue was lost" in log
+    assert only_once(cache) == source.keys()
+
+
+def test_a_killed_supervisor_is_replaced_by_the_process_that_needs_it(
+    cache: Cache, processes: Processes, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Numbers(400, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(1, DEADLINE_S)
+        first = kill(cache)
+        assert worker.wait(DEADLINE_S), "it waits for the one that takes its place"
+        assert supervisor_pid(cache) != first
+        assert len(processes.called("cs-supervisor")) == 1
+    assert only_once(cache) == source.keys()
+    told = of_cachestream(caplog)
+    assert f"its worker (pid {first}) ended without a word" in told
+    assert "another worker fills it now" in told
+
+
+def test_a_killed_supervisor_is_replaced_for_the_loader_of_a_stream(
+    tmp_path: Path, processes: Processes
+) -> None:
+    with cs.stream(
+        LONG, tmp_path / "cache", "3MB", min_free=0, batch_size=4, num_workers=1, shard_size="60KB"
+    ) as loader:
+        next(iter(loader))
+        first = kill(loader.cache)
+        wait_until(lambda: supervisor_pid(loader.cache) not in (0, first), "another one is there")
+        before = loader.cache.num_samples
+        wait_until(lambda: loader.cache.num_samples != before or next(iter(loader)) is None, "it fills")
+    processes.wait_until_gone()
+
+
+def test_a_resting_supervisor_that_is_killed_is_replaced_too(cache: Cache) -> None:
+    """Of a complete pass: what is evicted or damaged later is to be fetched again."""
+    source = Numbers(30)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        assert worker.wait(DEADLINE_S)
+        first = kill(cache)
+        wait_until(lambda: supervisor_pid(cache) not in (0, first), "another one is there")
+        cache.evict(to=0)
+        wait_until(lambda: cache.num_samples == 30, "what was evicted comes again")
+
+
+ATTACHED: Final = """
+import sys
+import cachestream as cs
+from tests.worker.sources import Numbers
+worker = cs.start_worker(sys.argv[1], Numbers(None, pause_s=0.01), num_workers=1, detach="detach" in sys.argv)
+print("there", flush=True)
+sys.stdin.readline()
+worker.close()
+"""
+
+
+def test_of_many_who_need_a_killed_supervisor_one_replaces_it(
+    cache: Cache, tmp_path: Path, processes: Processes
+) -> None:
+    """The one that had started it is gone, and those that had attached see to it."""
+    runs = [script(tmp_path / f"rank{rank}.py", ATTACHED, cache.path) for rank in range(4)]
+    entered = []
+    try:
+        for run in runs:
+            entered.append(run.__enter__())
+            assert entered[-1].line() == "there"
+        for _ in range(2):
+            first = kill(cache)
+            wait_until(lambda first=first: supervisor_pid(cache) not in (0, first), "another one is there")  # type: ignore[misc]
+            entered.pop(0).process.kill()
+            wait_for_new_shards(cache, 1)
+            wait_until(lambda: len(processes.called("cs-supervisor")) == 1, "it is the only one")
+        for one in entered:
+            one.tell()
+            one.end()
+    finally:
+        for run in runs:
+            run.__exit__(None, None, None)
+    processes.wait_until_gone()
+
+
+@pytest.mark.parametrize("end", ["stop", "complete", "failed"])
+def test_a_worker_that_ends_in_order_is_not_replaced(
+    cache: Cache, tmp_path: Path, processes: Processes, end: str
+) -> None:
+    switch = tmp_path / "switch"
+    switch.write_text("refused" if end == "failed" else "ok", encoding="utf-8")
+    source = Switched(30 if end != "stop" else None, pause_s=0.001, switch=str(switch))
+    worker = cs.start_worker(cache, source, num_workers=1)
+    if end == "stop":
+        subprocess.run(
+            [sys.executable, "-m", "cachestream", "stop", cache.path, "--timeout", "60"], cwd=ROOT, check=True
+        )
+    elif end == "complete":
+        assert worker.wait(DEADLINE_S)
+        os.kill(supervisor_pid(cache), signal.SIGTERM)
+    wait_until(lambda: not worker.is_alive(), "it has ended")
+    wait_until(lambda: not worker._monitor._thread.is_alive(), "nobody looks after it")  # type: ignore[union-attr]
+    assert not cache.has_worker()
+    assert lost_worker(cache.directory) is None
+    assert "without a word" not in cache.status().fill_message
+    processes.wait_until_gone()
+    worker.close()
+
+
+def test_workers_that_are_killed_again_and_again_are_given_up_with_an_error_that_all_are_told(
+    cache: Cache, processes: Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attachments, "_SETTLED_S", 1e6)  # however slow the machine, they die soon
+    monkeypatch.setattr(attachments, "_LOOK_S", 0.1)
+    monkeypatch.setattr(health, "_FIRST_PAUSE_S", 0.05)
+    worker = cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1)
+    killed = 0
+    while worker._progress()[0] != "failed":
+        if cache.has_worker() and (pid := supervisor_pid(cache)) and is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+        assert killed < 50
+        threading.Event().wait(0.1)
+    assert 5 <= killed < 20
+    with pytest.raises(WorkerError, match="its workers were killed 5 times within 10 minutes"):
+        worker.wait(DEADLINE_S)
+    wait_until(
+        lambda: "is not filled any more: its workers were killed" in of_cachestream(caplog), "it is told"
+    )
+    assert cache.fill_state() == "failed"
+    processes.wait_until_gone()
+    worker.close()
+    cache.recover()
+    with cs.start_worker(cache, Numbers(None, pause_s=0.01), num_workers=1):
+        before = cache.num_samples
+        wait_until(lambda: cache.num_samples > before, "a new one fills")
+
+
+def test_a_loader_whose_filler_was_killed_elsewhere_is_told_and_so_is_who_asks_for_the_status(
+    cache: Cache,
+    tmp_path: Path,
+    processes: Processes,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A detached worker whose container is gone, say: this process has nothing to start another with."""
+    # By their names: sampling processes import this file, and need no torch.
+    for module in ("pipeline", "prepare"):
+        monkeypatch.setattr(f"cachestream.training.{module}._CHECK_FILLING_S", 0.2)
+    caplog.set_level(logging.WARNING, "cachestream")
+    with script(tmp_path / "filler.py", ATTACHED, cache.path, "detach") as run:
+        assert run.line() == "there"
+        run.tell()
+        run.end()
+    cache.wait(20, DEADLINE_S)
+    with training(cache):
+        pid = supervisor_pid(cache)
+        threading.Event().wait(1.0)
+        assert "without a word" not in of_cachestream(caplog)
+        os.kill(pid, signal.SIGKILL)
+        words = f"its worker (pid {pid}) ended without a word"
+        took_s = wait_until(lambda: words in of_cachestream(caplog), "the loader is told", 60.0)
+        assert took_s < 60.0
+        assert words in cache.status().fill_message
+        assert cache.fill_state() == "stopped"
+    assert of_cachestream(caplog).count(words) == 1
+    processes.wait_until_gone()
+    command = [sys.executable, "-m", "cachestream", "stop", cache.path]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert not cache.status().fill_message, "who stops it knows"
+    wait_until(lambda: cache.recover() == 0 and not left_files(cache), "killed threads have let go of files")
+
+
+class OnABadDisk(Numbers):
+    """Numbers whose sampling processes get EIO for every sync of a shard while the file `journal` is there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        sync = os.fsync
+
+        def fsync(fd: int) -> None:
+            if os.path.exists(self.journal + ".bad"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(fd)
+
+        setattr(os, "fsync", fsync)  # noqa: B010  in the process that unpickles it
+
+
+def test_a_disk_that_fails_for_longer_than_a_crash_loop_takes_is_waited_for(
+    cache: Cache, tmp_path: Path
+) -> None:
+    switch = tmp_path / "units"
+    bad = Path(f"{switch}.bad")
+    source = OnABadDisk(None, nbytes=20_000, pause_s=0.002, journal=str(switch))
+    with cs.start_worker(cache, source, num_workers=2, shard_size="60KB") as worker:
+        cache.wait(10, DEADLINE_S)
+        bad.touch()
+        wait_until(lambda: "Input/output error" in cache.status().disk_message, "the status names the disk")
+        before = len(switch.read_text().split())
+        for _ in range(50):
+            assert cache.fill_state() == "filling"
+            threading.Event().wait(0.05)
+        assert len(switch.read_text().split()) - before < 500, "what cannot be kept is not fetched for ever"
+        bad.unlink()
+        wait_for_new_shards(cache, 3)
+        wait_until(lambda: not cache.status().disk_message, "it names nothing any more")
+        assert Board(cache.directory.worker_file("board")).restarts == 0
+        assert worker.is_alive()
+    only_once(cache)
+    assert cache.verify().ok
+
+
+def test_a_stopped_fork_server_holds_nobody_up(cache: Cache, processes: Processes) -> None:
+    source = Numbers(400, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(1, DEADLINE_S)
+        (server,) = processes.called("cs-forkserver")
+        os.kill(server, signal.SIGSTOP)
+        (first,) = sampling_pids(cache)
+        os.kill(first, signal.SIGKILL)
+        took_s = wait_until(lambda: sampling_pids(cache) != [first], "another takes its place", 100.0)
+        assert took_s < 100.0, "the deadline of a process that does not begin is 120 s"
+        assert worker.wait(DEADLINE_S)
+    assert only_once(cache) == source.keys()
+
+
+def take_descriptors(pid: int) -> tuple[int, int]:
+    """Let the process open nothing any more; returns its limits before."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    return before
+
+
+def test_a_supervisor_that_is_out_of_descriptors_for_a_moment_goes_on_and_replaces_what_died(
+    cache: Cache,
+) -> None:
+    source = Numbers(200, pause_s=0.01)
+    with cs.start_worker(cache, source, num_workers=1) as worker:
+        cache.wait(1, DEADLINE_S)
+        supervisor, (first,) = supervisor_pid(cache), sampling_pids(cache)
+        before = take_descriptors(supervisor)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: "Too many open files" in log_of(cache) or not worker.is_alive(), "it is told so")
+        wait_until(
+            lambda: "ended the process by SIGKILL" in log_of(cache) or not worker.is_alive(), "it sees"
+        )
+        assert worker.is_alive()
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
+        assert worker.wait(DEADLINE_S)
+        assert sampling_pids(cache) != [first]
+        assert Board(cache.directory.worker_file("board")).restarts == 1
+    assert only_once(cache) == source.keys()
+    assert failures_of(cache) == {}
+
+
+def test_a_supervisor_that_cannot_lock_a_file_as_it_leaves_tries_again() -> None:
+    def attach_lock(timeout_s: float) -> Any:
+        del timeout_s
+        raise CacheError("attach.lock: Too many open files")
+
+    supervisor: Any = Supervisor.__new__(Supervisor)  # without a job and a cache
+    supervisor._stop, supervisor._trouble = threading.Event(), Trouble()
+    supervisor._record, supervisor._job = SimpleNamespace(state="filling"), SimpleNamespace(when_full="evict")
+    supervisor._attachments = SimpleNamespace(
+        stop_requested=lambda: False, is_needed=lambda: False, attach_lock=attach_lock
+    )
+    assert supervisor._try(supervisor._leave) is False
