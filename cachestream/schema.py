@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -105,16 +106,22 @@ class Field:
         return 0 if self.shape is None else math.prod(self.shape) * self.numpy_dtype.itemsize
 
     def merge(self, other: Field, *, widen: bool = False) -> Field:
-        """The field that covers both, integers as floats if `widen`; raises SchemaMismatchError if there is
-        none.
+        """The field that covers both: of float64 for numbers of int64 and of float64, and of floats for all
+        integers and floats if `widen`. Raises SchemaMismatchError if there is none.
         """
-        if widen and other.is_widened_to(self):
-            return self.merge(replace(other, dtype=self.dtype))
-        if widen and self.is_widened_to(other):
-            return replace(self, dtype=other.dtype).merge(other)
+        for narrow, wide in ((self, other), (other, self)):
+            if narrow.is_read_as(wide) or (widen and narrow.is_widened_to(wide)):
+                return replace(narrow, dtype=wide.dtype).merge(wide)
         if (self.kind, self.dtype, self.ndim) != (other.kind, other.dtype, other.ndim):
             raise SchemaMismatchError(f"field '{self.name}': {self} in the cache, {other} in the sample")
-        return self if self.shape == other.shape else Field(self.name, self.kind, self.dtype, self.ndim, None)
+        return self if self.shape == other.shape else replace(self, shape=None)
+
+    def is_read_as(self, other: Field) -> bool:
+        """Return whether this field holds a number of int64, and `other` one of float64.
+
+        One cache may hold shards of both: readers convert the integers.
+        """
+        return (self.dtype, other.dtype, self.ndim, other.ndim) == ("int64", "float64", 0, 0)
 
     def is_widened_to(self, other: Field) -> bool:
         """Return whether this field holds integers and `other`, with as many dimensions, floats."""
@@ -145,12 +152,11 @@ class Schema:
         return tuple(field.name for field in self.fields)
 
     @property
-    def has_integers(self) -> bool:
-        """True if a field holds integers of 64 bits, as Python's are stored."""
-        return any(field.dtype == "int64" for field in self.fields)
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(field.dtype for field in self.fields)
 
     def merge(self, other: Schema, *, widen: bool = False) -> Schema:
-        """The schema that covers both: a shape that differs becomes ragged, and integers floats if `widen`.
+        """The schema that covers both: a shape that differs becomes ragged, and dtypes as `Field.merge` says.
 
         Raises SchemaMismatchError for other fields, dtypes, numbers of dimensions or containers.
         """
@@ -168,6 +174,23 @@ class Schema:
             ),
             self.container,
         )
+
+    def widened(self, wanted: Schema) -> Schema:
+        """The schema with floats in place of integers where `wanted` has floats, unless readers convert these."""
+        if self.names != wanted.names:
+            return self
+        pairs = zip(self.fields, wanted.fields, strict=True)
+        return self.with_dtypes(
+            theirs.dtype if mine.is_widened_to(theirs) and not mine.is_read_as(theirs) else mine.dtype
+            for mine, theirs in pairs
+        )
+
+    def with_dtypes(self, dtypes: Iterable[str]) -> Schema:
+        """The schema with other dtypes; itself if they are its own."""
+        pairs = list(zip(self.fields, dtypes, strict=True))
+        if all(field.dtype == dtype for field, dtype in pairs):
+            return self
+        return Schema(tuple(replace(field, dtype=dtype) for field, dtype in pairs), self.container)
 
     def to_json(self) -> str:
         return json.dumps(

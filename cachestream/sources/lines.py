@@ -17,6 +17,7 @@ import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
@@ -200,6 +201,9 @@ class LinesSource:
         try:
             return parse_int(text) if kind is int else parse_float(text) if kind is float else text
         except ValueError:
+            if kind is int and name not in self._defaults.values:  # of whole numbers until now
+                with suppress(ValueError):
+                    return parse_float(text)
             raise ValueError(
                 f"column '{name}' holds {text[:40]!r}, and {kind.__name__} before; "
                 "a default in fields= says its type"

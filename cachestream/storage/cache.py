@@ -14,7 +14,6 @@ import numpy.typing as npt
 import cachestream
 from cachestream.config import check_count, check_seconds, check_share, format_size, parse_size
 from cachestream.errors import CacheError
-from cachestream.schema import Schema
 from cachestream.storage.eviction import EvictionPolicy, check_policy
 from cachestream.storage.filling import Filling
 from cachestream.storage.layout import Directory, open_directory
@@ -41,7 +40,7 @@ from cachestream.storage.status import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from cachestream.schema import Snapshot, Split
+    from cachestream.schema import Schema, Snapshot, Split
     from cachestream.storage.leases import Lease
     from cachestream.storage.tables import Tables
     from cachestream.training.dataset import EpochDataset
@@ -127,8 +126,7 @@ class Cache:
     def schema(self) -> Schema | None:
         """The fields of a sample; None while the cache is empty."""
         with self.catalogue.reading() as tables:
-            text = tables.meta("schema")
-            return None if text is None else Schema.from_json(text)
+            return tables.schema
 
     @property
     def eviction(self) -> EvictionPolicy:

@@ -140,10 +140,12 @@ def retake_snapshot(
 
 
 def _use(tables: Tables, cached: _CachedShards, chosen: IntArray) -> Schema:
-    """Count the `chosen` shards as used, and return the schema of their samples."""
+    """Count the `chosen` shards as used, and return the schema of their samples, with the cache's dtypes."""
     if cached.split is None or not cached.split.held_out:
         tables.mark_used(ranges_of(cached.ids, chosen))  # held-out samples are not trained on
-    return reduce(Schema.merge, tables.schemas(np.unique(cached.schema_ids[chosen]).tolist()))
+    merged = reduce(Schema.merge, tables.schemas(np.unique(cached.schema_ids[chosen]).tolist()))
+    # Not the dtypes of these shards: an epoch would have floats, and the next one of other shards integers.
+    return merged.with_dtypes((tables.schema or merged).dtypes)
 
 
 def _leased(

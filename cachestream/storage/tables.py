@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
+from cachestream.errors import SchemaMismatchError
 from cachestream.schema import HELD_OUT, TRAIN, WHOLE, IntArray, Schema, ShardRow, Span
 from cachestream.storage.eviction import ORDERS
 
@@ -466,18 +468,27 @@ class Tables(ProgressTables, SplitTables):
             for owner, given in noted.items()
         }
 
+    @property
+    def schema(self) -> Schema | None:
+        """The fields of the cached samples; None before the first."""
+        text = self.meta("schema")
+        return None if text is None else Schema.from_json(text)
+
     def admit_schema(self, schema: Schema) -> int:
         """Widen the cache's schema by that of a shard, and return the id of the latter.
 
+        The first shard may hold integers alone where some of the first samples have floats: the votes count.
         Raises SchemaMismatchError for other fields.
         """
-        known = self.meta("schema")
-        merged = schema if known is None else Schema.from_json(known).merge(schema)
-        text = merged.to_json()
-        if text != known:
-            self.set_meta("schema", text)
+        known = self.schema
+        merged = schema if known is None else known.merge(schema)
         if known is None:
+            for voted, _ in chain.from_iterable(self.votes().values()):
+                with suppress(SchemaMismatchError):
+                    merged = merged.with_dtypes(merged.merge(voted).dtypes)
             self.set_meta("votes", "{}")
+        if merged != known:
+            self.set_meta("schema", merged.to_json())
         return self.schema_id(schema)
 
     def schema_id(self, schema: Schema) -> int:

@@ -6,7 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -62,13 +62,9 @@ class EncodedSample:
     def nbytes(self) -> int:
         return sum(map(len, self.values))
 
-    def widened(self, wanted: Schema) -> EncodedSample:
-        """The sample with floats in place of integers where `wanted` has them."""
-        schema, changed = widened_schema(self.schema, wanted)
-        values = list(self.values)
-        for i, before in changed:
-            values[i] = as_floats(np.frombuffer(values[i], np.uint8), before, schema.fields[i].dtype)
-        return EncodedSample(schema, tuple(values), self.shapes)
+    def converted(self, schema: Schema) -> EncodedSample:
+        """The sample as of `schema`, which has floats in place of integers."""
+        return EncodedSample(schema, _converted(self.values, self.schema, schema), self.shapes)
 
 
 # A kind, a torch dtype, the shape of a tensor, and the bytes.
@@ -198,25 +194,15 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, 2) if dtype == "complex128" else shape
 
 
-def widened_schema(schema: Schema, wanted: Schema) -> tuple[Schema, list[tuple[int, str]]]:
-    """`schema` with floats in place of integers where `wanted` has floats.
-
-    Also returns the changed fields: index, dtype before.
-    """
-    if schema.names != wanted.names:
-        return schema, []
-    pairs = list(zip(schema.fields, wanted.fields, strict=True))
-    changed = [(i, mine.dtype) for i, (mine, other) in enumerate(pairs) if mine.is_widened_to(other)]
-    fields = [
-        replace(mine, dtype=other.dtype) if mine.is_widened_to(other) else mine for mine, other in pairs
-    ]
-    return Schema(tuple(fields), schema.container), changed
-
-
-def as_floats(data: npt.NDArray[np.uint8], before: str, dtype: str) -> npt.NDArray[np.uint8]:
-    """Convert stored integers of torch dtype `before` to the float dtype `dtype`; uint8 `[…, nbytes]`."""
-    numbers = np.ascontiguousarray(data).view(np.dtype(before).newbyteorder("<"))
-    return numbers.astype(np.dtype(dtype).newbyteorder("<")).view(np.uint8)
+def _converted(values: Sequence[Any], before: Schema, after: Schema) -> tuple[Any, ...]:
+    """Convert `values`, of each field bytes or uint8 `[…, nbytes]`, where `after` has floats and not integers."""
+    found = list(values)
+    for i, (old, new) in enumerate(zip(before.fields, after.fields, strict=True)):
+        if old.dtype != new.dtype:
+            data = np.frombuffer(values[i], np.uint8) if isinstance(values[i], bytes) else values[i]
+            numbers = np.ascontiguousarray(data).view(np.dtype(old.dtype).newbyteorder("<"))
+            found[i] = numbers.astype(np.dtype(new.dtype).newbyteorder("<")).view(np.uint8)
+    return tuple(found)
 
 
 def item_bytes(dtype: str) -> int:
@@ -254,13 +240,9 @@ class Table:
         """The samples `start` to `stop`."""
         return Table(self.schema, self.keys[start:stop], tuple(column[start:stop] for column in self.columns))
 
-    def widened(self, wanted: Schema) -> Table:
-        """The samples with floats in place of integers where `wanted` has them."""
-        schema, changed = widened_schema(self.schema, wanted)
-        columns = list(self.columns)
-        for i, before in changed:
-            columns[i] = as_floats(np.asarray(columns[i], np.uint8), before, schema.fields[i].dtype)
-        return Table(schema, self.keys, tuple(columns))
+    def converted(self, schema: Schema) -> Table:
+        """The samples as of `schema`, which has floats in place of integers."""
+        return Table(schema, self.keys, _converted(self.columns, self.schema, schema))
 
     def take(self, indices: Sequence[int]) -> Table:
         """The samples at `indices`."""

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,13 @@ from cachestream.storage.shard import ColumnData, ShardContent, storage_of
 from cachestream.worker.encode import SMALL_BYTES, BytesLike, EncodedSample, Table, item_bytes, stored_shape
 
 Part = tuple[str, EncodedSample] | Table  # a sample with its key, or samples in columns
+_Stored = TypeVar("_Stored", EncodedSample, Table)
 Votes = list[tuple[Schema, int]]  # how many samples have which schema
 
 _FIRST_BYTES: Final = 64 * 1024
 _PENDING_BYTES: Final = 128 * 1024
 _OFFSET_BYTES: Final = 8
+_MOST_FITTING: Final = 16  # schemas of samples that need not be checked again
 _AT_ONCE_BYTES: Final = 256 * 1024  # copied without releasing the GIL: getting it back may take longer
 
 ALIKE: Final = 8  # so many samples of one process decide, if none of any process differs
@@ -138,6 +140,10 @@ class _ColumnBuilder:
         del self._runs[len(self._counts) :]
         self._data.cut(sizes)
 
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        return self._data.view
+
     def clear(self) -> None:
         self._data.clear()
         self._runs.clear()
@@ -171,39 +177,27 @@ class Packer:
         self._builders: dict[str, _ColumnBuilder] = {}
         self._keys = _ColumnBuilder()
         self._schema: Schema | None = None
-        # The schemas of the last sample and of the cache, which fit: the same pair need not be checked again.
-        self._fitting: tuple[Schema, Schema | None] | None = None
+        # By the id of a sample's schema: that of the cache, the sample's, and the latter as the shard takes it.
+        self._fitting: dict[int, tuple[Schema | None, Schema, Schema]] = {}
         self._in_order: list[_ColumnBuilder] = []
         self.num_samples = 0
         self.size_bytes = 0
 
     def take(self, part: Part, known: Schema | None) -> None:
-        """Add `part`, with integers converted to floats where `known`, the schema of the cache, has floats.
-
-        Raises as `add`.
-        """
-        try:
-            self._add_part(part, known)
-        except SchemaMismatchError:
-            if known is None:
-                raise
-            wider = part.widened(known) if isinstance(part, Table) else (part[0], part[1].widened(known))
-            self._add_part(wider, known)
-
-    def _add_part(self, part: Part, known: Schema | None) -> None:
+        """Add `part`; raises as `add`."""
         if isinstance(part, Table):
             self.add_table(part, known)
         else:
             self.add(*part, known)
 
     def add(self, key: str, record: EncodedSample, known: Schema | None) -> None:
-        """Add a sample.
+        """Add a sample; integers become floats beside floats.
 
         Raises SchemaMismatchError unless the sample fits the shard and `known`, the schema of the cache.
-        After any error, a MemoryError too, the shard is as it was before.
+        After any error, a MemoryError too, the shard holds what it held before.
         """
         name, before = encoded(key), self._schema
-        self._fit(record.schema, known)
+        record = self._fit(record, known)
         try:
             for builder, value, shape in zip(self._in_order, record.values, record.shapes, strict=True):
                 builder.append(value, shape)
@@ -217,7 +211,7 @@ class Packer:
     def add_table(self, table: Table, known: Schema | None) -> None:
         """Add samples that lie in columns; raises as `add`."""
         before = self._schema
-        self._fit(table.schema, known)
+        table = self._fit(table, known)
         try:
             for builder, column, field in zip(
                 self._in_order, table.columns, table.schema.fields, strict=True
@@ -234,22 +228,47 @@ class Packer:
         """Remove a partly added sample; `before` is the schema of the samples that stay."""
         for builder in (*self._builders.values(), self._keys):
             builder.cut(self.num_samples)
-        self._schema, self._fitting = before, None
+        self._schema = None if before is None else before.with_dtypes(self.schema.dtypes)
+        self._fitting.clear()
 
-    def _fit(self, schema: Schema, known: Schema | None) -> None:
-        """Merge `schema` into that of the shard, or raise SchemaMismatchError."""
-        if self._fitting is not None and self._fitting[0] is schema and self._fitting[1] is known:
-            return
+    def _fit(self, stored: _Stored, known: Schema | None) -> _Stored:
+        """Return `stored` with the dtypes of the shard, or raise SchemaMismatchError."""
+        given = stored.schema
+        fit = self._fitting.get(id(given))
+        if fit is None or fit[0] is not known:
+            fit = self._merge(given, known)
+        return stored if fit[2] is given else stored.converted(fit[2])
+
+    def _merge(self, given: Schema, known: Schema | None) -> tuple[Schema | None, Schema, Schema]:
+        """Merge `given` into the schema of the shard, whose numbers of int64 become floats where `given` has
+        floats. Where `known` has floats, and the shard does not, numbers of int64 stay as they are.
+        """
+        schema = given
         if known is not None:
+            schema = given.widened(known)
             known.merge(schema)
         # The schema of a shard is that of its own samples: a field whose shape varies in the cache may
-        # still have one shape in the shard.
+        # still have one shape in the shard, and one of floats may have integers alone.
         merged = schema if self._schema is None else self._schema.merge(schema)
+        if self._schema is not None and self._schema.dtypes != merged.dtypes:
+            self._convert(self._schema, merged)
         for name in schema.names:
             if name not in self._builders:
                 self._builders[name] = _ColumnBuilder()
         self._in_order = [self._builders[name] for name in schema.names]
-        self._schema, self._fitting = merged, (schema, known)
+        if merged != self._schema or len(self._fitting) >= _MOST_FITTING:
+            self._fitting.clear()
+        self._schema = merged
+        self._fitting[id(given)] = known, given, given.with_dtypes(merged.dtypes)
+        return self._fitting[id(given)]
+
+    def _convert(self, before: Schema, after: Schema) -> None:
+        """Convert the numbers of int64 in the shard to float64 where `after` has these."""
+        pairs = zip(before.fields, after.fields, strict=True)
+        columns = [self._builders[old.name].view for old, new in pairs if old.dtype != new.dtype]
+        floats = [column.view("<i8").astype("<f8") for column in columns]  # all memory, before any change
+        for column, values in zip(columns, floats, strict=True):
+            column.view("<f8")[:] = values
 
     @property
     def schema(self) -> Schema:
@@ -272,7 +291,8 @@ class Packer:
         """Start the next shard."""
         for builder in (*self._builders.values(), self._keys):
             builder.clear()
-        self._schema = self._fitting = None
+        self._schema = None
+        self._fitting.clear()
         self.num_samples = 0
         self.size_bytes = 0
 
@@ -332,8 +352,7 @@ class FirstSamples:
     def due_in_s(self, now_s: float, most_bytes: int) -> float:
         """The time left until the next step: to ask for the votes of the others, then to decide.
 
-        0 if the step is due: there are enough votes, or more than `most_bytes` are held back. A few samples
-        that are alike are enough, unless they hold integers: the next ones may hold floats.
+        0 if the step is due: there are enough votes, or more than `most_bytes` are held back.
         """
         if not self.parts or self.nbytes >= most_bytes:
             return 0.0
@@ -341,8 +360,7 @@ class FirstSamples:
         count = sum(each for _, each in votes)
         if self.others is None:
             return 0.0 if count >= ALIKE else max(0.0, self.since_s + ALIKE_S - now_s)
-        may_differ = len(votes) > 1 or (count < ALIKE and votes[0][0].has_integers)
-        if not may_differ or count >= MIXED:
+        if len(votes) <= 1 or count >= MIXED:
             return 0.0
         return max(0.0, self.since_s + MIXED_S - now_s)
 

@@ -105,6 +105,18 @@ def test_columns_of_csv_are_whole_numbers_numbers_or_texts_as_all_of_the_first_r
     assert samples_of(kept) == [{"i": "1"}, {"i": "-2"}]
 
 
+def test_a_column_of_whole_numbers_may_hold_others_later_unless_a_default_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ROWS_FOR_TYPES", 1)
+    (tmp_path / "a.csv").write_text("n\n1\n2.5\n3\n")
+    assert [repr(sample["n"]) for sample in samples_of(LinesSource(tmp_path / "a.csv"))] == ["1", "2.5", "3"]
+    rows = LinesSource(tmp_path / "a.csv", fields={"n": 0}).read(0, RNG)
+    assert [next(rows)[1], next(rows)[1]] == [{"n": 1}, {"n": 3}]
+    with pytest.raises(SampleError, match=r"column 'n' holds '2\.5', and int before"):
+        next(rows)
+
+
 def test_what_cannot_be_used_costs_its_line_and_a_default_saves_it(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("i,f\n1,1.5\n2\n3,x\n,2.5\n4,4.5\n")
     source = LinesSource(tmp_path / "a.csv", fields={"i": -1, "f": 0.0})

@@ -22,6 +22,7 @@ from cachestream.storage.shard import MappedShard, shard_path
 from cachestream.training.batches.memory import read_numbers
 
 KEYS: Final = Field(KEY_FIELD, "str", "uint8", 1, None)
+Floats = npt.NDArray[np.float64]
 _MAX_OPEN: Final = 16_384
 _LISTED_SAMPLES: Final = 1 << 18  # 2 MiB
 
@@ -59,22 +60,31 @@ class FieldAddresses:
             self.offsets, self.shapes = self.table[2:4]
             self.row_shapes: IntArray = self.table[4:].T
 
-    def read(self, shard: MappedShard, position: int) -> None:
-        """Store the addresses of the field in `shard`, the shard at position `position` of the snapshot."""
+    def read(self, shard: MappedShard, position: int) -> Floats | None:
+        """Store the addresses of the field in `shard`, the shard at position `position` of the snapshot.
+
+        Returns the values if they are not the shard's own: its integers as the floats of later shards.
+        """
         columns, name, address = shard.columns, self.field.name, shard.address
         self.base[position] = address + columns[name].offset
+        if self.field.dtype == "float64" and columns[name].dtype.kind == "i":
+            shard.verify(name)  # an error of the disk is raised, and is no SIGBUS
+            floats: Floats = shard.array(name).astype(np.float64)
+            self.base[position] = floats.ctypes.data
+            return floats
         if self.field.shape is not None:
-            return
+            return None
         offsets = columns.get(f"{name}#offsets")
         if offsets is None:
             field = next(field for field in shard.schema.fields if field.name == name)
             assert field.shape is not None
             self.row_shapes[position] = field.shape
             self.row_bytes[position] = field.row_bytes
-            return
+            return None
         self.offsets[position] = address + offsets.offset
         if self.field.kind == "tensor" and name != KEY_FIELD:
             self.shapes[position] = address + columns[f"{name}#shapes"].offset
+        return None
 
     def spans(self, shards: IntArray, rows: IntArray, counts: IntArray | None = None) -> Spans:
         """Return the spans of rows `rows` of `shards`, or of `counts` rows each, all int64 `[n]`."""
@@ -237,10 +247,11 @@ class EpochMaps:
         with self._lock:
             if self.mapped[position]:
                 return  # by another thread; its addresses may be in use by now
-            for field in self.fields.values():
-                field.read(shard, position)
+            read = [field.read(shard, position) for field in self.fields.values()]
+            floats = [values for values in read if values is not None]
             # An array on the map keeps it, at a hundredth of the size of the shard's description.
-            self._keepers[position] = shard.array(f"{KEY_FIELD}#offsets")
+            keeper = shard.array(f"{KEY_FIELD}#offsets")
+            self._keepers[position] = [keeper, *floats] if floats else keeper
             self.mapped[position] = True
 
     def _drop_some(self, keep: IntArray) -> None:
