@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cachestream.sources.datasets import CallableSource, DatasetSource, IterableSource
     from cachestream.sources.decode.images import ImageOptions
     from cachestream.sources.files import FileSource
-    from cachestream.sources.lines import LinesSource
+    from cachestream.sources.jsonl_csv import LinesSource
     from cachestream.sources.open import mix, open_source
     from cachestream.sources.parquet import ParquetSource
     from cachestream.sources.peers.litdata import LitDataSource
@@ -108,7 +108,7 @@ _HOMES: Final[dict[str, str]] = {
     "EpochLoader": "training.loader",
     "FileSource": "sources.files",
     "ImageOptions": "sources.decode.images",
-    "LinesSource": "sources.lines",
+    "LinesSource": "sources.jsonl_csv",
     "LitDataSource": "sources.peers.litdata",
     "MDSSource": "sources.peers.mds",
     "IterableSource": "sources.datasets",

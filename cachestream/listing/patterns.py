@@ -104,7 +104,7 @@ _KINDS: Final = {
 }
 
 
-PACKED_ENDINGS: Final[dict[str, str]] = {
+COMPRESSED_ENDINGS: Final[dict[str, str]] = {
     **dict.fromkeys((".gz", ".tgz"), "gzip"),
     **dict.fromkeys((".bz2", ".tbz2", ".tbz"), "bzip2"),
     **dict.fromkeys((".xz", ".txz"), "xz"),
@@ -112,8 +112,8 @@ PACKED_ENDINGS: Final[dict[str, str]] = {
 }
 TAR_ENDINGS: Final = (
     ".tar",
-    *(f".tar{ending}" for ending in PACKED_ENDINGS if not ending.startswith(".t")),
-    *(ending for ending in PACKED_ENDINGS if ending.startswith(".t")),
+    *(f".tar{ending}" for ending in COMPRESSED_ENDINGS if not ending.startswith(".t")),
+    *(ending for ending in COMPRESSED_ENDINGS if ending.startswith(".t")),
 )
 LINES_ENDINGS: Final = tuple(
     ending + packed

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import fsspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from fsspec.utils import get_protocol
 
-from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceUnavailableError
+from cachestream.errors import (
+    CacheStreamError,
+    ConfigError,
+    SampleError,
+    SourceError,
+    SourceUnavailableError,
+)
 from cachestream.listing.file_list import Url
-from cachestream.listing.patterns import split_dataset
-from cachestream.sources.array_files import Located, Stack, locate, open_stack
+from cachestream.listing.patterns import MAGIC, expand_braces, local_path, split_dataset
+from cachestream.sources.array_windows import AlignedArrays, Window, WindowOptions, open_aligned
 from cachestream.sources.base import check_unit, whole_units
-from cachestream.sources.windows import Window, WindowOptions
+from cachestream.sources.sample_files import FileUnits
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import map_errors, redact
 
@@ -77,84 +86,81 @@ class ArraySource:
                 "as in (256, 256, None)"
             )
         num_units = whole_units(num_units)
-        self._is_grid = _check_windows(windows, weights, num_units)
+        is_grid = _check_windows(windows, weights, num_units)
         if stride is None:
-            stride = _as_stride(window) if self._is_grid else 1
+            stride = _as_stride(window) if is_grid else 1
         _check_window_names(window, given)
         self._cut = WindowOptions(window, stride, jitter)
-        self._located = _locate_all(given, storage_options, dataset)
-        self._names = _short_names(next(iter(self._located.values())))
-        self._stacks: dict[int, Stack] = {}
-        self._ends: npt.NDArray[np.int64] | None = None
-        if weights is None or self._is_grid:
+        self._locations = _locate_all(given, storage_options, dataset)
+        self._names = _short_names(next(iter(self._locations.values())))
+        self._opened: dict[int, AlignedArrays] = {}
+        self._grid: FileUnits | None = None
+        if weights is None:
             counts = self._open_all()
-            self._ends = np.cumsum(counts, dtype=np.int64)
             shares = np.asarray(counts, np.float64)
+            self._grid = FileUnits(counts) if is_grid else None
         else:
-            self._stack(0)
+            self._arrays(0)
             shares = _shares(weights, len(self._names))
         self._draw_ends = np.cumsum(shares) / shares.sum()
-        self._num_units = int(self._ends[-1]) if self._is_grid and self._ends is not None else num_units
+        self.num_units = num_units if self._grid is None else len(self._grid)
         self.fingerprint = _fingerprint(given, windows, self._cut, weights, num_units, dataset)
-        names = chr(0).join(file.name for files in self._located.values() for file in files)
+        names = chr(0).join(file.name for files in self._locations.values() for file in files)
         self.listing_digest = xxhash.xxh3_64_hexdigest(names.encode("utf-8", "surrogateescape"))
-
-    @property
-    def num_units(self) -> int | None:
-        return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the one window of `unit`. Raises as `Source.read`."""
-        check_unit(self, unit, self._num_units)
+        check_unit(self, unit, self.num_units)
         index, place = self._locate_window(unit, rng)
-        stack = self._stack(index)
+        arrays = self._arrays(index)
         sample: dict[str, Any] = {}
-        for name, files in self._located.items():
+        for name, files in self._locations.items():
             file = files[index]
             with map_errors(file.shown, one_of_many=len(files) > 1, secrets=file.remote.secrets):
-                sample[name] = stack.read(name, place)
+                sample[name] = arrays.read(name, place)
         sample["start"] = np.array(place, np.int64)
         if len(self._names) > 1:
             sample["index"] = index
-        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, stack.grid.sizes, strict=True))
-        yield f"{self._names[index]}[{area}]" + ("" if self._is_grid else f"#{unit}"), sample
+        area = ",".join(f"{at}:{at + size}" for at, size in zip(place, arrays.grid.sizes, strict=True))
+        yield f"{self._names[index]}[{area}]" + ("" if self._grid is not None else f"#{unit}"), sample
 
     def _locate_window(self, unit: int, rng: np.random.Generator) -> tuple[int, tuple[int, ...]]:
         """Return the number of the array of `unit`, and the start of its window along the cut axes."""
-        if self._is_grid:
-            assert self._ends is not None
-            index = int(np.searchsorted(self._ends, unit, side="right"))
-            grid = self._stack(index).grid
-            return index, grid.move(grid.at(unit - (int(self._ends[index - 1]) if index else 0)), rng)
+        if self._grid is not None:
+            index, number = map(int, self._grid.locate(unit))
+            grid = self._arrays(index).grid
+            return index, grid.move(grid.at(number), rng)
         index = 0
         if len(self._names) > 1:
             index = int(np.searchsorted(self._draw_ends, rng.random(), side="right"))
-        return index, self._stack(index).grid.draw(rng)
+        return index, self._arrays(index).grid.draw(rng)
 
-    def _stack(self, index: int) -> Stack:
+    def _arrays(self, index: int) -> AlignedArrays:
         """Return the arrays number `index`, opened when they are first needed."""
-        stack = self._stacks.get(index)
-        if stack is None:
+        arrays = self._opened.get(index)
+        if arrays is None:
             try:
-                stack = open_stack({name: files[index] for name, files in self._located.items()}, self._cut)
-                self._check_alike(index, stack)
+                arrays = open_aligned(
+                    {name: files[index] for name, files in self._locations.items()}, self._cut
+                )
+                self._check_alike(index, arrays)
             except CacheStreamError as error:
-                if not self._stacks or isinstance(error, SourceUnavailableError):
+                if not self._opened or isinstance(error, SourceUnavailableError):
                     raise
                 raise SampleError(str(error)) from error  # other arrays may be usable
-            self._stacks[index] = stack
-        return stack
+            self._opened[index] = arrays
+        return arrays
 
     def _open_all(self) -> list[int]:
         """Open all arrays and return the number of positions in each. Raises if any is unusable."""
-        self._stack(0)
+        self._arrays(0)
         with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-            stacks = list(pool.map(self._required_stack, range(len(self._names))))
-        return [stack.grid.count for stack in stacks]
+            opened = list(pool.map(self._required, range(len(self._names))))
+        return [arrays.grid.count for arrays in opened]
 
-    def _required_stack(self, index: int) -> Stack:
+    def _required(self, index: int) -> AlignedArrays:
         try:
-            return self._stack(index)
+            return self._arrays(index)
         except SampleError as error:
             if isinstance(error.__cause__, ConfigError):
                 raise ConfigError(
@@ -162,16 +168,16 @@ class ArraySource:
                 ) from None
             raise
 
-    def _check_alike(self, index: int, stack: Stack) -> None:
-        first = self._stacks.get(0)
-        if first is not None and stack.dtypes != first.dtypes:
+    def _check_alike(self, index: int, arrays: AlignedArrays) -> None:
+        first = self._opened.get(0)
+        if first is not None and arrays.dtypes != first.dtypes:
             raise ConfigError(
-                f"{self._names[index]} holds {stack.dtypes}, {self._names[0]} {first.dtypes}: "
+                f"{self._names[index]} holds {arrays.dtypes}, {self._names[0]} {first.dtypes}: "
                 "all arrays must have the same types and numbers of axes"
             )
 
     def __repr__(self) -> str:
-        units = "endless" if self._num_units is None else f"{self._num_units:,} windows"
+        units = "endless" if self.num_units is None else f"{self.num_units:,} windows"
         more = f" and {len(self._names) - 1:,} more" if len(self._names) > 1 else ""
         return f"<ArraySource {self._names[0]}{more}, {units}>"
 
@@ -216,9 +222,69 @@ def _as_stride(window: Any) -> tuple[int, ...]:
     return tuple(size for size in (one if isinstance(one, tuple | list) else (one,)) if size is not None)
 
 
+# --- where arrays lie --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLocation:
+    """The place of an array: its path for the driver, and the dataset in that file."""
+
+    remote: Remote
+    path: str = field(repr=False)  # may be signed
+    dataset: str | None
+
+    @property
+    def shown(self) -> str:
+        """The path as shown in messages."""
+        scheme = "" if self.remote.is_local or "://" in self.path else f"{self.remote.protocol}://"
+        return redact(scheme + self.path)
+
+    @property
+    def name(self) -> str:
+        """A unique name: the path as shown, and the dataset in it."""
+        return self.shown if self.dataset is None else f"{self.shown}::/{self.dataset.lstrip('/')}"
+
+
+def locate(remote: Remote, url: str, dataset: str | None) -> list[ArrayLocation]:
+    """Return the arrays that `url` stands for; those found by a wildcard in the order of their names.
+
+    Raises ConfigError for a dataset named twice, SourceError if a wildcard finds nothing, and the errors of
+    `map_errors`.
+    """
+    outer, inner = split_dataset(url)
+    if inner is not None and dataset is not None:
+        raise ConfigError(f"{redact(url)}: give the dataset in the path or as dataset=, not both")
+    with map_errors(redact(outer), secrets=remote.secrets):
+        paths = _local_paths(outer) if remote.is_local else _remote_paths(remote, outer)
+    if not paths:
+        raise SourceError(f"{redact(outer)}: nothing found; check the path or the pattern")
+    return [ArrayLocation(remote, path, inner or dataset) for path in paths]
+
+
+def _local_paths(url: str) -> list[str]:
+    path = local_path(url)
+    if os.path.exists(path):  # a name may contain braces and stars
+        return [path]
+    paths = []
+    for one in expand_braces(path):
+        paths += sorted(glob.glob(one, recursive=True)) if MAGIC.search(one) else [one]
+    return paths
+
+
+def _remote_paths(remote: Remote, url: str) -> list[str]:
+    if "::" in url:
+        return [remote.open_for_listing()[1]]
+    strip = fsspec.get_filesystem_class(remote.protocol)._strip_protocol
+    paths = [str(strip(one)) for one in expand_braces(url)]
+    if remote.is_web or not any(map(MAGIC.search, paths)):  # in a web URL "?" begins a query
+        return paths
+    filesystem, _ = remote.open_for_listing()
+    return [path for one in paths for path in sorted(filesystem.glob(one))]
+
+
 def _locate_all(
     given: Mapping[str, Sequence[str]], storage_options: Mapping[str, Any] | None, dataset: str | None
-) -> dict[str, list[Located]]:
+) -> dict[str, list[ArrayLocation]]:
     remotes: dict[str, Remote] = {}
     for urls in given.values():
         for url in urls:
@@ -228,7 +294,7 @@ def _locate_all(
             elif (protocol := get_protocol(outer)) not in remotes:
                 remotes[protocol] = Remote(outer, storage_options)
 
-    def find(url: str) -> list[Located]:
+    def find(url: str) -> list[ArrayLocation]:
         outer, _ = split_dataset(url)
         return locate(remotes[url] if url in remotes else remotes[get_protocol(outer)], url, dataset)
 
@@ -239,7 +305,7 @@ def _locate_all(
     return found
 
 
-def _short_names(files: Sequence[Located]) -> list[str]:
+def _short_names(files: Sequence[ArrayLocation]) -> list[str]:
     """Return the paths of `files` without the folders that all of them share."""
     names = [file.name for file in files]
     parts = [name.split("/") for name in names]

@@ -18,7 +18,7 @@ from cachestream.config import check_count
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.base import Problems, check_unit, whole_units
 from cachestream.sources.fields import Defaults, empty_lists, plain_fields
-from cachestream.sources.user_code import Calls, by_value, fingerprint_of, foreign_errors, name_of
+from cachestream.sources.user_code import CallLock, by_value, fingerprint_of, guard_user_code, name_of
 
 
 class CallableSource:
@@ -41,24 +41,20 @@ class CallableSource:
             raise ConfigError(f"CallableSource takes a function fn(rng), not {type(fn).__name__}")
         _check_takes_rng(fn)
         self._fn = fn
-        self._num_units = whole_units(num_units)
-        self._calls = Calls(thread_safe)
+        self.num_units = whole_units(num_units)
+        self._call_lock = CallLock(thread_safe)
         self.fingerprint = f"function:{name_of(fn)}:{fingerprint_of(fn)}"
-
-    @property
-    def num_units(self) -> int | None:
-        return self._num_units
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the one sample of `unit`, or none. Raises SampleError if `fn` raises."""
-        check_unit(self, unit, self._num_units)
-        with self._calls.one(), foreign_errors(f"{name_of(self._fn)}(rng) for unit {unit}"):
+        check_unit(self, unit, self.num_units)
+        with self._call_lock.held(), guard_user_code(f"{name_of(self._fn)}(rng) for unit {unit}"):
             sample = self._fn(rng)
         if sample is not None:
             yield str(unit), sample
 
     def __repr__(self) -> str:
-        units = "endless" if self._num_units is None else f"{self._num_units:,} units"
+        units = "endless" if self.num_units is None else f"{self.num_units:,} units"
         return f"<CallableSource {name_of(self._fn)}, {units}>"
 
 
@@ -112,40 +108,36 @@ class DatasetSource:
                 "wrap it in a map-style dataset, or give a function fn(rng) -> sample"
             )
         try:
-            self._num_units = operator.index(len(dataset))
+            self.num_units = operator.index(len(dataset))
         except (TypeError, NotImplementedError) as error:
             raise ConfigError(f"len() of {type(dataset).__name__} fails: {error}") from None
-        if self._num_units == 0:
+        if self.num_units == 0:
             raise ConfigError(f"{type(dataset).__name__} is empty: a source needs at least one sample")
         self._dataset = dataset
-        self._calls = Calls(thread_safe)
+        self._call_lock = CallLock(thread_safe)
         self._name = _full_name(type(dataset))
         own = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))  # the latter is HF's
         suffix = f":{own}" if isinstance(own, str | int) else ""
-        identity = f"dataset:{self._name}[{self._num_units}]{suffix}"
+        identity = f"dataset:{self._name}[{self.num_units}]{suffix}"
         self.fingerprint = "|".join((identity, *self._defaults.identity))
         self._empty = empty_lists(getattr(dataset, "features", None))
 
-    @property
-    def num_units(self) -> int:
-        return self._num_units
-
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield `dataset[unit]`. Raises SampleError if the dataset raises."""
-        check_unit(self, unit, self._num_units)
-        with self._calls.one(), foreign_errors(f"{self._name}[{unit}]"):
+        check_unit(self, unit, self.num_units)
+        with self._call_lock.held(), guard_user_code(f"{self._name}[{unit}]"):
             sample = self._dataset[unit]
         yield str(unit), self._defaults.fill(plain_fields(sample, self._empty))
 
     def __repr__(self) -> str:
-        return f"<DatasetSource {self._name}, {self._num_units:,} samples>"
+        return f"<DatasetSource {self._name}, {self.num_units:,} samples>"
 
 
 MOST_SHARDS: Final = 1024  # units of a WebDataset, each of which opens a pipeline of its own
 _WORKER: Final = "torch.utils.data._utils.worker"
 _END: Final = object()
 # torch's WorkerInfo is a single variable of the process.
-_ONE_AT_A_TIME: Final = Calls(thread_safe=False)
+_WORKER_INFO_LOCK: Final = CallLock(thread_safe=False)
 
 
 def is_iterable(what: Any) -> bool:
@@ -199,12 +191,12 @@ class IterableSource:
         self._check(iterable)
         own = _own_shards(iterable)
         self._has_own = own is not None
-        self._num_units = shards or own or (1 if self._is_function else _tars_to_split(iterable))
+        self.num_units = shards or own or (1 if self._is_function else _tars_to_split(iterable))
         self._check_split(iterable, own, thread_safe)
         free = thread_safe or (self._is_function and shards is None)
-        self._calls = Calls(thread_safe) if self._has_own or free else _ONE_AT_A_TIME
+        self._call_lock = CallLock(thread_safe) if self._has_own or free else _WORKER_INFO_LOCK
         self._pickled = self._pickle(iterable)
-        identity = f"iterable:{self._name}[{self._num_units}]:{_identity(iterable, self._is_function)}"
+        identity = f"iterable:{self._name}[{self.num_units}]:{_identity(iterable, self._is_function)}"
         self.fingerprint = "|".join((identity, *self._defaults.identity))
         self._empty = empty_lists(getattr(iterable, "features", None))
 
@@ -222,7 +214,7 @@ class IterableSource:
             )
 
     def _check_split(self, iterable: Any, own: int | None, thread_safe: bool) -> None:
-        count = self._num_units
+        count = self.num_units
         if own is not None and count > own:
             raise ConfigError(f"shards={count}: {self._name} has {own} shards, and none can be split")
         by_worker = _is_a(iterable, "torch.utils.data", "IterableDataset")
@@ -245,19 +237,15 @@ class IterableSource:
                 "open files and connections at the first use, or give a function make(shard, shards)"
             ) from error
 
-    @property
-    def num_units(self) -> int:
-        return self._num_units
-
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of shard `unit` in order. Raises SampleError for those that cannot be used.
 
         After an error of the iterable itself nothing more of the shard is read.
         """
-        check_unit(self, unit, self._num_units)
+        check_unit(self, unit, self.num_units)
         seed = int(rng.integers(2**63))
-        what = f"{self._name}, shard {unit} of {self._num_units}"
-        with foreign_errors(what):
+        what = f"{self._name}, shard {unit} of {self.num_units}"
+        with guard_user_code(what):
             copy = pickle.loads(self._pickled)  # noqa: S301  our own bytes
             info = self._worker_info(copy, unit, seed)
         iterator: Any = None
@@ -265,13 +253,13 @@ class IterableSource:
         try:
             for number in itertools.count():
                 where = f"{what}, sample {number}"
-                with self._calls.one(), foreign_errors(where), _worker_info_set(info):
+                with self._call_lock.held(), guard_user_code(where), _worker_info_set(info):
                     iterator = self._open(copy, unit) if iterator is None else iterator
                     sample = next(iterator, _END)
                 if sample is _END:
                     break
                 try:
-                    with foreign_errors(where):  # an image is decoded when it is converted
+                    with guard_user_code(where):  # an image is decoded when it is converted
                         name, sample = _key_and_fields(sample)
                     sample = self._defaults.fill(plain_fields(sample, self._empty))
                 except SampleError as error:
@@ -283,31 +271,31 @@ class IterableSource:
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:
-                with self._calls.one(), contextlib.suppress(Exception):  # the read has ended
+                with self._call_lock.held(), contextlib.suppress(Exception):  # the read has ended
                     close()
         problems.raise_any()
 
     def _open(self, copy: Any, unit: int) -> Any:
         if self._is_function:
-            return iter(copy(unit, self._num_units))
+            return iter(copy(unit, self.num_units))
         if self._has_own:
-            return iter(copy.shard(num_shards=self._num_units, index=unit))
+            return iter(copy.shard(num_shards=self.num_units, index=unit))
         return iter(copy)
 
     def _worker_info(self, copy: Any, unit: int, seed: int) -> Any:
         """Return the WorkerInfo to set for the iterable; None if it needs none."""
-        if self._num_units == 1 or self._has_own or self._is_function:
+        if self.num_units == 1 or self._has_own or self._is_function:
             return None
         kind = getattr(sys.modules.get(_WORKER), "WorkerInfo", None)
         if kind is None:
             raise SampleError(
-                f"shards={self._num_units}: this torch does not let a dataset be told its shard; "
+                f"shards={self.num_units}: this torch does not let a dataset be told its shard; "
                 "leave out shards="
             )
-        return kind(id=unit, num_workers=self._num_units, seed=seed, dataset=copy)
+        return kind(id=unit, num_workers=self.num_units, seed=seed, dataset=copy)
 
     def __repr__(self) -> str:
-        return f"<IterableSource {self._name}, {self._num_units:,} shards>"
+        return f"<IterableSource {self._name}, {self.num_units:,} shards>"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from cachestream.sources.base import check_unit
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_fields
 from cachestream.sources.fields import Defaults, check_encoding
-from cachestream.sources.user_code import fingerprint_of, foreign_errors
+from cachestream.sources.user_code import fingerprint_of, guard_user_code
 from cachestream.transport.object import fetch
 from cachestream.transport.remote_errors import map_errors
 
@@ -233,7 +233,7 @@ class FileSource:
             )
         sample = decode_fields(data, extension, where, self._images, self._encoding)
         if callable(self._label):
-            with foreign_errors(f"label({key!r})"):
+            with guard_user_code(f"label({key!r})"):
                 sample["label"] = self._label(key)
         elif self._labels is not None:
             sample["label"] = self._labels[unit]

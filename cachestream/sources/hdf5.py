@@ -8,6 +8,7 @@ parallel. h5py reads datasets with other filters, and types that need a conversi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import weakref
@@ -22,8 +23,8 @@ import numpy.typing as npt
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, SampleError, SourceError
-from cachestream.sources.user_code import Calls
-from cachestream.sources.windows import LOCAL_GAP_BYTES, ArrayLayout, overlap, read_window, touched
+from cachestream.sources.npy import LOCAL_GAP_BYTES, ArrayLayout, read_window
+from cachestream.sources.user_code import CallLock
 from cachestream.transport import metering
 from cachestream.transport.object import GAP_BYTES, BlockFile, RemoteObject
 from cachestream.transport.remote import Remote
@@ -37,12 +38,12 @@ MAX_NAMES: Final = 10_000  # datasets to list in a message
 MAX_INDEX: Final = 200_000  # cached positions of chunks
 BATCH_BYTES: Final = 32 << 20  # of chunks in memory at a time
 
-_calls: Final = Calls(thread_safe=False)  # HDF5 is not thread-safe, even between files
+_call_lock: Final = CallLock(thread_safe=False)  # HDF5 is not thread-safe, even between files
 _open_arrays: Final[OrderedDict[int, weakref.ref[Hdf5Array]]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
+class ChunkLayout:
     """The storage of an HDF5 dataset in chunks: `filters` are (number, first parameter), in order."""
 
     shape: tuple[int, ...]
@@ -95,6 +96,27 @@ def unshuffle(data: memoryview | bytes, width: int) -> memoryview:
     return plain.data
 
 
+def touched(chunk: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of the chunks (of shape `chunk`) that the window `size` at `start` touches."""
+    axes = zip(chunk, start, size, strict=True)
+    return itertools.product(
+        *(range(one // length, -(-(one + count) // length)) for length, one, count in axes)
+    )
+
+
+def overlap(
+    index: Sequence[int], chunk: Sequence[int], start: Sequence[int], size: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the intersection of the chunk `index` and a window, as slices of the chunk and of the window."""
+    inside, outside = [], []
+    for number, length, one, count in zip(index, chunk, start, size, strict=True):
+        first = number * length
+        low, high = max(one, first), min(one + count, first + length)
+        inside.append(slice(low - first, high - first))
+        outside.append(slice(low - one, high - one))
+    return tuple(inside), tuple(outside)
+
+
 class Hdf5Array:
     """The dataset `name` of an HDF5 file; None: the only one in the file.
 
@@ -132,7 +154,7 @@ class Hdf5Array:
         try:
             return self._read(start, size)
         except ChangedError:
-            with _calls.one():  # HDF5 would take the new file for the one that is still open
+            with _call_lock.held():  # HDF5 would take the new file for the one that is still open
                 self._close()
             raise
 
@@ -140,7 +162,7 @@ class Hdf5Array:
         file, storage = self._file, self._storage
         if isinstance(storage, ArrayLayout):
             return read_window(file, storage, start, size, self._gap_bytes)
-        if isinstance(storage, Chunked):
+        if isinstance(storage, ChunkLayout):
             window = self._read_chunks(file, storage, start, size)
             if window is not None:
                 return window
@@ -152,14 +174,14 @@ class Hdf5Array:
         return window
 
     def _read_chunks(
-        self, file: RemoteObject, storage: Chunked, start: Sequence[int], size: Sequence[int]
+        self, file: RemoteObject, storage: ChunkLayout, start: Sequence[int], size: Sequence[int]
     ) -> npt.NDArray[Any] | None:
-        """Return the window, with chunks decoded by `Chunked.decode`; None if h5py has to decode one."""
+        """Return the window, with chunks decoded by `ChunkLayout.decode`; None if h5py has to decode one."""
         window = np.empty(tuple(size), self.dtype.newbyteorder("="))
         chunks = list(touched(storage.shape, start, size))
         batch = max(1, BATCH_BYTES // storage.nbytes)
         for first in range(0, len(chunks), batch):
-            places = self._find(chunks[first : first + batch])
+            places = self._locate_chunks(chunks[first : first + batch])
             stored = [place for place in places if place is not None]
             spans = [(place.byte_offset, place.byte_offset + place.size) for place in stored]
             found = iter(file.read_spans(spans, sparse=True))
@@ -174,7 +196,7 @@ class Hdf5Array:
                 window[outside] = chunk[inside]
         return window
 
-    def _find(self, chunks: Sequence[tuple[int, ...]]) -> list[Any]:
+    def _locate_chunks(self, chunks: Sequence[tuple[int, ...]]) -> list[Any]:
         """Return h5py's `StoreInfo` of each chunk; None for a chunk that is not stored (fill values)."""
         index = self._index
         missing = [chunk for chunk in chunks if chunk not in index]
@@ -195,7 +217,7 @@ class Hdf5Array:
     @contextlib.contextmanager
     def _dataset(self) -> Iterator[Any]:
         """Hold the process-wide HDF5 lock and yield the opened dataset, which is closed on any error."""
-        with _calls.one():
+        with _call_lock.held():
             if self._pid != os.getpid():
                 self._reset()
             try:
@@ -266,7 +288,7 @@ class Hdf5Array:
             f"{self.shown}: {what}; add '::/name' to the path or give dataset=, one of: {listed}"
         )
 
-    def _storage_of(self, dataset: Any) -> ArrayLayout | Chunked | None:
+    def _storage_of(self, dataset: Any) -> ArrayLayout | ChunkLayout | None:
         """Return the layout for reading the dataset without h5py; None if only h5py can read it."""
         h5py = self._h5py
         plain = dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
@@ -286,7 +308,7 @@ class Hdf5Array:
         for number in range(properties.get_nfilters()):
             code, _, parameters, _ = properties.get_filter(number)
             filters.append((int(code), int(parameters[0]) if parameters else 0))
-        storage = Chunked(tuple(dataset.chunks), dataset.dtype, tuple(filters), dataset.fillvalue)
+        storage = ChunkLayout(tuple(dataset.chunks), dataset.dtype, tuple(filters), dataset.fillvalue)
         return storage if storage.can_decode else None
 
 

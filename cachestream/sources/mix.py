@@ -86,28 +86,24 @@ class MixSource:
         whole = _whole_numbers(self.weights)
         self._turns = Interleaving(whole)
         lengths = [units_of(source) for source in self.sources]
-        self._num_units = None
+        self.num_units: int | None = None
         if None not in lengths:
-            self._num_units = max(
+            self.num_units = max(
                 self._turns.turns_for(i, length) for i, length in enumerate(lengths) if length is not None
             )
         parts = [f"{weight}*{source.fingerprint}" for weight, source in zip(whole, self.sources, strict=True)]
         self.fingerprint = f"mix:{len(parts)}:{digest_of(parts)}"
         self.listing_digest = digest_of(map(listing_digest_of, self.sources))
 
-    @property
-    def num_units(self) -> int | None:
-        return self._num_units
-
     def locate(self, unit: int) -> tuple[int, int, int]:
         """Return the index of the source of `unit`, the unit in it, and how often that came before."""
-        check_unit(self, unit, self._num_units)
+        check_unit(self, unit, self.num_units)
         index, place = self._turns.locate(unit)
         length = self.sources[index].num_units
         if length is None:
             return index, place, 0
         cycle, inner = divmod(place, length)
-        if self._num_units is None:  # a worker does not shuffle an endless source
+        if self.num_units is None:  # a worker does not shuffle an endless source
             inner = int(_permutation(length, mix_key(_CYCLE_KEY, index, cycle)).at([inner])[0])
         return index, inner, cycle
 

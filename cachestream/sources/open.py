@@ -36,7 +36,7 @@ from cachestream.sources.datasets import (
     is_iterable,
     is_map_style,
 )
-from cachestream.sources.decode.compression import unpacked
+from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.mix import MixSource
 from cachestream.transport.object import open_stream
 from cachestream.transport.remote_errors import redact
@@ -73,12 +73,12 @@ SOURCE_OPTIONS: Final = (
 )
 _INDEXED: Final = {"mds": re.compile(r".*\.mds(\.\w+)?"), "litdata": re.compile(r"chunk-.*\.bin")}
 _PROTOCOL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_PACKED: Final = ("tar", "parquet", "tfrecord", "arrow")  # formats of many samples in a file
+_MULTI_SAMPLE: Final = ("tar", "parquet", "tfrecord", "arrow")  # formats of many samples in a file
 # Names such as "train-00000-of-00002", without an ending that tells the format.
 _NUMBERED: Final = re.compile(r"[^.]*-\d{4,}-of-\d{4,}")
 # Suffixes after an ending: wildcards, and the numbers of TensorFlow Datasets ("-00000-of-00010").
 _NUMBERS: Final = r"[\d?*{}\[\].,]+"
-_AFTER_NAME: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
+_SUFFIXES: Final = re.compile(rf"(-{_NUMBERS}(-of-{_NUMBERS})?|[/*])+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def _by_listing(what: Any, shown: str, options: dict[str, Any]) -> Source:
         formats = {inside}
     else:  # Spark leaves a file _SUCCESS beside its tables.
         formats = {_by_ending(name) for name in ends if not posixpath.basename(name).startswith(("_", "."))}
-    for name in _PACKED:
+    for name in _MULTI_SAMPLE:
         if name in formats and (others or given <= set(_options_of(_source(name)))):
             if len(formats) > 1:
                 raise ConfigError(
@@ -265,7 +265,7 @@ def _source(name: str) -> Callable[..., Source]:
 def _format_inside(files: FileList, ends: tuple[str, str]) -> str | None:
     """Return the format of a folder of Hugging Face's `save_to_disk`, or of numbered files without ending.
 
-    The latter is told by the first bytes of the first file. None for other folders.
+    The format of the latter is found from the first bytes of the first file. None for other folders.
     """
     names = [posixpath.basename(key) for key in ends]
     if any(name in _SAVED_STATES for name in names) and all(
@@ -275,7 +275,7 @@ def _format_inside(files: FileList, ends: tuple[str, str]) -> str | None:
     if not all(map(_NUMBERED.fullmatch, names)):
         return None
     with open_stream(files.remote, files.path(0), files.where(0)) as stream:
-        head = bytes(unpacked(stream).read(512))
+        head = bytes(decompressed(stream).read(512))
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
@@ -336,8 +336,8 @@ def _is_url_or_list(what: Any) -> bool:
 
 
 def _by_ending(url: str) -> str:
-    """Return the format that the ending of a URL tells: "files" where it tells none."""
-    name = _AFTER_NAME.sub("", redact(url)).lower()
+    """Return the format of a URL by its ending; "files" for an ending of no other format."""
+    name = _SUFFIXES.sub("", redact(url)).lower()
     if is_zarr(name) or split_dataset(url)[1] is not None:  # inside of a store or a file
         return "array"
     for ending in sorted(_FORMATS, key=len, reverse=True):

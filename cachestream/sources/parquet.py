@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import copy
-import io
-import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from cachestream.config import check_mapping, require
+from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.listing.patterns import PARQUET_ENDINGS
 from cachestream.schema import IntArray
-from cachestream.sources.base import Problems, Rows, check_unit, one_by_one
-from cachestream.sources.decode.arrow import Batch, Columns, doubled_fields, items_of
+from cachestream.sources.base import Problems, Rows, one_by_one
+from cachestream.sources.decode.arrow import Batch, Columns, load_arrow
 from cachestream.sources.decode.images import ImageOptions, Size
-from cachestream.sources.fields import Defaults, check_columns
-from cachestream.sources.parts import parts_for_diversity
+from cachestream.sources.fields import Defaults
+from cachestream.sources.sample_files import FileUnits, SampleFiles, parts_for_diversity
+from cachestream.sources.table_columns import ColumnOptions, same_columns, table_rows
 from cachestream.transport.object import RemoteObject, SpanFile, patiently
 from cachestream.transport.remote_errors import ChangedError, classify, map_errors
 
@@ -39,7 +38,6 @@ PIECE_BYTES: Final = 4 << 20
 BUFFER_BYTES: Final = 32 << 20  # read buffers of all columns together, where a row group comes in pieces
 BATCH_BYTES: Final = 8 << 20
 MAX_BATCH_ROWS: Final = 4096
-_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,13 @@ class Footer:
         catch their exceptions.
         """
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
-        unread = _UnreadableFile(self.file.look().size_bytes)
+        unread = _UnreadableFile(self.file)
         try:
             # Without a buffer, columns would be read when they are opened.
             table = parquet.ParquetFile(unread, metadata=self.metadata, buffer_size=1, pre_buffer=False)
             next(table.iter_batches(1, [group], list(self.names), use_threads=False), None)
         except Exception as error:
-            if not unread.was_asked:
+            if unread.error is None:
                 raise malformed(self.file.shown, error) from error
 
     def _chunk(self, column: Any) -> ColumnChunk:
@@ -99,54 +97,33 @@ class Footer:
         return ColumnChunk(start, start + nbytes, max(0, column.total_uncompressed_size))
 
 
-class _UnreadableFile(io.RawIOBase):
-    """A file of `size_bytes` whose first read fails."""
+class _UnreadableFile(SpanFile):
+    """A file whose reads fail."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes, self._position = size_bytes, 0
-        self.was_asked = False
+    def __init__(self, file: RemoteObject) -> None:
+        super().__init__(file, ())
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = (0, self._position, self._size_bytes)[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        self.was_asked = True
-        raise EOFError(f"{size} bytes")
+    def read(self, size: int = -1) -> memoryview:
+        self.error = EOFError(f"{size} bytes")
+        raise self.error
 
 
 class Footers:
-    """An LRU cache of the footers of `files`. `columns_of(schema, shown)` returns a file's columns and names.
+    """An LRU cache of the footers of `files`. Thread-safe, picklable.
 
-    Thread-safe, picklable. Raises SampleError for a file that is not Parquet, and the driver's errors.
+    Raises SampleError for a file that is not Parquet, ConfigError for `options` that do not suit one, and the
+    driver's errors.
     """
 
-    def __init__(
-        self, files: FileList, columns_of: Callable[[Any, str], tuple[Columns, tuple[str, ...]]]
-    ) -> None:
-        self._files, self._columns_of = files, columns_of
-        self._reset()
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, files: FileList, options: ColumnOptions) -> None:
+        self._files, self._options = files, options
+        self._lock = threading.RLock()
         self._kept: OrderedDict[int, tuple[Footer, int]] = OrderedDict()
         self._kept_bytes = 0
+        self._last: tuple[Any, Columns, tuple[str, ...]] | None = None
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._files, self._columns_of
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._files, self._columns_of = state
-        self._reset()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Footers, (self._files, self._options)
 
     def get(self, index: int) -> Footer:
         """Return the footer of file `index`, from the cache or the remote."""
@@ -157,22 +134,18 @@ class Footers:
                 return known[0]
         footer, nbytes = patiently(lambda: self._read(index))
         with self._lock:
-            self._drop(index)
+            self.drop(index)
             self._kept[index] = footer, nbytes
             self._kept_bytes += nbytes
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._drop(next(iter(self._kept)))
+                self.drop(next(iter(self._kept)))
         return footer
 
     def drop(self, index: int) -> None:
         """Drop the footer of file `index` from the cache."""
         with self._lock:
-            self._drop(index)
-
-    def _drop(self, index: int) -> None:
-        known = self._kept.pop(index, None)
-        if known is not None:
-            self._kept_bytes -= known[1]
+            _, nbytes = self._kept.pop(index, (None, 0))
+            self._kept_bytes -= nbytes
 
     def _read(self, index: int) -> tuple[Footer, int]:
         where = self._files.where(index)
@@ -185,17 +158,23 @@ class Footers:
             raise SampleError(f"{where}: malformed: a footer of {nbytes} bytes")
         if nbytes > len(tail):
             tail = file.tail(nbytes)
-        arrow = require("pyarrow", "parquet", "Parquet")
         parquet = require("pyarrow.parquet", "parquet", "Parquet")
         try:
-            metadata = parquet.read_metadata(arrow.BufferReader(tail[-nbytes:]))
-            columns, names = self._columns_of(metadata.schema.to_arrow_schema(), where)
+            metadata = parquet.read_metadata(load_arrow().BufferReader(tail[-nbytes:]))
+            columns, names = self._choose(metadata.schema.to_arrow_schema(), where)
             leaves = _leaves(metadata.schema, names)
         except CacheStreamError:
             raise
         except Exception as error:
             raise malformed(where, error) from error
         return Footer(file, metadata, columns, names, leaves), nbytes
+
+    def _choose(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
+        """Return the converter for the chosen columns and their names; files of equal columns share them."""
+        last = self._last
+        if last is None or not same_columns(schema, last[0]):
+            last = self._last = schema, *self._options.choose(schema, where, of_parquet=True)
+        return last[1], last[2]
 
 
 def _leaves(schema: Any, names: Iterable[str]) -> tuple[int, ...]:
@@ -211,7 +190,7 @@ def malformed(where: str, error: Exception) -> SampleError:
     return SampleError(f"{where}: malformed: {type(error).__name__}: {error}"[:500])
 
 
-class ParquetSource:
+class ParquetSource(SampleFiles):
     """The rows of Parquet files; a unit is a row group.
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these; Hugging Face data sets
@@ -251,45 +230,50 @@ class ParquetSource:
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self._defaults = Defaults(fields)
-        self._image_options = ImageOptions(resize, crop)
-        check_columns(columns)
-        check_mapping("nulls", nulls, "{'age': -1}")
-        if isinstance(decode_images, str):
-            raise ConfigError(f"decode_images={decode_images!r}: give a list of columns, True or False")
+        defaults, images = Defaults(fields), ImageOptions(resize, crop)
+        options = ColumnOptions(columns, decode_images, images, nulls, defaults.values)
         require("pyarrow.parquet", "parquet", "Parquet")
-        self._chosen = None if columns is None else tuple(columns)
-        self._nulls = self._defaults.values | dict(nulls or {})
-        self._image_columns = () if isinstance(decode_images, bool) else tuple(decode_images)
-        self._decode_images = bool(decode_images)
-        self._files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
-        self._footers = Footers(self._files, self._columns_of)
-        self._ends, self._rows = self._read_footers()
-        self._order = np.arange(self.num_units)
-        self.round_ends: tuple[int, ...] = ()
-        self.first_names = self._unit_names()
-        self.listing_digest = self.first_names.digest
-        options = {
-            "columns": self._chosen,
-            "nulls": dict(nulls) if nulls else None,
-            "decode_images": decode_images,
-        }
-        shown = [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
-        shown += [*self._image_options.identity, *self._defaults.identity]
-        self.fingerprint = "parquet:" + "|".join((*self._files.identity, *shown))
+        files = FileList(urls, storage_options, owner="ParquetSource", preferred=PARQUET_ENDINGS)
+        super().__init__("parquet", files, options.identity, defaults, images)
+        self._footers = Footers(files, options)
+        groups = self._read_footers()
+        self._rows: IntArray = np.concatenate(groups)
+        self._first_rows: IntArray = np.concatenate([np.cumsum(rows) - rows for rows in groups])
+        if not self.num_rows:
+            raise ConfigError(f"{files.shown}: the tables have no rows")
+        self._deal(FileUnits([len(rows) for rows in groups]))
 
-    @property
-    def num_units(self) -> int:
-        return int(self._ends[-1])
+    def _read_footers(self) -> list[IntArray]:
+        """Read all footers. Return the number of rows in each row group, for each file."""
+
+        def look(index: int) -> IntArray:
+            with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
+                return np.array(self._footers.get(index).group_rows, np.int64)
+
+        look(0)  # wrong options fail here, before all other files are asked
+        with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+            return list(pool.map(look, range(len(self._files))))
+
+    def _deal(self, units: FileUnits) -> None:
+        """Set the units, which are named by file, first row and number of rows."""
+        names, every = self._files.names, np.arange(len(units))
+        places = units.place(every)
+        rows = zip(units.locate(every)[0], self._first_rows[places], self._rows[places], strict=True)
+        self._number(units, Names(f"{names[file]}#{row}+{num_rows}" for file, row, num_rows in rows))
 
     @property
     def num_rows(self) -> int:
         """The number of rows in all files, including unusable ones."""
         return int(self._rows.sum())
 
+    @property
+    def round_ends(self) -> tuple[int, ...]:
+        """See `DivisibleSource`."""
+        return self._units.round_ends
+
     def parts_for(self, limit_bytes: int) -> int:
         """Return the number of shares to read each file's row groups in: see `DivisibleSource`."""
-        groups = np.diff(self._ends, prepend=0)
+        groups = self._units.counts
         index, most = int(groups.argmax()), int(groups.max())
         try:
             with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
@@ -302,9 +286,7 @@ class ParquetSource:
     def divided(self, parts: int) -> ParquetSource:
         """Return a source of the same row groups in `parts` rounds, each with a share of every file's."""
         made = copy.copy(self)
-        made._order, made.round_ends = deal(np.diff(self._ends, prepend=0), parts)
-        made.first_names = made._unit_names()
-        made.listing_digest = made.first_names.digest
+        made._deal(FileUnits(self._units.counts, parts))
         return made
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -313,17 +295,12 @@ class ParquetSource:
 
     def read_rows(self, unit: int, rng: np.random.Generator) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
         """Yield the same rows, as `Rows` where all rows of a batch are usable and have the same shapes."""
-        check_unit(self, unit, self.num_units)
-        table_group = int(self._order[unit])
-        index = int(np.searchsorted(self._ends, table_group, side="right"))
-        first = int(self._ends[index - 1]) if index else 0
-        row, key = int(self._rows[first:table_group].sum()), self._files.key(index)
+        index, group = self._locate(unit)
+        place = int(self._units.place(unit))
         problems = Problems(self._files.where(index))
-        groups = self._read_group(index, table_group - first, int(self._rows[table_group]))
-        for num_rows, fields, bad in groups:
-            keys = [f"{key}#{number}" for number in range(row, row + num_rows)]
-            yield from self._defaults.fill_all(items_of(keys, row, fields, bad, problems))
-            row += num_rows
+        batches = self._read_group(index, group, int(self._rows[place]))
+        rows = table_rows(batches, self._files.key(index), int(self._first_rows[place]), problems)
+        yield from self._defaults.fill_all(rows)
         problems.raise_any()
 
     def _read_group(self, index: int, group: int, num_rows: int) -> Iterator[Batch]:
@@ -380,85 +357,5 @@ class ParquetSource:
                 raise
             raise malformed(where, error) from error
 
-    def _columns_of(self, schema: Any, where: str) -> tuple[Columns, tuple[str, ...]]:
-        """Return the converter for the chosen columns of `schema`, and the columns' names."""
-        arrow = require("pyarrow", "parquet", "Parquet")
-        require("pyarrow.compute", "parquet", "Parquet")  # makes arrow.compute available
-        names = self._chosen
-        if names is None:
-            names = tuple(name for name in schema.names if not _PANDAS_INDEX.fullmatch(name))
-        optional = self._defaults.values
-        names = tuple(name for name in names if name not in optional or _has_column(arrow, schema, name))
-        for name in names:
-            if not _has_column(arrow, schema, name):
-                raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
-        for field in doubled_fields(arrow, schema):  # pyarrow reads all columns that match a name
-            if any(f"{field}.".startswith(f"{name}.") for name in names):
-                raise ConfigError(
-                    f"{where}: several columns become the field '{field}': give each a name of its own"
-                )
-        tops = [name if name in schema.names else name.partition(".")[0] for name in names]
-        part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
-        columns = Columns(
-            arrow,
-            part,
-            nulls=self._nulls,
-            decode_images=self._decode_images,
-            images=self._image_columns,
-            image_options=self._image_options,
-        )
-        return columns, names
-
-    def _unit_names(self) -> Names:
-        """Return names of the row groups that stay valid when files come or go: file, first row, count."""
-        names, files = self._files.names, np.searchsorted(self._ends, self._order, side="right")
-        before = np.cumsum(self._rows) - self._rows  # rows before each row group, of all files
-        starts = before[np.concatenate([[0], self._ends[:-1]]).clip(max=len(before) - 1)]
-        rows = zip(files, (before[self._order] - starts[files]), self._rows[self._order], strict=True)
-        return Names(f"{names[file]}#{row}+{num_rows}" for file, row, num_rows in rows)
-
-    def _read_footers(self) -> tuple[IntArray, IntArray]:
-        """Read all footers. Return the cumulative number of units by file, and the number of rows by unit."""
-
-        def look(index: int) -> list[int]:
-            with map_errors(self._files.where(index), secrets=self._files.remote.secrets):
-                return self._footers.get(index).group_rows
-
-        look(0)  # wrong options fail here, before all other files are asked
-        with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-            rows = list(pool.map(look, range(len(self._files))))
-        ends = np.cumsum([len(one) for one in rows], dtype=np.int64)
-        flat = np.array([count for one in rows for count in one], np.int64)
-        if not len(flat) or not flat.any():
-            raise ConfigError(f"{self._files.shown}: the tables have no rows")
-        return ends, flat
-
     def __repr__(self) -> str:
         return f"<ParquetSource {self._files.shown}, {self.num_units:,} row groups, {self.num_rows:,} rows>"
-
-
-def deal(groups: IntArray, parts: int) -> tuple[IntArray, tuple[int, ...]]:
-    """Deal the row groups of files into rounds, so that each has every `parts`-th row group of each file.
-
-    `groups` (int64 `[num_files]`) are the row groups in each file. Returns the row groups in the order of the
-    rounds (int64 `[num_groups]`, numbered through all files), and the end of each round in that order. One
-    part leaves the order as it is, and there are no rounds.
-    """
-    first = np.repeat(np.cumsum(groups) - groups, groups)
-    within = np.arange(len(first)) - first
-    rounds = (within - np.repeat(np.arange(len(groups)), groups)) % parts
-    ends = np.cumsum(np.bincount(rounds, minlength=parts)).tolist()
-    return np.argsort(rounds, kind="stable"), tuple(ends) if parts > 1 else ()
-
-
-def _has_column(arrow: Any, schema: Any, name: str) -> bool:
-    """Return whether `name` is a column of `schema`, or a member of a struct column ("column.member")."""
-    if name in schema.names:
-        return True
-    top, _, rest = name.partition(".")
-    kind = schema.field(top).type if top in schema.names else None
-    while kind is not None and rest:
-        member, _, rest = rest.partition(".")
-        index = kind.get_field_index(member) if arrow.types.is_struct(kind) else -1
-        kind = kind.field(index).type if index >= 0 else None
-    return kind is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,15 +10,15 @@ from typing import Any, Final
 import numpy as np
 
 from cachestream.config import check_count
-from cachestream.errors import ConfigError, SampleError, SourceError
+from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
-from cachestream.listing.patterns import PACKED_ENDINGS, TAR_ENDINGS
-from cachestream.sources.base import Problems, check_unit
-from cachestream.sources.decode.compression import require_unpacker, unpacked
+from cachestream.listing.patterns import TAR_ENDINGS
+from cachestream.sources.base import Problems
+from cachestream.sources.decode.compression import decompressed, require_decompressor
 from cachestream.sources.decode.images import Buffer, ImageOptions, Size
 from cachestream.sources.decode.values import decode_integer, decode_json_value, decode_value, decode_with
 from cachestream.sources.fields import Defaults
-from cachestream.sources.parts import LEAST_PART_BYTES, Parts, parts_for_diversity
+from cachestream.sources.sample_files import CutFiles
 from cachestream.sources.tar_format import (
     BLOCK,
     LOOK_BACK_BYTES,
@@ -29,9 +28,8 @@ from cachestream.sources.tar_format import (
     read_groups,
     seek_member,
 )
-from cachestream.sources.user_code import decode_by_user, fingerprint_of
+from cachestream.sources.user_code import call_decoder, fingerprint_of
 from cachestream.transport import bounds
-from cachestream.transport.object import open_stream
 
 Decoder = Callable[[bytes], Any]
 
@@ -99,7 +97,7 @@ class Decoders:
             extension = extension[:-3]
             own = self._find(extension)
         if own is not None:
-            return decode_by_user(f"{where}: its decoder", own, data)
+            return call_decoder(f"{where}: its decoder", own, data)
         last = extension.rpartition(".")[2]
         if last in _INTEGERS:
             return decode_with(decode_integer, data, "integer", where)
@@ -108,7 +106,7 @@ class Decoders:
         return decode_value(data, _TEXTS.get(last, f".{last}"), where, self._images)
 
 
-class TarSource:
+class TarSource(CutFiles):
     """The samples in tars, as WebDataset writes them, plain or packed by gzip, bzip2, xz or zstd.
 
     urls: a URL, a `{000000..001281}` range, a wildcard, a folder, or a list of these.
@@ -146,32 +144,18 @@ class TarSource:
         crop: Size | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self._defaults = Defaults(fields)
-        images = ImageOptions(resize, crop)
+        defaults, images = Defaults(fields), ImageOptions(resize, crop)
         if samples_per_visit is not None:
             samples_per_visit = check_count("samples_per_visit", samples_per_visit, 0)
-        self._decoders = Decoders(decoders, images)
-        self._files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
-        for index in range(len(self._files)):
-            require_unpacker(self._files.key(index))
-        self._per_visit = samples_per_visit
-        self._parts = Parts(self._files)
-        if samples_per_visit:
-            self._parts = Parts(self._files, self._plan_visits(samples_per_visit))
-        self.first_names = self._parts.names
-        self.listing_digest = self.first_names.digest
+        self._decoders, self._per_visit = Decoders(decoders, images), samples_per_visit
+        files = FileList(urls, storage_options, owner="TarSource", preferred=TAR_ENDINGS)
         options = [f"decoders={self._decoders.identity}"] if decoders else []
         options += [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
-        options += [*images.identity, *self._defaults.identity]
-        self.fingerprint = "tars:" + "|".join((*self._files.identity, *options))
-
-    @property
-    def num_units(self) -> int:
-        return len(self._parts)
-
-    @property
-    def round_ends(self) -> tuple[int, ...]:
-        return self._parts.round_ends
+        super().__init__("tars", files, options, defaults, images)
+        for index in range(len(files)):
+            require_decompressor(files.key(index))
+        if samples_per_visit:
+            self._cut_into(self._plan_visits(samples_per_visit))
 
     def parts_for(self, limit_bytes: int) -> int:
         """Return the number of parts to read each tar in: see `DivisibleSource`.
@@ -179,40 +163,19 @@ class TarSource:
         Tars are read whole if `samples_per_visit` is given, if any is packed, and if the first is of the old
         format, whose headers cannot be told from data.
         """
-        files = self._files
-        packed = any(files.key(index).lower().endswith(tuple(PACKED_ENDINGS)) for index in range(len(files)))
-        if self._per_visit is not None or packed or len(files) < 2:
+        if self._per_visit is not None or any(map(self._is_compressed, range(len(self._files)))):
             return 1
-        try:
-            with open_stream(files.remote, files.path(0), files.where(0), 0, BLOCK) as stream:
-                size_bytes, begin = self._parts.size(0), bytes(stream.read(BLOCK))
-        except SourceError:
-            return 1  # reading the unit will report the error
-        if len(begin) < BLOCK or find_header(begin, 0) != 0:
-            return 1
-        most = size_bytes // LEAST_PART_BYTES
-        return parts_for_diversity(limit_bytes, len(files), size_bytes, most)
+        return super().parts_for(limit_bytes)
 
-    def divided(self, parts: int) -> TarSource:
-        """Return a source of the same tars, each divided in `parts` of about equal length in bytes."""
-        made = copy.copy(self)
-        made._parts = Parts(self._files, parts)
-        made.first_names = made._parts.names
-        made.listing_digest = made.first_names.digest
-        return made
+    def _can_cut(self, head: bytes) -> bool:
+        return len(head) >= BLOCK and find_header(head, 0) == 0
 
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the samples of a tar, or of one visit to it, in order. Raises as `Source.read`."""
-        check_unit(self, unit, self.num_units)
-        index, visit = self._parts.locate(unit)
+        index, visit = self._locate(unit)
         where, prefix = self._files.where(index), self._files.key(index)
         problems = Problems(where)
-        groups = (
-            self._read_whole(index, problems)
-            if self._parts.count == 1
-            else self._read_part(index, visit, problems)
-        )
-        for group in groups:
+        for group in self._read_groups(index, visit, problems):
             if group.problem:
                 problems.add(f"{where}#{group.shown_key}: {group.problem}")
                 continue
@@ -224,25 +187,20 @@ class TarSource:
             yield f"{prefix}#{group.shown_key}", self._defaults.fill(sample)
         problems.raise_any()
 
-    def _read_whole(self, index: int, problems: Problems) -> Iterator[Group]:
-        files = self._files
-        with open_stream(files.remote, files.path(index), files.where(index)) as stream:
-            yield from read_groups(unpacked(stream), problems)
-
-    def _read_part(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
-        begin, end = self._parts.cut(index, visit, BLOCK)
-        files, where = self._files, self._files.where(index)
+    def _read_groups(self, index: int, visit: int, problems: Problems) -> Iterator[Group]:
+        if self._num_parts == 1:
+            with self._open(index) as stream:
+                yield from read_groups(decompressed(stream), problems)
+            return
+        begin, end = self._cut(index, visit, BLOCK)
         start = max(0, begin - LOOK_BACK_BYTES)
-        with open_stream(
-            files.remote, files.path(index), where, start, self._likely_end(begin, end)
-        ) as stream:
-            if begin == 0 and unpacked(stream) is not stream:
-                raise self._packed_error(where)
+        with self._open(index, start, self._likely_end(begin, end)) as stream:
+            if begin == 0 and decompressed(stream) is not stream:
+                raise self._compressed_error(index)
             if begin == 0 or seek_member(stream, begin, end):
-                last = visit == self._parts.count - 1
-                part = Part(begin, None if last else end)
-                yield from read_groups(stream, problems, part)
-            self._parts.check(index, stream)
+                is_last = visit == self._num_parts - 1
+                yield from read_groups(stream, problems, Part(begin, None if is_last else end))
+            self._check_size(index, stream)
 
     def _likely_end(self, begin: int, end: int) -> int:
         """Estimate where a visit to `begin:end` stops reading: at the end of its last sample."""
@@ -250,19 +208,19 @@ class TarSource:
             return end + 2 * BLOCK
         return end + 3 * (end - begin) // (2 * self._per_visit) + 2 * BLOCK
 
-    def _packed_error(self, where: str) -> ConfigError:
-        return ConfigError(f"{where}: a packed tar can only be read from its begin; give samples_per_visit=0")
+    def _compressed_error(self, index: int) -> ConfigError:
+        return ConfigError(
+            f"{self._files.where(index)}: a packed tar can only be read from its begin; give samples_per_visit=0"
+        )
 
     def _plan_visits(self, samples_per_visit: int) -> int:
         """Return the number of visits to each tar, estimated from the first samples of the first tar."""
-        files = self._files
-        for index in range(len(files)):
-            if files.key(index).lower().endswith(tuple(PACKED_ENDINGS)):
-                raise self._packed_error(files.where(index))
-        where, size_bytes = files.where(0), self._parts.size(0)
-        with open_stream(files.remote, files.path(0), where, 0, PROBE_BYTES[0][1]) as stream:
-            if unpacked(stream) is not stream:
-                raise self._packed_error(where)
+        for index in filter(self._is_compressed, range(len(self._files))):
+            raise self._compressed_error(index)
+        where, size_bytes = self._files.where(0), self._cut_size(0)
+        with self._open(0, 0, PROBE_BYTES[0][1]) as stream:
+            if decompressed(stream) is not stream:
+                raise self._compressed_error(0)
             problems = Problems(where)
             count, used_bytes = 0, 1
             for _ in read_groups(stream, problems):
@@ -280,6 +238,5 @@ class TarSource:
         return max(1, min(round(samples / samples_per_visit), size_bytes // BLOCK))
 
     def __repr__(self) -> str:
-        parts = self._parts.count
-        visits = f", {parts} visits each" if parts > 1 else ""
+        visits = f", {self._num_parts} visits each" if self._num_parts > 1 else ""
         return f"<TarSource {self._files.shown}, {len(self._files):,} tars{visits}>"

@@ -21,7 +21,8 @@ import numpy.typing as npt
 Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 _VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5  # wire types
-_FLOATS, _INTEGERS = 2, 3  # numbers of float_list and int64_list in Feature
+_STRINGS, _FLOATS, _INTEGERS = 1, 2, 3  # numbers of bytes_list, float_list and int64_list in Feature
+_UNPACKED: Final = {_STRINGS: _BYTES, _FLOATS: _I32, _INTEGERS: _VARINT}  # wire type of a value by itself
 _MAX_ORDERS: Final = 4  # different orders of the features in one batch, at most: maps have no order
 _MAX_LENGTH_BYTES: Final = 5
 _Positions = npt.NDArray[np.int64]
@@ -163,7 +164,11 @@ def parse_example(data: bytes) -> dict[str, Feature]:
 
     Raises ValueError, or IndexError at the end of `data`, for anything else, such as a SequenceExample.
     """
-    features: dict[str, Feature] = {}
+    return {name: _values(data, list_kind, start, stop) for name, list_kind, start, stop in _lists(data)}
+
+
+def _lists(data: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the name of each feature of an Example, the kind of its list, and the range of the list."""
     for number, kind, start, stop in _fields(data, 0, len(data)):
         if number == 2 and kind == _BYTES:
             raise ValueError("a SequenceExample; only tf.train.Example is read")
@@ -171,58 +176,51 @@ def parse_example(data: bytes) -> dict[str, Feature]:
             raise ValueError("no tf.train.Example")
         for inner, entry_kind, first, last in _fields(data, start, stop):
             if inner == 1 and entry_kind == _BYTES:
-                name, feature = _parse_entry(data, first, last)
-                if feature is not None:
-                    features[name] = feature
-    return features
+                name, found = _parse_entry(data, first, last)
+                if found is not None:
+                    yield name, *found
 
 
-def layout_of(data: bytes) -> list[tuple[str, int]] | None:
-    """Return the features of a serialized Example in order, each with its kind: 1 bytes, 2 float32, 3 int64.
+def _layout_of(data: bytes) -> list[tuple[str, int]] | None:
+    """Return the names of the features of an Example in order, and the kinds of their lists.
 
-    None if the Example is empty or malformed, has a feature twice, or a feature that is neither a single
-    packed list of numbers nor a single string of bytes.
+    None if it has no features, or one twice, or is malformed.
     """
     try:
-        features = _only_field(data, 0, len(data), 1)
-        found: dict[str, int] = {}
-        for number, kind, start, stop in _fields(data, *features):
-            (name_at, value_at) = [(first, last) for _, _, first, last in _fields(data, start, stop)]
-            ((list_kind, _, first, last),) = _fields(data, *value_at)
-            _only_field(data, first, last, 1)
-            name = data[slice(*name_at)].decode()
-            tags = number, kind, data[start], data[name_at[1]], data[value_at[0]]
-            if (
-                name in found
-                or list_kind not in _LISTS
-                or tags != (1, _BYTES, 0x0A, 0x12, list_kind << 3 | _BYTES)
-            ):
-                return None
-            found[name] = list_kind
+        found = [(name, list_kind) for name, list_kind, _, _ in _lists(data)]
     except (ValueError, IndexError):
         return None
-    return list(found.items()) or None
+    return found if found and len(dict(found)) == len(found) else None
 
 
-def _only_field(data: bytes, start: int, stop: int, wanted: int) -> tuple[int, int]:
-    """Return the range of the only field of a message. Raises ValueError unless its number is `wanted`."""
-    ((number, kind, first, last),) = _fields(data, start, stop)
-    if (number, kind) != (wanted, _BYTES):
-        raise ValueError(f"field {number} of type {kind}")
-    return first, last
-
-
-def _parse_entry(data: bytes, start: int, stop: int) -> tuple[str, Feature | None]:
-    """Parse one entry of the map of features."""
-    name, feature = "", None
+def _parse_entry(data: bytes, start: int, stop: int) -> tuple[str, tuple[int, int, int] | None]:
+    """Return the name in an entry of the map of features, and the kind and the range of its list."""
+    name, found = "", None
     for number, kind, first, last in _fields(data, start, stop):
         if kind == _BYTES and number == 1:
             name = data[first:last].decode()
         elif kind == _BYTES and number == 2:
             for list_kind, inner, begin, end in _fields(data, first, last):
-                if inner == _BYTES and list_kind in _LISTS:
-                    feature = _LISTS[list_kind](data, begin, end)
-    return name, feature
+                if inner == _BYTES and list_kind in _UNPACKED:
+                    found = list_kind, begin, end
+    return name, found
+
+
+def _values(data: bytes, list_kind: int, start: int, stop: int) -> Feature:
+    """Return the values of a list, packed or not."""
+    kinds = (_BYTES, _UNPACKED[list_kind])
+    parts = [
+        data[first:last]
+        for number, kind, first, last in _fields(data, start, stop)
+        if number == 1 and kind in kinds
+    ]
+    if list_kind == _STRINGS:
+        return parts
+    if list_kind == _INTEGERS:
+        return decode_varints(b"".join(parts))
+    if any(len(part) % 4 for part in parts):
+        raise ValueError("malformed: floats of a broken length")
+    return np.frombuffer(b"".join(parts), "<f4")
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -252,38 +250,6 @@ def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int,
             raise ValueError("malformed: a field reaches past its message")
         yield tag >> 3, kind, at, at + length
         at += length
-
-
-def _bytes_list(data: bytes, start: int, stop: int) -> list[bytes]:
-    return [
-        data[first:last]
-        for number, kind, first, last in _fields(data, start, stop)
-        if number == 1 and kind == _BYTES
-    ]
-
-
-def _float_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.float32]:
-    parts: list[bytes] = []
-    for number, kind, first, last in _fields(data, start, stop):
-        if number != 1 or kind not in (_BYTES, _I32):
-            continue
-        if (last - first) % 4:
-            raise ValueError("malformed: floats of a broken length")
-        parts.append(data[first:last])
-    whole = parts[0] if len(parts) == 1 else b"".join(parts)
-    return np.frombuffer(whole, "<f4")
-
-
-def _int64_list(data: bytes, start: int, stop: int) -> npt.NDArray[np.int64]:
-    parts = [
-        data[first:last]
-        for number, kind, first, last in _fields(data, start, stop)
-        if number == 1 and kind in (_BYTES, _VARINT)
-    ]
-    return decode_varints(parts[0] if len(parts) == 1 else b"".join(parts))
-
-
-_LISTS: Final[dict[int, Any]] = {1: _bytes_list, 2: _float_list, 3: _int64_list}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -334,13 +300,13 @@ def parse_examples(
     left: _Positions = np.arange(len(first))
     for _ in range(_MAX_ORDERS):
         one = int(left[0])
-        layout = layout_of(data[starts[one] : stops[one]])
+        layout = _layout_of(data[starts[one] : stops[one]])
         if layout is None:
             return None
         matches, found = _match_layout(data, first[left], last[left], layout)
         if not spans:
             spans = {feature: (np.empty_like(first), np.empty_like(first)) for feature in layout}
-        if spans.keys() != set(layout) or not matches[0]:
+        if spans.keys() != set(layout) or not matches[0]:  # `one` is not in the usual form itself
             return None
         for feature, ends in zip(layout, found, strict=True):
             for whole, part in zip(spans[feature], ends, strict=True):
@@ -363,7 +329,7 @@ def _columns(
     found = {}
     for (name, list_kind), (begins, ends) in spans.items():
         parts = [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        if list_kind not in (_FLOATS, _INTEGERS):
+        if list_kind == _STRINGS:
             found[name] = FeatureColumn(parts, None)
             continue
         column = _numbers(b"".join(parts), ends - begins, list_kind)
@@ -402,7 +368,7 @@ def _match_layout(
     end = cursors.length() + cursors.positions
     cursors.matches &= end == stops
     found = []
-    for number, (name, list_kind) in enumerate(layout):
+    for name, list_kind in layout:
         encoded = name.encode()
         cursors.expect(b"\x0a")  # Features.feature: an entry of the map
         entry_end = cursors.length() + cursors.positions
@@ -415,8 +381,7 @@ def _match_layout(
             cursors.matches &= inner == entry_end
         found.append((cursors.positions, entry_end))
         cursors.positions = entry_end
-        if number == len(layout) - 1:
-            cursors.matches &= entry_end == end
+    cursors.matches &= cursors.positions == end
     return cursors.matches, found
 
 

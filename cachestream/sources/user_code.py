@@ -23,21 +23,18 @@ from cachestream.transport import metering
 from cachestream.transport.remote_errors import classify, redact_text
 
 
-class Calls:
+class CallLock:
     """A limit of one call at a time in each process, unless `thread_safe`. Picklable, fork-safe."""
 
     def __init__(self, thread_safe: bool) -> None:
         self._thread_safe = thread_safe
         self._pid, self._lock = os.getpid(), threading.Lock()
 
-    def __getstate__(self) -> bool:
-        return self._thread_safe
-
-    def __setstate__(self, thread_safe: bool) -> None:
-        self.__init__(thread_safe)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallLock, (self._thread_safe,)
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Hold the lock for one call. Report progress while waiting, as other calls may take long."""
         if self._thread_safe:
             yield
@@ -55,7 +52,7 @@ class Calls:
 
 
 @contextlib.contextmanager
-def foreign_errors(what: str) -> Iterator[None]:
+def guard_user_code(what: str) -> Iterator[None]:
     """Turn exceptions of user code into SampleError, or SourceUnavailableError if a network failed."""
     try:
         yield
@@ -68,9 +65,9 @@ def foreign_errors(what: str) -> Iterator[None]:
         raise SampleError(message) from error
 
 
-def decode_by_user(what: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
-    """Decode `data` by the user's `decoder`, called `what` in messages. Raises as `foreign_errors` does."""
-    with foreign_errors(what):
+def call_decoder(what: str, decoder: Callable[[bytes], Any], data: memoryview) -> Any:
+    """Decode `data` by the user's `decoder`, called `what` in messages. Raises as `guard_user_code` does."""
+    with guard_user_code(what):
         return decoder(bytes(data))
 
 

@@ -1,20 +1,20 @@
 """Windows of Zarr arrays, v2 and v3: only the chunks that a window touches are fetched.
 
 zarr-python parses the format and decodes chunks; cachestream's transport fetches the bytes. All of this
-runs in the thread that reads the window, on an event loop of that thread. Threads therefore do not queue for
-zarr's single loop, and bytes are accounted to the unit that asked for them.
+runs in the thread that reads the window: threads do not queue for zarr's single event loop, and the bytes are
+accounted to the unit that asked for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
 import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -23,7 +23,6 @@ from fsspec.asyn import AsyncFileSystem
 
 from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError, SourceError
-from cachestream.transport import metering
 from cachestream.transport.object import RemoteObject, fetch, patiently
 from cachestream.transport.remote import Remote
 from cachestream.transport.remote_errors import classify, map_errors
@@ -41,64 +40,68 @@ def zarr_library() -> Any:
     return zarr
 
 
-# --- one event loop per thread -----------------------------------------------------------------
+# --- the store ---------------------------------------------------------------------------------
 
 
-class _Inline(concurrent.futures.ThreadPoolExecutor):
-    """An executor that runs a call in the calling thread: many threads read units already."""
+class _Loop(asyncio.SelectorEventLoop):
+    """The event loop of one thread in one process, for the coroutines of zarr. It waits for nothing.
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    Decoding, which zarr gives to other threads, is done in place: many threads read units already.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid = os.getpid()
+        self.num_fetched = 0  # objects, for the current coroutine
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> tuple[T, int]:
+        """Run `coroutine` to its end; return its result, and how many objects it fetched.
+
+        After an error, what it has left behind is cancelled.
+        """
+        self.num_fetched = 0
         try:
-            future.set_result(fn(*args, **kwargs))
+            return self.run_until_complete(coroutine), self.num_fetched
+        except BaseException:
+            left = asyncio.all_tasks(self)
+            for task in left:
+                task.cancel()
+            if left:
+                self.run_until_complete(asyncio.wait(left))
+            raise
+
+    def run_in_executor(  # type: ignore[override]  # typeshed's has TypeVarTuples
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
         except Exception as error:  # noqa: BLE001  the future raises it
             future.set_exception(error)
         return future
 
-
-class _Loop:
-    """An event loop of one thread in one process; it is closed with the thread."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_Inline(1))
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run `coroutine` to its end, with regular signs of life. Requests have their own deadlines."""
-        task = self._loop.create_task(coroutine)
-        try:
-            while not task.done():
-                self._loop.run_until_complete(asyncio.wait({task}, timeout=metering.TICK_S))
-                metering.fetched(0)
-        finally:
-            if not task.done():
-                task.cancel()
-                self._loop.run_until_complete(asyncio.wait({task}))
-        return task.result()
-
     def __del__(self) -> None:
         if self.pid == os.getpid():  # a forked child shares the parent's selector
-            self._loop.close()
+            self.close()
 
 
 _per_thread = threading.local()
 
 
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+def _loop() -> _Loop:
+    """Return the event loop of this thread."""
     loop: _Loop | None = getattr(_per_thread, "loop", None)
     if loop is None or loop.pid != os.getpid():
         loop = _per_thread.loop = _Loop()
-    return loop.run(coroutine)
+    return loop
 
 
-# --- the store ---------------------------------------------------------------------------------
-
-
-class _FetchCount(threading.local):
-    """The number of objects that this thread has fetched for its window."""
-
-    count: int = 0
+def _run(coroutine: Coroutine[Any, Any, T]) -> tuple[T, int]:
+    """Run `coroutine` in this thread; in another one where an event loop runs in this one, as in a notebook."""
+    if asyncio._get_running_loop() is None:
+        return _loop().run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: _loop().run(coroutine)).result()
 
 
 class _Files(AsyncFileSystem):  # type: ignore[misc]
@@ -110,7 +113,6 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
     def __init__(self, remote: Remote, shown: str, max_bytes: int) -> None:
         super().__init__(asynchronous=True)
         self._remote, self._shown, self._max_bytes = remote, shown, max_bytes
-        self.fetched = _FetchCount()
 
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **options: Any
@@ -134,11 +136,8 @@ class _Files(AsyncFileSystem):  # type: ignore[misc]
                 raise
         if len(data) > self._max_bytes:
             raise SampleError(f"{self._shown}: a chunk of {len(data)} bytes, {self._max_bytes} at most")
-        self.fetched.count += 1
+        _loop().num_fetched += 1
         return data
-
-    async def _info(self, path: str, **options: Any) -> dict[str, Any]:
-        return {"name": path, "type": "file", "size": len(await self._cat_file(path))}
 
 
 # --- the array ---------------------------------------------------------------------------------
@@ -157,36 +156,35 @@ class ZarrArray:
         self._metadata = self._read_metadata()
         with self._malformed("its metadata make no array"):
             self._max_bytes = 2 * _chunk_bytes(self._metadata) + MAX_METADATA_BYTES
-            array, _ = self._opened = self._open()
-            self.shape: tuple[int, ...] = tuple(array.metadata.shape)
-            self.dtype: np.dtype[Any] = np.dtype(array.dtype)
-            self.chunks: tuple[int, ...] | None = tuple(array.chunks)
+            self._array = self._open()
+            self.shape: tuple[int, ...] = tuple(self._array.metadata.shape)
+            self.dtype: np.dtype[Any] = np.dtype(self._array.dtype)
+            self.chunks: tuple[int, ...] | None = tuple(self._array.chunks)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+        return {name: value for name, value in self.__dict__.items() if name != "_array"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._opened = self._open()
+        self._array = self._open()
 
     def read(self, start: Sequence[int], size: Sequence[int]) -> npt.NDArray[Any]:
         """Return the window of shape `size` at `start`, C-contiguous, in native byte order."""
-        array, files = self._opened
         window = tuple(slice(one, one + count) for one, count in zip(start, size, strict=True))
-        files.fetched.count = 0
         with self._malformed("a chunk cannot be decoded"):
-            found = np.asarray(_run(array.getitem(window)))
+            values, num_fetched = _run(self._array.getitem(window))
+            found = np.asarray(values)
         if found.shape != tuple(size):
             raise SampleError(f"{self.shown}: a window of {found.shape} came, not {tuple(size)}")
-        if not files.fetched.count:
+        if not num_fetched:
             self._read_metadata()  # no chunk exists: raise if the array is gone, too
         return np.ascontiguousarray(found, self.dtype.newbyteorder("="))
 
-    def _open(self) -> tuple[Any, _Files]:
+    def _open(self) -> Any:
         zarr = zarr_library()
         files = _Files(self._remote, self.shown, self._max_bytes)
         store = zarr.storage.FsspecStore(files, read_only=True, path=self._path)
-        return zarr.AsyncArray(self._metadata, zarr.storage.StorePath(store)), files
+        return zarr.AsyncArray(self._metadata, zarr.storage.StorePath(store))
 
     @contextlib.contextmanager
     def _malformed(self, what: str) -> Iterator[None]:

@@ -6,7 +6,6 @@ gives up.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import math
 import random
@@ -241,14 +240,6 @@ class Download:
             self._progress.failures += 1
             metering.wait(next(self._progress.delays))
         return memoryview(b"")
-
-    async def arrival(self) -> None:
-        """Wait on the event loop of the caller for the pending piece, or until it is late."""
-        if self._pending is not None and self._request is not None and self._request.backend.driver.is_async:
-            future = asyncio.wrap_future(self._pending)
-            await asyncio.wait({future}, timeout=self._deadline_s)
-            if future.done() and not future.cancelled():
-                future.exception()  # `take` raises it
 
     def seek(self, offset: int) -> None:
         """Go on at `offset`; a blocking driver keeps its file."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import itertools
@@ -110,8 +111,8 @@ class RemoteObject:
     async def read_on_loop(self, start: int = 0, stop: int | None = None) -> memoryview:
         """Return the bytes from `start` (negative: from the end) to `stop` (None: the end).
 
-        Awaited on the caller's own event loop, while the driver works on its own; several reads may be under
-        way. Not for local files.
+        Several may be awaited on the caller's event loop, which each of them blocks until its own bytes come:
+        all are requested at once. Not for local files.
         """
         data = await self._read_part(start, stop, on_loop=True)
         if (start, stop) == (0, None):
@@ -262,11 +263,11 @@ class _Memory:
 
 
 async def _gather(download: Download, memory: _Memory, *, on_loop: bool = False) -> None:
-    """Read all of `download` into `memory`. Waits for an event loop only `on_loop`."""
+    """Read all of `download` into `memory`; `on_loop`, after others had the chance to send their requests."""
     while not download.is_done:
         if on_loop:
             download.ask()
-            await download.arrival()
+            await asyncio.sleep(0)
         if not (piece := download.take()):
             break
         memory.add(piece)

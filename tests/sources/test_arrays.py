@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import math
@@ -134,6 +135,19 @@ def test_every_type_that_a_cache_can_hold_comes_as_it_is(tmp_path: Path, dtype: 
             (start,) = sample["start"]
             assert sample["array"].dtype == values.dtype
             np.testing.assert_array_equal(sample["array"], values[start : start + 9])
+
+
+@needs_zarr
+def test_a_zarr_array_is_read_where_an_event_loop_runs(written: Path) -> None:
+    """A notebook runs one."""
+    source = ArraySource(written / "v3.zarr", window=(10, 10))
+
+    async def read_there() -> tuple[str, dict[str, Any]]:
+        return read(source)
+
+    (key, sample), (same_key, same) = read(source), asyncio.run(read_there())
+    assert key == same_key
+    np.testing.assert_array_equal(sample["array"], same["array"])
 
 
 @needs_zarr

@@ -321,7 +321,7 @@ def test_options_that_cannot_work_are_config_errors(tmp_path: Path) -> None:
         ({"columns": "x"}, "give a list of names"),
         ({"columns": []}, "give a list of names"),
         ({"columns": ["n"]}, "nothing but nulls"),
-        ({"columns": ["l"]}, "no form as an array or a text"),
+        ({"columns": ["l"]}, "has no form as a field"),
         ({}, "leave it out with columns="),
     ]
     for options, message in cases:

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachestream as cs
-from cachestream.sources.parquet import deal
-from cachestream.sources.parts import EXPANSION, MANY_FILES, parts_for_diversity
+from cachestream.sources.sample_files import EXPANSION, MANY_FILES, FileUnits, parts_for_diversity
 from cachestream.testing.observing import cached_keys
 
 tfrecord: Any = pytest.importorskip("tfrecord")
@@ -139,16 +138,20 @@ def test_a_divided_source_gives_every_sample_once(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 9))
-def test_row_groups_are_dealt_so_that_every_round_has_a_share_of_every_file(
-    groups: list[int], parts: int
-) -> None:
-    order, ends = deal(np.array(groups, np.int64), parts)
-    assert sorted(order.tolist()) == [*range(sum(groups))]
-    owners = np.repeat(np.arange(len(groups)), groups)[order]
-    for first, end in pairwise([0, *(ends or [len(order)])]):
-        shares = np.bincount(owners[first:end], minlength=len(groups))
+def test_every_round_has_a_share_of_the_units_of_every_file(counts: list[int], rounds: int) -> None:
+    units = FileUnits(counts, rounds)
+    every = np.arange(len(units))
+    assert sorted(units.place(every).tolist()) == [*range(sum(counts))]
+    files, numbers = units.locate(every)
+    assert {*zip(files.tolist(), numbers.tolist(), strict=True)} == {
+        (file, number) for file, count in enumerate(counts) for number in range(count)
+    }
+    assert [units.locate(unit) for unit in every] == [*zip(files, numbers, strict=True)]
+    for first, end in pairwise([0, *(units.round_ends or [len(units)])]):
+        shares = np.bincount(files[first:end], minlength=len(counts))
         assert all(
-            count // parts <= share <= -(-count // parts) for count, share in zip(groups, shares, strict=True)
+            count // rounds <= share <= -(-count // rounds)
+            for count, share in zip(counts, shares, strict=True)
         )
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from cachestream.errors import SampleError
 from cachestream.sources import tf_example
 from cachestream.sources.base import Rows
+from cachestream.sources.decode.images import UNCHANGED
 from cachestream.sources.tf_example import Feature, decode_varints, parse_example, parse_examples, rows_of
-from cachestream.sources.tfrecord import TFRecordSource, as_inferred
+from cachestream.sources.tfrecord import FeatureFields, TFRecordSource
 
 google_crc32c: Any = pytest.importorskip("google_crc32c")
 
@@ -239,7 +240,7 @@ def expect_samples(
 ) -> None:
     assert [key for key, _ in samples] == [f"a.tfrecord#{places[number]}" for number in records]
     for (_, sample), record in zip(samples, records.values(), strict=True):
-        expected = {name: as_inferred(name, one, True) for name, one in parse_example(record).items()}
+        expected = FeatureFields(None, (), UNCHANGED, decode_images=True).sample(parse_example(record))
         assert sample.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(sample[name], value)

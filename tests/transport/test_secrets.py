@@ -8,7 +8,7 @@ import pytest
 
 from cachestream.errors import ConfigError
 from cachestream.listing.manifest import Manifest
-from cachestream.sources.array_files import Located
+from cachestream.sources.arrays import ArrayLocation
 from cachestream.sources.open import Unopened, open_source
 from cachestream.transport.remote import Remote
 
@@ -34,5 +34,5 @@ def test_no_repr_of_what_will_be_opened_shows_a_secret() -> None:
     assert repr(manifest) == "Manifest('https://host/a.npy', base='https://host/a.npy')"
     remote = Remote(url, {"secret": "CANARY"})
     kept: list[object] = [Unopened(url, {"storage_options": {"secret": "CANARY"}})]
-    kept += [Located(remote, url, None)]
+    kept += [ArrayLocation(remote, url, None)]
     assert "CANARY" not in repr([manifest, remote, *kept])

@@ -15,19 +15,21 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
-from cachestream.sources.base import Problems, Rows
-from cachestream.sources.decode.images import ImageOptions, decode_image
+from cachestream.sources.decode.images import decode_image
 from cachestream.sources.decode.values import decode_with, looks_like_image
+
+if TYPE_CHECKING:
+    from cachestream.sources.table_columns import ColumnOptions
 
 _IMAGE_MEMBERS: Final = ("bytes", "path")
 
@@ -43,31 +45,30 @@ Values = list[Any] | npt.NDArray[Any]
 Batch = tuple[int, dict[str, Values], dict[int, Unusable]]  # number of rows, fields, unusable rows
 
 
+def load_arrow() -> Any:
+    """Return the module pyarrow, with its module compute. Raises ConfigError without it."""
+    require("pyarrow.compute", "parquet", "a table of Arrow or Parquet")
+    return require("pyarrow", "parquet", "a table of Arrow or Parquet")
+
+
 class Columns:
     """Converts the columns of one Arrow schema to fields. Raises ConfigError for a type that has no field.
 
-    `nulls` are replacements for nulls, by field; any other null makes its row unusable. `images` are the
-    binary columns that hold encoded images; columns in Hugging Face's layout are decoded if
-    `decode_images`. `image_options` resizes and crops decoded images.
+    A null that has no replacement makes its row unusable.
     """
 
-    def __init__(
-        self,
-        arrow: Any,
-        schema: Any,
-        *,
-        nulls: Mapping[str, Any],
-        decode_images: bool,
-        images: Sequence[str],
-        image_options: ImageOptions,
-    ) -> None:
-        self._decode = partial(decode_image, options=image_options)
+    def __init__(self, arrow: Any, schema: Any, options: ColumnOptions) -> None:
+        self._decode = partial(decode_image, options=options.images)
         self._arrow = arrow
-        self._nulls, self._decode_images, self._image_columns = nulls, decode_images, images
+        self._nulls = {**options.defaults, **(options.nulls or {})}
+        self._decode_images, named = bool(options.decode_images), options.decode_images
+        self._image_columns = () if isinstance(named, bool) else tuple(named)
         self._features = _features(schema)
-        self.types = {field.name: field.type for field in schema}
-        for name, kind in self.types.items():
-            self._check(name, kind)
+        for column in schema:
+            try:
+                self._fields(column.name, arrow.nulls(0, column.type))
+            except SampleError as error:
+                raise ConfigError(str(error)) from error
 
     def fields(self, batch: Any) -> tuple[dict[str, Values], dict[int, Unusable]]:
         """Return the fields of a record batch, and its unusable rows by number."""
@@ -83,31 +84,6 @@ class Columns:
         }
         return fields, bad
 
-    # --- types
-
-    def _check(self, name: str, kind: Any) -> None:
-        """Raise ConfigError if no row of a column of type `kind` could be used."""
-        types = self._arrow.types
-        if types.is_dictionary(kind):
-            self._check(name, kind.value_type)
-        elif types.is_struct(kind) and not _is_image(types, kind):
-            for member in kind:
-                self._check(f"{name}.{member.name}", member.type)
-        elif types.is_null(kind) and name not in self._nulls:
-            raise ConfigError(f"column '{name}' holds nothing but nulls: leave it out with columns=[…]")
-        elif _is_list(types, kind) and _holds_binary(types, kind):
-            raise ConfigError(
-                f"column '{name}' ({kind}) has no form as an array or a text: leave it out with columns=[…]"
-            )
-        elif types.is_nested(kind) and not (
-            _is_list(types, kind) or types.is_map(kind) or types.is_struct(kind)
-        ):
-            raise ConfigError(
-                f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]"
-            )
-
-    # --- values
-
     def _fields(self, name: str, array: Any) -> dict[str, Values]:
         """Return the fields of one column: one for each member of a struct, else a single one."""
         types = self._arrow.types
@@ -120,7 +96,9 @@ class Columns:
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
         kind = array.type
-        if _is_image(types, kind):
+        if types.is_null(kind) and name not in self._nulls:
+            raise SampleError(f"column '{name}' holds nothing but nulls: leave it out with columns=[…]")
+        if is_image_struct(types, kind):
             return {name: self._checked(name, array, self._decode_files(name, array))}
         if types.is_struct(kind):
             members = zip(kind, array.flatten(), strict=True)  # a null struct has null members
@@ -167,7 +145,7 @@ class Columns:
             return list(array.to_pylist())
         if _is_list(types, kind) and _is_numeric(types, _innermost(types, kind)):
             return nested(arrow, array, name)
-        if _is_list(types, kind) or types.is_map(kind):
+        if types.is_map(kind) or (_is_list(types, kind) and not _holds_binary(types, kind)):
             return [_as_json(name, one) for one in array.to_pylist()]
         raise SampleError(f"column '{name}' ({kind}) has no form as a field: leave it out with columns=[…]")
 
@@ -197,54 +175,6 @@ class Columns:
             return Unusable(str(error))
 
 
-# --- rows --------------------------------------------------------------------------------------
-
-
-def usable_rows(
-    fields: Mapping[str, Values],
-    bad: Mapping[int, Unusable],
-    first: int,
-    problems: Problems,
-    noun: str = "row",
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the sample of each usable row whose columns are `fields`.
-
-    The others are added to `problems`, as "`noun` 7: …" with numbers from `first` on.
-    """
-    names = tuple(fields)
-    for row, values in enumerate(zip(*fields.values(), strict=True)):
-        if row in bad:
-            problems.add(f"{noun} {first + row}: {bad[row].reason}")
-        else:
-            yield row, dict(zip(names, values, strict=True))
-
-
-def items_of(
-    keys: Sequence[str],
-    first: int,
-    fields: Mapping[str, Values],
-    bad: Mapping[int, Unusable],
-    problems: Problems,
-) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
-    """Yield the samples whose columns are `fields`, as one `Rows` where every row is usable and alike.
-
-    Rows are numbered from `first` in the reasons that are added to `problems`.
-    """
-    if not bad and is_uniform(fields):
-        yield Rows(keys, fields)
-        return
-    for row, sample in usable_rows(fields, bad, first, problems):
-        yield keys[row], sample
-
-
-def is_uniform(fields: Mapping[str, Values]) -> bool:
-    """Return whether every field is an array, all str or all bytes, as `Rows` requires."""
-    return all(
-        isinstance(values, np.ndarray) or {*map(type, values)} in ({str}, {bytes})
-        for values in fields.values()
-    )
-
-
 # --- types -------------------------------------------------------------------------------------
 
 
@@ -262,21 +192,7 @@ def _features(schema: Any) -> dict[str, str]:
         return {}
 
 
-def doubled_fields(arrow: Any, schema: Any) -> list[str]:
-    """Return the field names that several columns would share: "a.b" beside a struct "a" with a "b", say."""
-    counts = Counter(name for field in schema for name in _names_of(arrow.types, field.name, field.type))
-    return [name for name, count in counts.items() if count > 1]
-
-
-def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
-    if not types.is_struct(kind) or _is_image(types, kind):
-        yield name
-        return
-    for member in kind:
-        yield from _names_of(types, f"{name}.{member.name}", member.type)
-
-
-def _is_image(types: Any, kind: Any) -> bool:
+def is_image_struct(types: Any, kind: Any) -> bool:
     """Return whether `kind` is a struct of bytes and path: Hugging Face's images, audio and video."""
     return (
         types.is_struct(kind)
@@ -288,17 +204,16 @@ def _is_image(types: Any, kind: Any) -> bool:
 
 
 def _is_text(types: Any, kind: Any) -> bool:
-    return any(
-        check(kind) for name in ("is_string", "is_large_string", "is_string_view")
-        if (check := getattr(types, name, None)) is not None
-    )  # fmt: skip
+    return _is_one_of(types, kind, "is_string", "is_large_string", "is_string_view")
 
 
 def _is_binary(types: Any, kind: Any) -> bool:
-    return any(
-        check(kind) for name in ("is_binary", "is_large_binary", "is_fixed_size_binary", "is_binary_view")
-        if (check := getattr(types, name, None)) is not None
-    )  # fmt: skip
+    return _is_one_of(types, kind, "is_binary", "is_large_binary", "is_fixed_size_binary", "is_binary_view")
+
+
+def _is_one_of(types: Any, kind: Any, *names: str) -> bool:
+    """Return whether one of pyarrow's checks is true; its older versions have not all of them."""
+    return any(hasattr(types, name) and getattr(types, name)(kind) for name in names)
 
 
 def _is_list(types: Any, kind: Any) -> bool:

@@ -10,7 +10,7 @@ import zlib
 from typing import Any, Final, Protocol
 
 from cachestream.errors import ConfigError, SampleError
-from cachestream.listing.patterns import PACKED_ENDINGS
+from cachestream.listing.patterns import COMPRESSED_ENDINGS
 from cachestream.transport import metering
 from cachestream.transport.metering import PIECE_BYTES
 from cachestream.transport.stream import Stream, StreamFile
@@ -26,7 +26,7 @@ _MAGICS: Final[dict[str, bytes]] = {
 _BLOCK_OR_END: Final = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # what follows "BZh9" in bzip2
 
 
-class _Unpacker(Protocol):
+class _Decompressor(Protocol):
     @property
     def eof(self) -> bool: ...
     @property
@@ -57,30 +57,35 @@ class _Gzip:
         return found
 
 
-def require_unpacker(path: str) -> None:
-    """Raise ConfigError if `path` has the extension of a format that no installed library unpacks."""
-    for ending, kind in PACKED_ENDINGS.items():
-        if kind == "zstd" and path.lower().endswith(ending) and not _has_zstandard():
-            raise ConfigError(f"{path}: to read zstd, install it: pip install zstandard")
+def require_decompressor(path: str) -> None:
+    """Raise ConfigError if `path` has the extension of a compression that no installed library reads."""
+    endings = tuple(ending for ending, kind in COMPRESSED_ENDINGS.items() if kind == "zstd")
+    if path.lower().endswith(endings) and not _has_zstandard():
+        raise ConfigError(f"{path}: to read zstd, install it: pip install zstandard")
 
 
 def _has_zstandard() -> bool:
     return importlib.util.find_spec("zstandard") is not None
 
 
-def unpacked(stream: Stream) -> Stream:
-    """Return `stream`, unpacked if it begins with a known magic number. It stands at its first byte."""
+def decompressed(stream: Stream, *, required: bool = False) -> Stream:
+    """Return `stream`, which stands at its first byte; decompressed if it begins with a known magic number.
+
+    Raises SampleError if compression is `required`, and it does not.
+    """
     head = stream.read(10)
     stream.push_back(head)
     start = bytes(head)
     for kind, magic in _MAGICS.items():
         # A tar begins with a file's name, which may be "BZh…".
         if start.startswith(magic) and (kind != "bzip2" or start[4:] in _BLOCK_OR_END):
-            return _ZstdStream(stream) if kind == "zstd" else UnpackedStream(stream, kind)
+            return _ZstdStream(stream) if kind == "zstd" else DecompressedStream(stream, kind)
+    if required:
+        raise SampleError(f"{stream.where}: it is not compressed, as the index says it is")
     return stream
 
 
-def _make_unpacker(kind: str) -> _Unpacker:
+def _make_decompressor(kind: str) -> _Decompressor:
     if kind in ("gzip", "zlib"):
         return _Gzip(31 if kind == "gzip" else zlib.MAX_WBITS)
     if kind == "bzip2":
@@ -88,43 +93,43 @@ def _make_unpacker(kind: str) -> _Unpacker:
     return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MEMORY_BYTES)
 
 
-class UnpackedStream(Stream):
-    """Unpacks `inner` by `kind` ("gzip", "zlib", "bzip2", "xz"). The caller that opened `inner` closes it."""
+class DecompressedStream(Stream):
+    """Decompresses `inner` by `kind` ("gzip", "zlib", "bzip2", "xz"). The caller that opened `inner` closes it."""
 
     def __init__(self, inner: Stream, kind: str) -> None:
         super().__init__(inner.where)
         self._inner = inner
         self._kind = kind
-        self._unpacker = _make_unpacker(kind)
+        self._decompressor = _make_decompressor(kind)
 
     @property
     def is_whole(self) -> bool:
         """True if the compressed data are complete: their own end was read, not only the file's."""
-        return self._unpacker.eof
+        return self._decompressor.eof
 
     def _next_piece(self) -> memoryview:
         """Return at most PIECE_BYTES, however well they are packed; empty at the end, and at a truncation."""
         found = b""
         while not found:
-            unpacker = self._unpacker
-            if unpacker.eof:  # another compressed stream may follow, or padding
-                data = unpacker.unused_data or bytes(self._inner.read(_INPUT_BYTES))
+            decompressor = self._decompressor
+            if decompressor.eof:  # another compressed stream may follow, or padding
+                data = decompressor.unused_data or bytes(self._inner.read(_INPUT_BYTES))
                 if not data.strip(b"\0"):
                     return memoryview(b"")
-                self._unpacker = unpacker = _make_unpacker(self._kind)
-            elif unpacker.needs_input:
+                self._decompressor = decompressor = _make_decompressor(self._kind)
+            elif decompressor.needs_input:
                 data = bytes(self._inner.read(_INPUT_BYTES))
                 if not data:
                     return memoryview(b"")
             else:
                 data = b""
-            found = unpacker.decompress(data, PIECE_BYTES)
+            found = decompressor.decompress(data, PIECE_BYTES)
             metering.fetched(0)  # a sign of life: few bytes may unpack to many
         return memoryview(bytearray(found))
 
 
 class _ZstdStream(Stream):
-    """Unpacks `inner` by zstd. The caller that opened `inner` closes it."""
+    """Decompresses `inner` by zstd. The caller that opened `inner` closes it."""
 
     def __init__(self, inner: Stream) -> None:
         super().__init__(inner.where)

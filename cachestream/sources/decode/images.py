@@ -67,7 +67,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @lru_cache(maxsize=1)
-def _turbo() -> Any:
+def _simplejpeg() -> Any:
     """Return the module simplejpeg, or None if it is not installed."""
     try:
         return importlib.import_module("simplejpeg")
@@ -83,19 +83,19 @@ def check_scans(image: Image.Image, data: Buffer) -> None:
             raise ValueError(f"a JPEG of {count} scans, {MAX_SCANS} at most")
 
 
-def decode_turbo(data: Buffer, image: Image.Image, scale: int) -> Pixels | None:
+def decode_by_simplejpeg(data: Buffer, image: Image.Image, scale: int) -> Pixels | None:
     """Decode a JPEG to uint8 `[H, W, 3]` RGB at 1/`scale` of its size; None if Pillow has to decode it.
 
     Pillow decodes if simplejpeg is missing, other colours than RGB and grey, and damaged images: so the same
     files are refused, for the same reasons, with and without simplejpeg.
     """
-    turbo = _turbo()
-    if turbo is None or image.mode not in ("RGB", "L"):
+    simplejpeg = _simplejpeg()
+    if simplejpeg is None or image.mode not in ("RGB", "L"):
         return None
     height, width = -(-image.height // scale), -(-image.width // scale)
     least = {} if scale == 1 else {"min_height": height, "min_width": width}
     try:
-        found: Pixels = turbo.decode_jpeg(data, "RGB", **least)
+        found: Pixels = simplejpeg.decode_jpeg(data, "RGB", **least)
     except ValueError:
         return None
     return found if found.shape == (height, width, 3) else None
@@ -149,7 +149,7 @@ class ImageOptions:
         long = int(self.resize * max(width, height) / min(width, height))
         return (self.resize, long) if width <= height else (long, self.resize)
 
-    def middle(self, width: int, height: int) -> tuple[int, int, int, int]:
+    def crop_box(self, width: int, height: int) -> tuple[int, int, int, int]:
         """Return the box of the crop in an image: left, top, right, bottom."""
         if self.crop is None:
             return 0, 0, width, height
@@ -163,7 +163,7 @@ class ImageOptions:
         if self.crop is None:
             return pixels
         wanted = self.crop if isinstance(self.crop, tuple) else (self.crop, self.crop)
-        left, top, right, bottom = self.middle(pixels.shape[2], pixels.shape[1])
+        left, top, right, bottom = self.crop_box(pixels.shape[2], pixels.shape[1])
         pixels = pixels[:, top:bottom, left:right]
         missing = [want - have for want, have in zip(wanted, pixels.shape[1:], strict=True)]
         if any(missing):
@@ -184,10 +184,10 @@ class ImageOptions:
         return {name: self.apply(value) if _is_image(value) else value for name, value in sample.items()}
 
 
-AS_THEY_ARE: Final = ImageOptions()
+UNCHANGED: Final = ImageOptions()
 
 
-def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
+def decode_image(data: Buffer, options: ImageOptions = UNCHANGED) -> Pixels:
     """Decode the first frame to uint8 `[3, H, W]` RGB, contiguous, turned upright by its EXIF orientation."""
     with Image.open(io.BytesIO(data), formats=_formats()) as image:
         _check_pixels(image.width, image.height)
@@ -203,7 +203,7 @@ def decode_image(data: Buffer, options: ImageOptions = AS_THEY_ARE) -> Pixels:
             return _finish(_to_rgb(image), (width, height), size, orientation, options)
         check_scans(image, data)
         scale = 1 if size == (width, height) else _jpeg_scale((width, height), size)
-        found = decode_turbo(data, image, scale)
+        found = decode_by_simplejpeg(data, image, scale)
         if found is not None and scale == 1 and size == (width, height) and orientation == 1:
             return np.ascontiguousarray(options.cropped(found.transpose(2, 0, 1)))
         if found is None:
@@ -290,7 +290,7 @@ def _finish(
     """Resize to `size`, turn upright and crop `rgb`, whose top left part of size `extent` is the image."""
     if size != (rgb.width, rgb.height):
         # Only the crop is computed: the same pixels to within rounding, in half the time.
-        left, top, right, bottom = options.middle(*size) if orientation == 1 else (0, 0, *size)
+        left, top, right, bottom = options.crop_box(*size) if orientation == 1 else (0, 0, *size)
         # A JPEG of odd length at 1/2 ends in the middle of its last pixel, at `extent`.
         across, down = extent[0] / size[0], extent[1] / size[1]
         box = (left * across, top * down, min(right * across, rgb.width), min(bottom * down, rgb.height))

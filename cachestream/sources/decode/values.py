@@ -6,15 +6,13 @@ malformed data raise SampleError with the path and the reason.
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import math
 import re
-import struct
 import zipfile
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -22,12 +20,10 @@ import numpy.typing as npt
 
 from cachestream.errors import SampleError
 from cachestream.listing.patterns import kind_of
-from cachestream.sources.decode.images import AS_THEY_ARE, MALFORMED, Buffer, ImageOptions, decode_image
-from cachestream.sources.windows import ArrayLayout
+from cachestream.sources.decode.images import MALFORMED, UNCHANGED, Buffer, ImageOptions, decode_image
+from cachestream.sources.npy import parse_header
 from cachestream.transport import bounds
 
-MAX_HEADER_BYTES: Final = 1 << 16  # of a .npy file
-_to_dtype: Final[Callable[[Any], np.dtype[Any]]] = np.lib.format.descr_to_dtype  # has no types in numpy 2.2
 _MALFORMED: Final = (*MALFORMED, zipfile.BadZipFile)
 _Data = TypeVar("_Data", bound=Buffer)
 # Object addresses are removed from reasons, so that equal reasons are counted together.
@@ -35,36 +31,6 @@ _ADDRESS: Final = re.compile(r"\s*<[^<>]* at 0x[0-9a-fA-F]+>")
 
 
 # --- arrays ------------------------------------------------------------------------------------
-
-
-def parse_header(head: memoryview) -> ArrayLayout | int:
-    """Return the layout in a `.npy` header, or the size of the header in bytes if `head` is shorter.
-
-    Reads versions 1 to 3 of numpy.lib.format. Raises ValueError for anything else.
-    """
-    if len(head) < 12 or bytes(head[:6]) != np.lib.format.MAGIC_PREFIX:
-        raise ValueError("does not begin as a .npy file")
-    wide = head[6] >= 2
-    (header_bytes,) = struct.unpack_from("<I" if wide else "<H", head, 8)
-    first = 12 if wide else 10
-    if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"a .npy header of {header_bytes} bytes")
-    if first + header_bytes > len(head):
-        return int(first + header_bytes)
-    shape, fortran_order, dtype = _parse_fields(bytes(head[first : first + header_bytes]))
-    return ArrayLayout(first + header_bytes, shape, dtype, fortran_order)
-
-
-@lru_cache(maxsize=256)  # files of one data set mostly share one header, and parsing it is slow
-def _parse_fields(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, order (True for Fortran) and dtype."""
-    fields = ast.literal_eval(header.decode("latin1"))
-    if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
-        raise ValueError("the .npy header does not hold descr, fortran_order and shape")
-    shape = fields["shape"]
-    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-        raise ValueError(f"the .npy header holds shape {shape!r}")
-    return shape, bool(fields["fortran_order"]), _to_dtype(fields["descr"])
 
 
 def decode_npy(data: Buffer) -> npt.NDArray[Any]:
@@ -181,7 +147,7 @@ _DECODERS: Final[dict[str, Callable[[Buffer], Any]]] = {
 
 
 def decode_value(
-    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
+    data: Buffer, extension: str, path: str, images: ImageOptions = UNCHANGED, encoding: str = "utf-8-sig"
 ) -> Any:
     """Decode `data` by `extension` (".jpg", …) to an array, str or bytes, or a dict of such fields.
 
@@ -189,13 +155,12 @@ def decode_value(
     (already redacted) and the reason if the data are malformed.
     """
     name = kind_of(extension)
-    decoder = _DECODERS[name]
-    if decoder is decode_image:
-        decoder = partial(decode_image, options=images)
-    elif decoder is decode_text:
-        decoder = partial(decode_text, encoding=encoding)
-    elif decoder is decode_json:
-        decoder = partial(decode_json, encoding=encoding)
+    options: dict[str, Any] = {}
+    if name == "image":
+        options["options"] = images
+    elif name in ("text", "json"):
+        options["encoding"] = encoding
+    decoder = partial(_DECODERS[name], **options)
     return decode_with(decoder, data, f"{extension} file ({name})", path)
 
 
@@ -210,7 +175,7 @@ def decode_with(decoder: Callable[[_Data], Any], data: _Data, kind: str, path: s
 
 
 def decode_fields(
-    data: Buffer, extension: str, path: str, images: ImageOptions = AS_THEY_ARE, encoding: str = "utf-8-sig"
+    data: Buffer, extension: str, path: str, images: ImageOptions = UNCHANGED, encoding: str = "utf-8-sig"
 ) -> dict[str, Any]:
     """Decode the file `path` to its fields: "image", "array", "text", "data" (bytes), or the file's own."""
     value = decode_value(data, extension, path, images, encoding)

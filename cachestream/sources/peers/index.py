@@ -23,10 +23,10 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.names import Names
 from cachestream.sources.base import Problems, check_unit
-from cachestream.sources.decode.compression import unpacked
 from cachestream.sources.decode.images import ImageOptions
 from cachestream.sources.decode.values import decode_with
-from cachestream.sources.user_code import decode_by_user, fingerprint_of
+from cachestream.sources.sample_files import FileUnits
+from cachestream.sources.user_code import call_decoder, fingerprint_of
 from cachestream.transport import bounds
 from cachestream.transport.object import open_stream
 from cachestream.transport.stream import Stream
@@ -35,19 +35,9 @@ INDEX_NAME: Final = "index.json"
 MAX_INDEX_BYTES: Final = 256 << 20
 MAX_NAME: Final = 4096
 MAX_ITEMS: Final = 1 << 24  # in one file; its table of 4 bytes an item is held in memory
-
-
 _WORD: Final = 4
 Items = Iterator[tuple[int, memoryview]]
 Reader = Callable[[memoryview], Any]
-
-
-def decompressed(stream: Stream) -> Stream:
-    """Return a stream of the decompressed bytes of `stream`. Raises SampleError if it is not compressed."""
-    inner = unpacked(stream)
-    if inner is stream:
-        raise SampleError(f"{stream.where}: it is not compressed, as the index says it is")
-    return inner
 
 
 def read_table(stream: Stream, count: int, first: int, stop: int) -> npt.NDArray[np.int64]:
@@ -148,14 +138,6 @@ class IndexedFolder:
         """Open file `index` at byte `begin`; no more than the bytes up to `end` will be read."""
         return open_stream(self.remote, self._root + self._names[index], self.where(index), begin, end)
 
-    def read_part(self, visit: Visit, problems: Problems) -> Items:
-        """Yield the items of a visit to a file that is not compressed: only the table and they are fetched."""
-        with self.open(visit.index, 0, _WORD * (visit.stop + 2)) as stream:
-            table = read_table(stream, visit.count, visit.first, visit.stop)
-        begin, end = int(table[0]), int(table[-1])
-        with self.open(visit.index, begin, max(begin, end)) as stream:
-            yield from cut_items(stream, table, visit.first, problems)
-
     def name(self, index: int) -> str:
         return self._names[index]
 
@@ -173,13 +155,9 @@ class Visit:
     first: int
     stop: int
 
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.first == self.count
-
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FieldChoice:
     """The fields to read of each sample (None: all), and the functions of the user that decode some."""
 
     columns: Sequence[str] | None
@@ -206,11 +184,27 @@ class Choice:
         return tuple(
             None
             if self.columns is not None and name not in self.columns
-            else partial(decode_by_user, f"the decoder of '{name}'", self.decoders[name])
+            else partial(call_decoder, f"the decoder of '{name}'", self.decoders[name])
             if name in self.decoders
             else reader_of(name, form)
             for name, form in zip(names, formats, strict=True)
         )
+
+
+def pickled_error(noun: str, name: str) -> ConfigError:
+    """Return the error for a field, called `noun` in its library, that would have to be unpickled."""
+    return ConfigError(
+        f"{noun} '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you trust "
+        f"them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
+    )
+
+
+def unknown_error(noun: str, name: str, form: str) -> ConfigError:
+    """Return the error for a field that is stored in an unknown form, such as "the encoding 'x'"."""
+    return ConfigError(
+        f"{noun} '{name}' has {form}, which is not known: give a function of bytes in "
+        f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
+    )
 
 
 class ItemLayout:
@@ -274,7 +268,7 @@ class IndexedSource:
         self,
         folder: IndexedFolder,
         counts: Sequence[int],
-        choice: Choice,
+        choice: FieldChoice,
         samples_per_visit: int | None,
         *,
         kind: str,
@@ -291,7 +285,7 @@ class IndexedSource:
         visits = np.ones_like(self._counts)
         if samples_per_visit is not None:
             visits = -(-self._counts // check_count("samples_per_visit", samples_per_visit))
-        self._ends: npt.NDArray[np.int64] = np.cumsum(visits, dtype=np.int64)
+        self._units = FileUnits(visits)
         self.listing_digest = folder.digest
         parts = [f"samples_per_visit={samples_per_visit}"] if samples_per_visit else []
         identity = (*folder.identity, *choice.identity, *parts, *choice.images.identity)
@@ -299,7 +293,7 @@ class IndexedSource:
 
     @property
     def num_units(self) -> int:
-        return int(self._ends[-1])
+        return len(self._units)
 
     @property
     def num_samples(self) -> int:
@@ -309,46 +303,55 @@ class IndexedSource:
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, Any]]:
         """Yield the samples of a file, or of a visit to it, in order. Raises the errors of `Source.read`."""
         check_unit(self, unit, self.num_units)
-        visit = self._visit(unit)
-        key, problems = self._key(visit.index), Problems(self._folder.where(visit.index))
+        index, number = map(int, self._units.locate(unit))
+        visits, count = int(self._units.counts[index]), int(self._counts[index])
+        visit = Visit(index, count, count * number // visits, count * (number + 1) // visits)
+        key, problems = self._key(index), Problems(self._folder.where(index))
+        samples = self._whole(visit, problems) if visits == 1 else self._part(visit, problems)
         try:
-            for number, sample in self._samples(visit, problems):
+            for number, sample in samples:
                 yield f"{key}#{number}", sample
         except SampleError as error:
             problems.add(str(error))
         problems.raise_any()
 
-    def _visit(self, unit: int) -> Visit:
-        index = int(np.searchsorted(self._ends, unit, side="right"))
-        before = int(self._ends[index - 1]) if index else 0
-        visits, count = int(self._ends[index]) - before, int(self._counts[index])
-        first, stop = (count * visit // visits for visit in (unit - before, unit - before + 1))
-        return Visit(index, count, first, stop)
+    def _whole(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
+        """Yield the usable samples of a whole file with their numbers; add the others to `problems`."""
+        with self._folder.open(visit.index) as stream:
+            yield from self._read_whole(stream, visit, problems)
+
+    def _part(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
+        """Yield the samples of a visit likewise: only the table and they are fetched."""
+        with self._folder.open(visit.index, 0, _WORD * (visit.stop + 2)) as stream:
+            table = read_table(stream, visit.count, visit.first, visit.stop)
+        begin, end = int(table[0]), int(table[-1])
+        with self._folder.open(visit.index, begin, max(begin, end)) as stream:
+            yield from self._decoded(cut_items(stream, table, visit.first, problems), visit, problems)
+
+    def _decoded(self, items: Items, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
+        for number, data in items:
+            try:
+                sample = self._decode(visit.index, data)
+            except SampleError as error:
+                problems.add(f"sample {number}: {error}")
+                continue
+            yield number, sample
 
     def _key(self, index: int) -> str:
         """Return what the keys of the samples in file `index` begin with."""
         return self._folder.name(index)
 
-    def _samples(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        """Yield the usable samples of a visit with their numbers; add the others to `problems`."""
+    def _read_whole(self, stream: Stream, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
+        """Yield the usable samples in the `stream` of a file."""
+        raise NotImplementedError
+
+    def _decode(self, index: int, data: memoryview) -> Any:
+        """Return the sample in an item of file `index`. Raises SampleError if it is malformed."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         files = f"{len(self._folder):,} {self._files}s, {self.num_samples:,} samples"
         return f"<{type(self).__name__} {self._folder.shown}, {files}>"
-
-
-def decoded(
-    items: Items, decode: Callable[[memoryview], Any], problems: Problems
-) -> Iterator[tuple[int, Any]]:
-    """Yield the samples that `decode` makes of the items; add those that cannot be decoded to `problems`."""
-    for number, data in items:
-        try:
-            sample = decode(data)
-        except SampleError as error:
-            problems.add(f"sample {number}: {error}")
-            continue
-        yield number, sample
 
 
 def as_mapping(value: Any, what: str) -> Mapping[str, Any]:

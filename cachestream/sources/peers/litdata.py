@@ -16,11 +16,12 @@ from cachestream.config import require
 from cachestream.errors import CacheStreamError, ConfigError, SampleError
 from cachestream.listing.file_list import Url
 from cachestream.sources.base import Problems
-from cachestream.sources.decode.arrow import Columns, usable_rows
+from cachestream.sources.decode.arrow import Columns, load_arrow
+from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import check_columns
 from cachestream.sources.peers.index import (
-    Choice,
+    FieldChoice,
     IndexedFolder,
     IndexedSource,
     ItemLayout,
@@ -29,12 +30,11 @@ from cachestream.sources.peers.index import (
     as_count,
     as_mapping,
     cut_items,
-    decoded,
-    decompressed,
     read_table,
 )
-from cachestream.sources.peers.litdata_leaves import Container, leaf_names, leaf_reader
-from cachestream.sources.user_code import foreign_errors
+from cachestream.sources.peers.litdata_formats import Container, leaf_names, leaf_reader
+from cachestream.sources.table_columns import ColumnOptions, usable_rows
+from cachestream.sources.user_code import guard_user_code
 from cachestream.transport.stream import Stream
 
 _FRAMED: Final = b"LDFZ01\0\0"
@@ -55,7 +55,7 @@ class LitDataSource(IndexedSource):
     the values of dicts and lists inside it; a tuple; or a single value. Numbers, bools, str and bytes stay as
     they are; tensors and arrays become arrays; "jpeg", "image" and "pil" become uint8 `[3, H, W]` RGB,
     several images `[N, 3, H, W]`; lists of numbers in dicts become arrays, other lists JSON text; files of
-    video, audio and the like become bytes. Rows that LitData stores in Arrow's format are decoded as by
+    video, audio and the like become bytes. Rows that LitData stores as an Arrow table are decoded as by
     `ParquetSource`, and need pyarrow. A sample of a `TokensLoader`'s chunks is one array as it was given to
     the writer. The key is "chunk#number".
 
@@ -81,7 +81,7 @@ class LitDataSource(IndexedSource):
         crop: Size | None = None,
     ) -> None:
         check_columns(columns)
-        self._choice = Choice(columns, dict(decoders or {}), ImageOptions(resize, crop))
+        self._choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
         folder = IndexedFolder(url, storage_options, "LitDataSource")
         counts = self._read_index(folder)
         is_compressed = self._compression_unit != "none"
@@ -95,24 +95,16 @@ class LitDataSource(IndexedSource):
             is_compressed=is_compressed,
         )
 
-    def _samples(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
-        if not visit.is_whole:
-            yield from decoded(self._folder.read_part(visit, problems), self._sample, problems)
-            return
-        with self._folder.open(visit.index) as stream:
-            if self._compression_unit == "batch":
-                items = _framed(stream, visit.count, problems)
-            else:
-                inner = decompressed(stream) if self._compression_unit == "chunk" else stream
-                table = read_table(inner, visit.count, 0, visit.count)
-                if self._has_sizes and table[0] == table[-1]:
-                    yield from self._rows(inner.read_whole(), visit.count, problems)
-                    return
-                items = cut_items(inner, table, 0, problems)
-            yield from decoded(items, self._sample, problems)
+    def _read_whole(self, stream: Stream, visit: Visit, problems: Problems) -> Iterator[tuple[int, Any]]:
+        if self._compression_unit == "batch":
+            return self._decoded(_framed(stream, visit.count, problems), visit, problems)
+        inner = decompressed(stream, required=True) if self._compression_unit == "chunk" else stream
+        table = read_table(inner, visit.count, 0, visit.count)
+        if self._has_sizes and table[0] == table[-1]:
+            return self._rows(inner.read_whole(), visit.count, problems)
+        return self._decoded(cut_items(inner, table, 0, problems), visit, problems)
 
-    def _sample(self, data: memoryview) -> Any:
-        """Decode the sample in the bytes of an item. Raises SampleError if it is malformed."""
+    def _decode(self, _index: int, data: memoryview) -> Any:
         layout = self._layout
         if not self._has_sizes:
             found = layout.only_field(data)
@@ -120,7 +112,7 @@ class LitDataSource(IndexedSource):
             found = layout.fields(data)
         else:
             raise SampleError(
-                "it lies in a table of Arrow's, which is read whole: leave out samples_per_visit"
+                "it is a row of an Arrow table, which is read whole: leave out samples_per_visit"
             )
         if not found:
             raise SampleError(
@@ -131,14 +123,14 @@ class LitDataSource(IndexedSource):
         return tuple(found.values()) if self._container == "tuple" else found["0"]
 
     def _rows(self, data: memoryview, count: int, problems: Problems) -> Iterator[tuple[int, Any]]:
-        """Yield the rows of a chunk that ends with a table of Arrow's and holds no items."""
+        """Yield the rows of a chunk that holds an Arrow table in place of items."""
         for number, row in _arrow_rows(data, self._choice.images, count, problems):
             for name in self._choice.names:
                 if name not in row:
                     raise SampleError(f"there is no field {name!r}; there are {', '.join(row)[:300]}")
             for name, decoder in self._choice.decoders.items():
                 if isinstance(row[name], bytes):
-                    with foreign_errors(f"the decoder of '{name}'"):
+                    with guard_user_code(f"the decoder of '{name}'"):
                         row[name] = decoder(row[name])
             columns = self._choice.columns
             yield number, row if columns is None else {name: row[name] for name in columns}
@@ -227,7 +219,9 @@ def _framed(stream: Stream, count: int, problems: Problems) -> Items:
         if offset != begin:
             raise SampleError(f"{stream.where}: its frames do not follow one another: it is damaged")
         begin += packed_bytes
-    return cut_items(decompressed(stream), np.frombuffer(words, "<u4").astype(np.int64), 0, problems)
+    return cut_items(
+        decompressed(stream, required=True), np.frombuffer(words, "<u4").astype(np.int64), 0, problems
+    )
 
 
 def _arrow_rows(
@@ -235,13 +229,12 @@ def _arrow_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the usable rows of the table at the end of a chunk. Raises SampleError if it is malformed."""
     try:
-        arrow = require("pyarrow", "parquet", "LitData's rows in Arrow's format")
-        ipc, _ = (require(f"pyarrow.{name}", "parquet", "this") for name in ("ipc", "compute"))
+        arrow, ipc = load_arrow(), require("pyarrow.ipc", "parquet", "the Arrow tables of LitData")
     except ConfigError as error:
         raise SampleError(str(error)) from error
     nbytes = int.from_bytes(data[-12:-8], "little")
     if bytes(data[-8:]) != _ROWS_END or nbytes + 12 > len(data):
-        raise SampleError("it holds neither samples nor a table of Arrow's")
+        raise SampleError("it holds neither samples nor an Arrow table")
     try:
         reader = ipc.open_file(arrow.py_buffer(data[-12 - nbytes : -12]))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
@@ -250,9 +243,7 @@ def _arrow_rows(
         first = 0
         for batch in batches:
             batch.validate(full=True)
-            columns = Columns(
-                arrow, batch.schema, nulls={}, decode_images=True, images=(), image_options=images
-            )
+            columns = Columns(arrow, batch.schema, ColumnOptions(images=images))
             for row, sample in usable_rows(*columns.fields(batch), first, problems, "sample"):
                 yield first + row, sample
             first += batch.num_rows

@@ -14,20 +14,18 @@ from cachestream.config import require
 from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import Url
 from cachestream.sources.base import Problems
+from cachestream.sources.decode.compression import decompressed
 from cachestream.sources.decode.images import ImageOptions, Size
 from cachestream.sources.fields import check_columns
 from cachestream.sources.peers.index import (
-    Choice,
+    FieldChoice,
     IndexedFolder,
     IndexedSource,
     ItemLayout,
-    Items,
     Visit,
     as_count,
     as_mapping,
     cut_items,
-    decoded,
-    decompressed,
     read_table,
 )
 from cachestream.sources.peers.mds_encodings import column_reader
@@ -101,9 +99,9 @@ class MDSSource(IndexedSource):
         crop: Size | None = None,
     ) -> None:
         check_columns(columns)
-        choice = Choice(columns, dict(decoders or {}), ImageOptions(resize, crop))
+        choice = FieldChoice(columns, dict(decoders or {}), ImageOptions(resize, crop))
         folder = IndexedFolder(url, storage_options, "MDSSource")
-        shards = _shards(folder, _Layouts(choice))
+        shards = _shards(folder, choice)
         super().__init__(
             folder,
             [shard.count for shard in shards],
@@ -119,64 +117,56 @@ class MDSSource(IndexedSource):
     def _key(self, index: int) -> str:
         return self._shards[index].key
 
-    def _samples(self, visit: Visit, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-        items = self._whole(visit, problems) if visit.is_whole else self._folder.read_part(visit, problems)
-        return decoded(items, self._shards[visit.index].layout.fields, problems)
+    def _decode(self, index: int, data: memoryview) -> dict[str, Any]:
+        return self._shards[index].layout.fields(data)
 
-    def _whole(self, visit: Visit, problems: Problems) -> Items:
-        with self._folder.open(visit.index) as stream:
-            if self._hashes:
-                _check_hash(*self._hashes[visit.index], stream)
-            inner = decompressed(stream) if self._shards[visit.index].is_compressed else stream
-            yield from cut_items(inner, read_table(inner, visit.count, 0, visit.count), 0, problems)
+    def _read_whole(
+        self, stream: Stream, visit: Visit, problems: Problems
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        if self._hashes:
+            _check_hash(*self._hashes[visit.index], stream)
+        inner = decompressed(stream, required=True) if self._shards[visit.index].is_compressed else stream
+        table = read_table(inner, visit.count, 0, visit.count)
+        return self._decoded(cut_items(inner, table, 0, problems), visit, problems)
 
 
 # --- the index ---------------------------------------------------------------------------------
 
 
-class _Layouts:
-    """The layouts of shards; shards of equal columns share one."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
-        self._known: dict[tuple[Any, ...], ItemLayout] = {}
-
-    def of(self, shard: Mapping[str, Any]) -> ItemLayout:
-        lists = [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")]
-        if not all(isinstance(one, list) for one in lists) or len({len(one) for one in lists}) != 1:
-            raise ValueError("the names, encodings and sizes of columns, which do not fit")
-        names, encodings, sizes = (tuple(one) for one in lists)
-        if not 0 < len(names) <= MAX_COLUMNS or len(set(map(str, names))) != len(names):
-            raise ValueError(f"{len(names)} columns, or several of one name")
-        if not all(isinstance(text, str) for text in (*names, *encodings)):
-            raise ValueError("names or encodings of columns that are no texts")
-        if not all(size is None or (type(size) is int and 0 <= size < 1 << 32) for size in sizes):
-            raise ValueError("sizes of columns that are no numbers of bytes")
-        key = (names, encodings, sizes)
-        if key not in self._known:
-            self._known[key] = self._new(names, encodings, tuple(size or 0 for size in sizes))
-        return self._known[key]
-
-    def _new(self, names: tuple[str, ...], encodings: tuple[str, ...], sizes: tuple[int, ...]) -> ItemLayout:
-        for name in self._choice.names:
-            if name not in names:
-                raise ConfigError(f"there is no column {name!r}; there are {', '.join(names)[:500]}")
-        readers = self._choice.readers(names, encodings, partial(column_reader, self._choice.images))
-        return ItemLayout(names, encodings, sizes, readers, ("column", "value", "columns"))
-
-
-def _shards(folder: IndexedFolder, layouts: _Layouts) -> list[_Shard]:
+def _shards(folder: IndexedFolder, choice: FieldChoice) -> list[_Shard]:
     """Return the shards that hold samples. Raises ConfigError for an index that cannot be used."""
     with folder.index() as index:
         if index.get("version") != 2 or not isinstance(index.get("shards"), list):
             raise ValueError("not version 2 of MDS with a list of shards; is this another data set's?")
-        shards = [_shard(as_mapping(one, "a shard"), layouts) for one in index["shards"]]
+        layouts: dict[Any, ItemLayout] = {}  # shards of equal columns share one
+        shards = [_shard(as_mapping(one, "a shard"), choice, layouts) for one in index["shards"]]
         shards = [shard for shard in shards if shard.count]
         folder.name_files([shard.name for shard in shards])
         return shards
 
 
-def _shard(shard: Mapping[str, Any], layouts: _Layouts) -> _Shard:
+def _layout_of(shard: Mapping[str, Any], choice: FieldChoice, layouts: dict[Any, ItemLayout]) -> ItemLayout:
+    lists = [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")]
+    if not all(isinstance(one, list) for one in lists) or len({len(one) for one in lists}) != 1:
+        raise ValueError("the names, encodings and sizes of columns, which do not fit")
+    names, encodings, sizes = key = tuple(tuple(one) for one in lists)
+    if not 0 < len(names) <= MAX_COLUMNS or len(set(map(str, names))) != len(names):
+        raise ValueError(f"{len(names)} columns, or several of one name")
+    if not all(isinstance(text, str) for text in (*names, *encodings)):
+        raise ValueError("names or encodings of columns that are no texts")
+    if not all(size is None or (type(size) is int and 0 <= size < 1 << 32) for size in sizes):
+        raise ValueError("sizes of columns that are no numbers of bytes")
+    if key not in layouts:
+        for name in choice.names:
+            if name not in names:
+                raise ConfigError(f"there is no column {name!r}; there are {', '.join(names)[:500]}")
+        readers = choice.readers(names, encodings, partial(column_reader, choice.images))
+        fixed = tuple(size or 0 for size in sizes)
+        layouts[key] = ItemLayout(names, encodings, fixed, readers, ("column", "value", "columns"))
+    return layouts[key]
+
+
+def _shard(shard: Mapping[str, Any], choice: FieldChoice, layouts: dict[Any, ItemLayout]) -> _Shard:
     if shard.get("format") != "mds" or shard.get("version") != 2:
         raise ValueError(f"shards of the format {str(shard.get('format'))[:60]!r}; only 'mds' can be read")
     raw, zip_data = as_mapping(shard["raw_data"], "raw_data"), shard.get("zip_data")
@@ -191,7 +181,7 @@ def _shard(shard: Mapping[str, Any], layouts: _Layouts) -> _Shard:
         key=key,
         count=as_count(shard["samples"], "the number of samples of a shard"),
         is_compressed=bool(zip_data),
-        layout=layouts.of(shard),
+        layout=_layout_of(shard, choice, layouts),
         hashes={str(name): str(value) for name, value in as_mapping(hashes, "hashes").items()},
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,7 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError
 from cachestream.sources.decode.images import ImageOptions, Pixels, decode_image, decode_raw_image
 from cachestream.sources.decode.values import decode_integer, decode_json_value
-
-if TYPE_CHECKING:
-    from cachestream.sources.peers.index import Reader
+from cachestream.sources.peers.index import Reader, pickled_error, unknown_error
 
 _SCALARS: Final = (
     "uint8", "uint16", "uint32", "uint64", "int8", "int16",
@@ -49,10 +47,7 @@ def column_reader(images: ImageOptions, name: str, encoding: str) -> Reader:
     if kind == "ndarray":
         return _array_reader(name, encoding, details)
     if kind == "pkl":
-        raise ConfigError(
-            f"column '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you "
-            f"trust them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
-        )
+        raise pickled_error("column", name)
     if encoding in _SCALARS:
         return partial(_scalar, np.dtype(encoding).newbyteorder("<"))
     image = partial(decode_image, options=images)
@@ -74,10 +69,7 @@ def column_reader(images: ImageOptions, name: str, encoding: str) -> Reader:
         "list[pil]": partial(_listed, pil),
     }
     if encoding not in readers:
-        raise ConfigError(
-            f"column '{name}' has the encoding {encoding[:60]!r}, which is not known: give a function "
-            f"of bytes in decoders={{{name!r}: …}}, or leave it out with columns=[…]"
-        )
+        raise unknown_error("column", name, f"the encoding {encoding[:60]!r}")
     return readers[encoding]
 
 

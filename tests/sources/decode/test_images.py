@@ -55,18 +55,18 @@ def difference(one: Pixels, other: Pixels) -> int:
 
 
 @pytest.fixture
-def no_turbo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make simplejpeg look as if it were not installed."""
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    images._turbo.cache_clear()
+    images._simplejpeg.cache_clear()
     yield
-    images._turbo.cache_clear()
+    images._simplejpeg.cache_clear()
 
 
 @pytest.fixture(params=["with simplejpeg", "without"])
 def either(request: pytest.FixtureRequest) -> None:
     if request.param == "without":
-        request.getfixturevalue("no_turbo")
+        request.getfixturevalue("no_simplejpeg")
     else:
         pytest.importorskip("simplejpeg")
 
@@ -91,7 +91,7 @@ def test_simplejpeg_is_used_where_it_is_installed_and_gives_pillows_pixels(
     pytest.importorskip("simplejpeg")
     data = encoded(photograph(*size).convert(mode), **options)
     with Image.open(io.BytesIO(data)) as image:
-        assert images.decode_turbo(data, image, 1) is not None
+        assert images.decode_by_simplejpeg(data, image, 1) is not None
     found = decode_image(memoryview(bytearray(data)))
     assert found.flags.c_contiguous
     assert found.flags.writeable
@@ -106,7 +106,7 @@ def test_both_decoders_give_the_same_reduced_images(
     pytest.importorskip("simplejpeg")
     data = encoded(photograph(*size), **options)
     turbo = decode_image(data, ImageOptions(resize=40))
-    request.getfixturevalue("no_turbo")
+    request.getfixturevalue("no_simplejpeg")
     assert difference(turbo, decode_image(data, ImageOptions(resize=40))) <= 2
 
 
@@ -117,7 +117,7 @@ def test_both_decoders_refuse_truncated_files_for_the_same_reason(
     pytest.importorskip("simplejpeg")
     data = encoded(photograph(200, 100))
     reasons = []
-    for fixture in (None, "no_turbo"):
+    for fixture in (None, "no_simplejpeg"):
         if fixture:
             request.getfixturevalue(fixture)
         with pytest.raises(SampleError) as caught:

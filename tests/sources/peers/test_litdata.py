@@ -22,7 +22,7 @@ import cachestream as cs
 from cachestream.errors import ConfigError, SampleError
 from cachestream.sources.open import open_source
 from cachestream.sources.peers.litdata import LitDataSource
-from cachestream.sources.peers.litdata_leaves import leaf_names, parse_nested
+from cachestream.sources.peers.litdata_formats import leaf_names, parse_nested
 from cachestream.testing.checks import check_source
 from cachestream.transport import bounds
 from tests.sources.peers.samples import FOLDER, LITDATA_SAMPLES, edit_index, litdata_sample, picture
@@ -153,7 +153,7 @@ def test_visits_take_a_few_samples_each_and_all_of_them_together(name: str, per_
 def test_visits_to_what_can_only_be_read_whole_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"compressed chunk.*leave out samples_per_visit"):
         LitDataSource(need("litdata-batch"), samples_per_visit=2)
-    with pytest.raises(SampleError, match=r"table of Arrow's.*leave out samples_per_visit"):
+    with pytest.raises(SampleError, match=r"Arrow table.*leave out samples_per_visit"):
         read(LitDataSource(need("litdata-rows"), samples_per_visit=2), 0)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cachestream.sources.lines as module
+import cachestream.sources.jsonl_csv as module
 from cachestream import Cache, ConfigError, FileSource, LinesSource, SampleError, start_worker
 from cachestream.sources.open import open_source
 from cachestream.testing.checks import check_source

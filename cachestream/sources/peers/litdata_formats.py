@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,8 @@ import numpy.typing as npt
 from cachestream.errors import ConfigError
 from cachestream.sources.decode.images import ImageOptions, decode_image
 from cachestream.sources.decode.values import json_field
+from cachestream.sources.peers.index import Reader, pickled_error, unknown_error
 from cachestream.sources.peers.mds_encodings import decode_images, decode_pil, decode_text
-
-if TYPE_CHECKING:
-    from cachestream.sources.peers.index import Reader
 
 _LAST_TAG: Final = 0x20  # the first byte of JSON text is above
 _JSON, _STRS, _I64S, _F64S, _BOOLS, _DICT, _RECORDS, _STR, _I64, _F64, _BOOL, _NONE = range(12)
@@ -160,10 +158,7 @@ def leaf_reader(images: ImageOptions, name: str, kind: str) -> Reader:
     """Return the decoder of a leaf. Raises ConfigError for a format that is not known, or not safe."""
     base, _, details = kind.partition(":")
     if base in _PICKLES:
-        raise ConfigError(
-            f"field '{name}' is pickled, and to unpickle it runs whatever its writer put there: if you "
-            f"trust them, give decoders={{{name!r}: pickle.loads}}; or leave it out with columns=[…]"
-        )
+        raise pickled_error("field", name)
     if base in ("no_header_tensor", "no_header_numpy"):
         dtypes = _TORCH_DTYPES if base == "no_header_tensor" else _NUMPY_DTYPES
         try:
@@ -187,10 +182,7 @@ def leaf_reader(images: ImageOptions, name: str, kind: str) -> Reader:
         **dict.fromkeys(_FILES, bytes),
     }
     if base not in readers:
-        raise ConfigError(
-            f"field '{name}' has the format {kind[:60]!r}, which is not known: give a function of bytes in "
-            f"decoders={{{name!r}: …}}, or leave it out with columns=[…]"
-        )
+        raise unknown_error("field", name, f"the format {kind[:60]!r}")
     return readers[base]
 
 

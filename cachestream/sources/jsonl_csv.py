@@ -28,12 +28,12 @@ from cachestream.errors import ConfigError, SampleError
 from cachestream.listing.file_list import FileList, Url
 from cachestream.listing.manifest import NUMBER_TYPES, parse_float, parse_int
 from cachestream.listing.names import Names
-from cachestream.listing.patterns import LINES_ENDINGS, PACKED_ENDINGS
-from cachestream.sources.base import Problems, check_unit
-from cachestream.sources.decode.compression import require_unpacker, unpacked
+from cachestream.listing.patterns import COMPRESSED_ENDINGS, LINES_ENDINGS
+from cachestream.sources.base import Problems
+from cachestream.sources.decode.compression import decompressed, require_decompressor
 from cachestream.sources.decode.values import json_field
 from cachestream.sources.fields import Defaults, check_columns, check_encoding, plain_fields
-from cachestream.transport.object import open_stream, size_of
+from cachestream.sources.sample_files import FileUnits, SampleFiles
 from cachestream.transport.stream import Stream
 
 RANGE_BYTES: Final = 16 << 20  # the part of a JSON Lines file that is a unit
@@ -42,7 +42,7 @@ SIZES_AT_ONCE: Final = 16
 _ROWS_FOR_TYPES: Final = 1000  # rows of CSV that determine the types
 
 
-class LinesSource:
+class LinesSource(SampleFiles):
     """The lines of JSON Lines, and the rows of CSV and TSV, plain or compressed (gzip, bzip2, xz, zstd).
 
     urls: a URL, a folder, a `{000..127}` range, a wildcard, or a list of these.
@@ -69,42 +69,40 @@ class LinesSource:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_columns(columns)
-        self._defaults, self._encoding = Defaults(fields), check_encoding(encoding)
+        defaults, self._encoding = Defaults(fields), check_encoding(encoding)
         if codecs.encode("\n,", self._encoding.removesuffix("-sig")) != b"\n,":
             raise ConfigError(
-                f"encoding={encoding!r}: lines are told by bytes of ASCII; convert the files to UTF-8"
+                f"encoding={encoding!r}: lines are split at ASCII bytes, which this encoding has not; convert the files to UTF-8"
             )
         self._chosen = None if columns is None else frozenset(columns)
-        self._files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
-        for index in range(len(self._files)):
-            require_unpacker(self._files.key(index))
-        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
-            counts = list(pool.map(self._count_ranges, range(len(self._files))))
-        self._ends = np.cumsum(counts, dtype=np.int64)
-        self._types = self._column_types() if self._delimiter(0) else {}
-        self.first_names = Names(
-            f"{name}#{part}" if count > 1 else name
-            for name, count in zip(self._files.names, counts, strict=True)
-            for part in range(count)
-        )
-        self.listing_digest = self.first_names.digest
         options = [] if columns is None else [f"columns={','.join(sorted(columns))}"]
         options += [] if self._encoding == "utf-8-sig" else [f"encoding={encoding}"]
-        self.fingerprint = "lines:" + "|".join((*self._files.identity, *options, *self._defaults.identity))
+        files = FileList(urls, storage_options, owner="LinesSource", preferred=LINES_ENDINGS)
+        super().__init__("lines", files, options, defaults)
+        for index in range(len(files)):
+            require_decompressor(files.key(index))
+        with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
+            counts = list(pool.map(self._count_ranges, range(len(files))))
+        self._types = self._column_types() if self._delimiter(0) else {}
+        names = (
+            f"{name}#{part}" if count > 1 else name
+            for name, count in zip(files.names, counts, strict=True)
+            for part in range(count)
+        )
+        self._number(FileUnits(counts), Names(names))
 
     def _delimiter(self, index: int) -> str:
         """Return the delimiter of a file's columns; "" for JSON Lines."""
         name = self._files.key(index).lower()
-        for packed in PACKED_ENDINGS:
+        for packed in COMPRESSED_ENDINGS:
             name = name.removesuffix(packed)
         return {".csv": ",", ".tsv": "\t"}.get(name[-4:], "")
 
     def _count_ranges(self, index: int) -> int:
-        if self._delimiter(index) or self._files.key(index).lower().endswith(tuple(PACKED_ENDINGS)):
+        if self._delimiter(index) or self._is_compressed(index):
             return 1
-        files = self._files
         try:
-            size_bytes = size_of(files.remote, files.path(index), files.where(index))
+            size_bytes = self._size(index)
         except SampleError:  # the server gives no size, or the file is gone, which the read will report
             return 1
         return max(1, -(-size_bytes // RANGE_BYTES))
@@ -112,8 +110,8 @@ class LinesSource:
     def _column_types(self) -> dict[str, type]:
         """Return the types of the columns, judged by the first rows. Raises ConfigError for malformed ones."""
         where = self._files.where(0)
-        with open_stream(self._files.remote, self._files.path(0), where) as stream:
-            rows = csv.reader(self._texts(unpacked(stream)), delimiter=self._delimiter(0))
+        with self._open(0) as stream:
+            rows = csv.reader(self._texts(decompressed(stream)), delimiter=self._delimiter(0))
             try:
                 names = next(rows, [])
                 first = [row for row in islice(rows, _ROWS_FOR_TYPES) if len(row) == len(names)]
@@ -123,22 +121,16 @@ class LinesSource:
         given = {name: type(value) for name, value in self._defaults.values.items() if name in types}
         return types | {name: kind for name, kind in given.items() if kind in (int, float, str)}
 
-    @property
-    def num_units(self) -> int:
-        return int(self._ends[-1])
-
     def read(self, unit: int, rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the lines of a unit in order. Raises the errors of `Source.read`."""
-        check_unit(self, unit, self.num_units)
-        index = int(np.searchsorted(self._ends, unit, side="right"))
-        first = int(self._ends[index - 1]) if index else 0
-        files, where, key = self._files, self._files.where(index), self._files.key(index)
-        problems, delimiter = Problems(where), self._delimiter(index)
-        begin = (unit - first) * RANGE_BYTES
-        end = begin + RANGE_BYTES if unit + 1 < self._ends[index] else None
+        index, part = self._locate(unit)
+        key, delimiter = self._files.key(index), self._delimiter(index)
+        problems = Problems(self._files.where(index))
+        begin = part * RANGE_BYTES
+        end = begin + RANGE_BYTES if part + 1 < self._units.counts[index] else None
         # A unit begins after the first line end at or after the byte before its range.
-        with open_stream(files.remote, files.path(index), where, max(0, begin - 1), end) as stream:
-            plain = stream if begin else unpacked(stream)
+        with self._open(index, max(0, begin - 1), end) as stream:
+            plain = stream if begin else decompressed(stream)
             found = (
                 self._rows(plain, delimiter, problems)
                 if delimiter

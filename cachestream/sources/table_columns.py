@@ -1,0 +1,152 @@
+"""Tables of Parquet and Arrow: the choice of their columns, and the samples in their rows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from cachestream.config import check_mapping
+from cachestream.errors import ConfigError
+from cachestream.sources.base import Problems, Rows
+from cachestream.sources.decode.arrow import Batch, Columns, Unusable, Values, is_image_struct, load_arrow
+from cachestream.sources.decode.images import UNCHANGED, ImageOptions
+from cachestream.sources.fields import check_columns
+
+_PANDAS_INDEX: Final = re.compile(r"__index_level_\d+__")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOptions:
+    """The columns to read of tables, and the conversion of their values; see `ParquetSource`.
+
+    `defaults` are those of optional fields. Raises ConfigError for options that are none.
+    """
+
+    columns: Sequence[str] | None = None
+    decode_images: bool | Sequence[str] = True
+    images: ImageOptions = UNCHANGED
+    nulls: Mapping[str, Any] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_columns(self.columns)
+        object.__setattr__(self, "columns", None if self.columns is None else tuple(self.columns))
+        check_mapping("nulls", self.nulls, "{'age': -1}")
+        if isinstance(self.decode_images, str):
+            raise ConfigError(f"decode_images={self.decode_images!r}: give a list of columns, True or False")
+
+    @property
+    def identity(self) -> list[str]:
+        """The options as parts of a fingerprint, but for `images` and `defaults`."""
+        options = {
+            "columns": self.columns,
+            "nulls": dict(self.nulls) if self.nulls else None,
+            "decode_images": self.decode_images,
+        }
+        return [f"{name}={value}" for name, value in options.items() if value not in (None, True)]
+
+    def choose(self, schema: Any, where: str, *, of_parquet: bool = False) -> tuple[Columns, tuple[str, ...]]:
+        """Return the converter for the chosen columns of an Arrow schema, and their names.
+
+        `of_parquet`: a name may be that of a member of a struct column, "column.member", and the index of
+        pandas is left out. Raises ConfigError for columns that are missing, that become one field, or that
+        have no field.
+        """
+        arrow, names = load_arrow(), self.columns
+        if names is None:
+            names = [name for name in schema.names if not (of_parquet and _PANDAS_INDEX.fullmatch(name))]
+        known = {*schema.names}
+        there = [name for name in names if name in known or (of_parquet and _has_member(arrow, schema, name))]
+        for name in names:
+            if name not in there and name not in self.defaults:
+                raise ConfigError(f"{where}: no column '{name}'; there are {', '.join(schema.names)}")
+        # pyarrow reads all columns of Parquet that match a name.
+        read = schema if of_parquet else [column for column in schema if column.name in there]
+        for name in doubled_fields(arrow, read):
+            if any(f"{name}.".startswith(f"{one}.") for one in there):
+                raise ConfigError(
+                    f"{where}: several columns become the field '{name}': give each a name of its own, "
+                    "or choose others with columns=[…]"
+                )
+        tops = [name if name in known else name.partition(".")[0] for name in there]
+        part = arrow.schema([schema.field(top) for top in dict.fromkeys(tops)], metadata=schema.metadata)
+        return Columns(arrow, part, self), tuple(there)
+
+
+def same_columns(schema: Any, other: Any) -> bool:
+    """Return whether two Arrow schemas have the same columns, with the same features of Hugging Face's."""
+    first, second = ((one.metadata or {}).get(b"huggingface") for one in (schema, other))
+    return bool(schema.equals(other)) and first == second
+
+
+def _has_member(arrow: Any, schema: Any, name: str) -> bool:
+    """Return whether `name` is a member of a struct column of `schema`, such as "column.member"."""
+    top, _, rest = name.partition(".")
+    kind = schema.field(top).type if top in schema.names else None
+    while kind is not None and rest:
+        member, _, rest = rest.partition(".")
+        index = kind.get_field_index(member) if arrow.types.is_struct(kind) else -1
+        kind = kind.field(index).type if index >= 0 else None
+    return kind is not None
+
+
+def doubled_fields(arrow: Any, schema: Any) -> list[str]:
+    """Return the field names that several columns would share: "a.b" beside a struct "a" with a "b", say."""
+    counts = Counter(name for one in schema for name in _names_of(arrow.types, one.name, one.type))
+    return [name for name, count in counts.items() if count > 1]
+
+
+def _names_of(types: Any, name: str, kind: Any) -> Iterator[str]:
+    if not types.is_struct(kind) or is_image_struct(types, kind):
+        yield name
+        return
+    for member in kind:
+        yield from _names_of(types, f"{name}.{member.name}", member.type)
+
+
+def usable_rows(
+    fields: Mapping[str, Values],
+    bad: Mapping[int, Unusable],
+    first: int,
+    problems: Problems,
+    noun: str = "row",
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the sample of each usable row whose columns are `fields`.
+
+    The others are added to `problems`, as "`noun` 7: …" with numbers from `first` on.
+    """
+    names = tuple(fields)
+    for row, values in enumerate(zip(*fields.values(), strict=True)):
+        if row in bad:
+            problems.add(f"{noun} {first + row}: {bad[row].reason}")
+        else:
+            yield row, dict(zip(names, values, strict=True))
+
+
+def table_rows(
+    batches: Iterator[Batch], key: str, first: int, problems: Problems
+) -> Iterator[Rows | tuple[str, dict[str, Any]]]:
+    """Yield the samples of `batches`, as `Rows` where every row of a batch is usable and alike.
+
+    Rows are numbered from `first`, in keys such as "`key`#7", and in the reasons that are added to `problems`.
+    """
+    for num_rows, fields, bad in batches:
+        if not bad and is_uniform(fields):
+            yield Rows([f"{key}#{number}" for number in range(first, first + num_rows)], fields)
+        else:
+            for row, sample in usable_rows(fields, bad, first, problems):
+                yield f"{key}#{first + row}", sample
+        first += num_rows
+
+
+def is_uniform(fields: Mapping[str, Values]) -> bool:
+    """Return whether every field is an array, all str or all bytes, as `Rows` requires."""
+    return all(
+        isinstance(values, np.ndarray) or {*map(type, values)} in ({str}, {bytes})
+        for values in fields.values()
+    )
